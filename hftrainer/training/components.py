@@ -114,12 +114,11 @@ class Components:
 
     def rebuild(self) -> None:
         """Make a copied Trainer's own engine, accelerator, and uploads."""
-        trainer = self.trainer
-        trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
+        self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
-        trainer.create_accelerator_and_postprocess()
-        if trainer.args.push_to_hub:
-            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+        self.trainer.create_accelerator_and_postprocess()
+        if self.trainer.args.push_to_hub:
+            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
 
     @property
     def bare_model(self) -> Any:
@@ -129,15 +128,13 @@ class Components:
     @property
     def clip_grad_norm(self) -> Callable[[Any, float], torch.Tensor]:
         """Clips gradients by their norm: the strategy's method, or the accelerator's where a script has replaced it."""
-        accelerator = self.trainer.accelerator
-        is_replaced = is_overridden(accelerator, "clip_grad_norm_", "unscale_gradients")
-        return accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
+        is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
+        return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
     def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
-        trainer = self.trainer
-        handle = getattr(trainer.callback_handler, event)
-        trainer.control = handle(trainer.args, trainer.state, trainer.control, *payload, **kwargs)
+        handle = getattr(self.trainer.callback_handler, event)
+        self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 
     def made_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; ValueError when there is none yet."""
@@ -153,19 +150,17 @@ class Components:
 
     def loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to; this opens their runs."""
-        trainer = self.trainer
-        if trainer.args.process_index:
+        if self.trainer.args.process_index:
             return []
-        callbacks = reporting_callbacks(trainer.callback_handler.callbacks)
-        found = [(each, each.loggers(trainer.args, trainer.state, trainer.model)) for each in callbacks]
+        callbacks = reporting_callbacks(self.trainer.callback_handler.callbacks)
+        found = [(each, each.loggers(self.trainer.args, self.trainer.state, self.trainer.model)) for each in callbacks]
         found.sort(key=lambda each: not isinstance(each[0], TrackerCallback))  # those of report_to first
         return [logger for _, loggers in found for logger in loggers]
 
     def print_xla_metrics(self) -> None:
         """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
-        trainer = self.trainer
-        asked = "tpu_metrics_debug" in (trainer.args.debug or ()) and trainer.args.device.type == "xla"
-        if asked and trainer.is_world_process_zero():
+        asked = "tpu_metrics_debug" in (self.trainer.args.debug or ()) and self.trainer.args.device.type == "xla"
+        if asked and self.trainer.is_world_process_zero():
             load("xla", "devices").print_metrics()
 
     def log_folder(self) -> Any:

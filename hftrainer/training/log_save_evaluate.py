@@ -76,22 +76,21 @@ class LogSaveEvaluate:
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
         """Log the mean loss since the last log line, and reset the sum."""
-        trainer = self.trainer
         run = self.run
-        steps = trainer.state.global_step - run.last_logged
-        of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
+        steps = self.trainer.state.global_step - run.last_logged
+        of_all = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
         summed, further = run.logged_metrics.pop(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
         self.components.strategy.end_batch()
         logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
-        logs["learning_rate"] = learning_rate if learning_rate is not None else trainer._get_learning_rate()
+        logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= further
         run.total_loss += summed
-        run.last_logged = trainer.state.global_step
-        trainer.store_flos()
-        call_with_accepted(trainer.log, logs, start_time=start_time)
+        run.last_logged = self.trainer.state.global_step
+        self.trainer.store_flos()
+        call_with_accepted(self.trainer.log, logs, start_time=start_time)
 
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
         """Evaluate within training; with `steps_schedule`, a metric-driven schedule steps on the metric."""
@@ -126,19 +125,18 @@ class LogSaveEvaluate:
 
     def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
         """Evaluate several sets; early stopping may follow a metric of one of them, or the mean of their losses."""
-        trainer = self.trainer
-        stoppers = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for callback in stoppers:
             callback.awaits_other_sets = True
         try:
-            of_sets = trainer.evaluate(ignore_keys=ignore_keys)
+            of_sets = self.trainer.evaluate(ignore_keys=ignore_keys)
         finally:
             for callback in stoppers:
                 callback.awaits_other_sets = False
         metrics = mean_loss(of_sets, sets, "eval") | of_sets
-        if evaluation_key(trainer.args.metric_for_best_model or "loss") not in of_sets:
+        if evaluation_key(self.trainer.args.metric_for_best_model or "loss") not in of_sets:
             for callback in stoppers:
-                callback.on_evaluate(trainer.args, trainer.state, trainer.control, metrics=metrics)
+                callback.on_evaluate(self.trainer.args, self.trainer.state, self.trainer.control, metrics=metrics)
         return metrics
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

@@ -91,39 +91,36 @@ class ModelSetup:
 
     def remake_model(self, trial: Any) -> None:
         """Make the model of this `train()` with `model_init`, if there is one."""
-        trainer = self.trainer
-        if trainer.model_init is not None:
+        if self.trainer.model_init is not None:
             self.seed()
-            self.set_model(trainer.call_model_init(trial))
-            trainer.optimizer = trainer.lr_scheduler = None
+            self.set_model(self.trainer.call_model_init(trial))
+            self.trainer.optimizer = self.trainer.lr_scheduler = None
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        trainer = self.trainer
         policy = self.components.policy
-        tokenizes = peers.is_tokenizing(trainer.processing_class) and hasattr(trainer.model, "config")
+        tokenizes = peers.is_tokenizing(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
         if policy.aligns_special_tokens and tokenizes:
             inspection.align_special_tokens(
-                self.components.bare_model, trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
+                self.components.bare_model, self.trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
             )
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and inspect what it accepts and returns."""
-        trainer = self.trainer
         for reason in (
             check_model_layout(self.components.engine.plan.layout, model),
             inspection.check_quantization(model),
         ):
             if reason is not None:
                 raise InvalidArgument(reason)
-        trainer.model = trainer.model_wrapped = model
+        self.trainer.model = self.trainer.model_wrapped = model
         self.set_inferred(self._inspect(model))
-        sharded = trainer.is_distributed_loading_by_transformers
+        sharded = self.trainer.is_distributed_loading_by_transformers
         further = ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if sharded else ()
-        refuse_uncalled(type(trainer), "_build_accelerator_args", *further)
-        if trainer.place_model_on_device:
+        refuse_uncalled(type(self.trainer), "_build_accelerator_args", *further)
+        if self.trainer.place_model_on_device:
             self._check_given_optimizer()
-            trainer._move_model_to_device(model, trainer.args.device)
+            self.trainer._move_model_to_device(model, self.trainer.args.device)
 
     def move(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is on several devices already."""
@@ -164,13 +161,12 @@ class ModelSetup:
 
     def _check_given_optimizer(self) -> None:
         """Warn of an optimizer of another model; refuse one whose parameters a move to an XLA device replaces."""
-        trainer = self.trainer
-        if trainer.optimizer is None:
+        if self.trainer.optimizer is None:
             return
-        held = [parameter for group in trainer.optimizer.param_groups for parameter in group["params"]]
-        if not set(map(id, trainer.model.parameters())) & set(map(id, held)):
+        held = [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
+        if not set(map(id, self.trainer.model.parameters())) & set(map(id, held)):
             logger.warning("optimizers passes an optimizer that has no parameter of the model, and may not train it.")
-        if trainer.args.device.type == "xla" and any(parameter.device.type != "xla" for parameter in held):
+        if self.trainer.args.device.type == "xla" and any(parameter.device.type != "xla" for parameter in held):
             raise InvalidArgument(
                 "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
                 "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
@@ -178,31 +174,29 @@ class ModelSetup:
 
     def _make_label_smoother(self) -> LabelSmoother | None:
         """The label smoother, if the arguments ask for one."""
-        trainer = self.trainer
-        if trainer.args.label_smoothing_factor == 0:
+        if self.trainer.args.label_smoothing_factor == 0:
             return None
-        if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
+        if getattr(getattr(self.trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
             warnings.warn(
                 "Label smoothing is not compatible with multi-label classification, where a sample has several labels: "
                 "label_smoothing_factor is ignored.",
                 stacklevel=4,
             )
             return None
-        if trainer.compute_loss_func is not None:
+        if self.trainer.compute_loss_func is not None:
             logger.warning("label_smoothing_factor has no effect: compute_loss_func computes the loss.")
-        return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)
+        return LabelSmoother(epsilon=self.trainer.args.label_smoothing_factor)
 
     # ---- The optimizer and the schedule ------------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""
-        trainer = self.trainer
-        decayed = trainer.get_decay_parameter_names(model)
-        groups = trainer_optimizer.parameter_groups(model, decayed, trainer.args.weight_decay)
-        if trainer.optimizer_cls_and_kwargs is not None:
-            kind, kwargs = _class_and_keywords(trainer.optimizer_cls_and_kwargs)
+        decayed = self.trainer.get_decay_parameter_names(model)
+        groups = trainer_optimizer.parameter_groups(model, decayed, self.trainer.args.weight_decay)
+        if self.trainer.optimizer_cls_and_kwargs is not None:
+            kind, kwargs = _class_and_keywords(self.trainer.optimizer_cls_and_kwargs)
         else:
-            kind, kwargs = call_with_accepted(trainer.get_optimizer_cls_and_kwargs, trainer.args, model=model)
+            kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, self.trainer.args, model=model)
         optimizer: torch.optim.Optimizer
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
             optimizer = kind()(model, **kwargs)
@@ -256,7 +250,6 @@ class ModelSetup:
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        strategy = self.components.strategy
         if self.run.made_scheduler:  # its length is that of the previous call
             trainer.lr_scheduler = None
             self.run.made_scheduler = False
@@ -265,9 +258,9 @@ class ModelSetup:
             if folder is not None:
                 trainer._load_from_checkpoint(folder)
 
-        self._prepare_model(lambda: strategy.prepare_model(trainer, load))
+        self._prepare_model(lambda: self.components.strategy.prepare_model(trainer, load))
         freezes = self.components.engine.freeze_before_training(trainer.model)
-        strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=self._makes_both)
+        self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=self._makes_both)
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             raise UnsupportedArgument(
                 "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trained parameters: with "
@@ -275,6 +268,10 @@ class ModelSetup:
             )
         if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
             self.components.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
+        handler = trainer.callback_handler
+        handler.model = trainer.model
+        handler.optimizer = trainer.optimizer
+        handler.lr_scheduler = trainer.lr_scheduler
         return trainer.model_wrapped
 
     def prepare_for_evaluation(self) -> None:
@@ -286,10 +283,9 @@ class ModelSetup:
         if not self.components.strategy.shards:
             prepare()
             return
-        steps = self.components.steps
-        per_token = steps.count_flos_per_token()
+        per_token = self.components.steps.count_flos_per_token()
         prepare()
-        steps.flos_per_token = (self.trainer.model, per_token)
+        self.components.steps.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
         """Refuse a new number of micro-batches per optimizer step where it cannot change in a run.

@@ -35,27 +35,24 @@ class Planner:
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """The lengths of the run, from `set_initial_training_values`, called with the signature of its release."""
-        trainer = self.trainer
-        size = trainer.get_total_train_batch_size(args)
-        count = positional_count(trainer.set_initial_training_values)
+        size = self.trainer.get_total_train_batch_size(args)
+        count = positional_count(self.trainer.set_initial_training_values)
         takes_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
-        values = trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
+        values = self.trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
         return read_schedule(values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """See `Trainer.set_initial_training_values`."""
-        trainer = self.trainer
-        policy = self.components.policy
         sized = has_length(dataloader)
         schedule = plan_schedule(
             args,
-            len(dataloader) * trainer.get_sp_size() if sized else None,
-            trainer.num_examples(dataloader) if sized else None,
-            trainer.get_total_train_batch_size(args) if size is None else size,
+            len(dataloader) * self.trainer.get_sp_size() if sized else None,
+            self.trainer.num_examples(dataloader) if sized else None,
+            self.trainer.get_total_train_batch_size(args) if size is None else size,
             self.components.engine.accumulation_at,
-            policy.steps_of_epoch,
+            self.components.policy.steps_of_epoch,
         )
-        if policy.returns_steps_in_epoch:
+        if self.components.policy.returns_steps_in_epoch:
             return schedule
         return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
 
@@ -110,7 +107,6 @@ class Planner:
             schedule: the lengths of the run.
             position: epochs done and micro-batches done in the next, of a run that resumes from a checkpoint.
         """
-        trainer = self.trainer
         sizes = {
             "Number of examples": schedule.num_examples,
             "Epochs": schedule.num_train_epochs,
@@ -119,20 +115,20 @@ class Planner:
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
             "Gradient accumulation steps": self.components.engine.accumulation_at(0),
             "Optimizer steps": schedule.max_steps,
-            "Trainable parameters": trainer.get_num_trainable_parameters(),
+            "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
         log_facts(logger, "Running training begins.", sizes)
         if position is not None:
             epochs, micro_batches = position
-            done = {"Optimizer steps done": trainer.state.global_step, "Epochs done": epochs}
-            if not trainer.args.ignore_data_skip:
+            done = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
+            if not self.trainer.args.ignore_data_skip:
                 done["Batches of the next epoch that are skipped"] = micro_batches
             log_facts(logger, f"Training resumes from {self.run.resumed_from}.", done)
-        if trainer.args.device.type != "xla" or trainer.args.dataloader_drop_last:
+        if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
-        batch = self.run.train_batch_size * trainer.accelerator.processes.data_processes
-        if has_length(trainer.train_dataset) and schedule.num_examples % batch:
+        batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_processes
+        if has_length(self.trainer.train_dataset) and schedule.num_examples % batch:
             logger.warning(
                 "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
                 "dataloader_drop_last=True drops that batch.",
@@ -144,10 +140,9 @@ class Planner:
 
     def find_batch_size(self) -> None:
         """Run a `BatchSizeFinder`, if there is one among the callbacks."""
-        trainer = self.trainer
-        optimizer = trainer.optimizer
-        found = self.components.engine.find_batch_size(TrialSteps(self.components), trainer.model)
-        trainer.optimizer = optimizer  # that of the trial steps is discarded
+        optimizer = self.trainer.optimizer
+        found = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
+        self.trainer.optimizer = optimizer  # that of the trial steps is discarded
         if found is not None:
             self.run.train_batch_size = found
             logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
@@ -158,18 +153,17 @@ class Planner:
         Args:
             max_steps: optimizer steps of the run.
         """
-        trainer = self.trainer
-        found = self.components.engine.find_learning_rate(TrialSteps(self.components), trainer.model)
+        found = self.components.engine.find_learning_rate(TrialSteps(self.components), self.trainer.model)
         if found is None:
             return
-        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, trainer.args.learning_rate)
+        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, self.trainer.args.learning_rate)
         for group in self.components.made_optimizer().param_groups:
             group["lr"] = group["initial_lr"] = found
         if self.run.made_scheduler:
-            trainer.lr_scheduler = None
-            make_scheduler(trainer, max_steps)
+            self.trainer.lr_scheduler = None
+            make_scheduler(self.trainer, max_steps)
         else:
-            trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
+            self.trainer.lr_scheduler.base_lrs = [found for _ in self.trainer.lr_scheduler.base_lrs]
 
 
 class TrialSteps:

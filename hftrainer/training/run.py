@@ -84,7 +84,8 @@ class Run:
         """
         self.total_loss = 0.0
         self.last_saved_step = self.initial_step = self.last_logged = step
-        self.tokens, self.initial_tokens = 0, tokens
+        self.tokens = 0
+        self.initial_tokens = tokens
 
 
 class OfRun:

@@ -94,10 +94,9 @@ class TrainingRunner:
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint that all ranks resume from, after incomplete folders were completed or removed."""
-        trainer = self.trainer
-        output_dir = str(trainer.args.output_dir)
-        processes = trainer.accelerator.processes
-        if trainer.args.should_save:
+        output_dir = str(self.trainer.args.output_dir)
+        processes = self.trainer.accelerator.processes
+        if self.trainer.args.should_save:
             staging.clear_stale(output_dir)
         processes.barrier()
         folder: str | None
@@ -107,12 +106,12 @@ class TrainingRunner:
         from hftrainer.hub.download import download_checkpoint
 
         # The other ranks of a node find it in the cache.
-        with processes.in_turn(first=trainer.is_local_process_zero()):
+        with processes.in_turn(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
                 str(resume_from_checkpoint),
-                trainer.args.hub_token,
-                hub_model_id=trainer.args.hub_model_id,
-                hub_revision=trainer.args.hub_revision,
+                self.trainer.args.hub_token,
+                hub_model_id=self.trainer.args.hub_model_id,
+                hub_revision=self.trainer.args.hub_revision,
             )
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
@@ -123,10 +122,9 @@ class TrainingRunner:
         Raises:
             UnsupportedArgument: the error names each.
         """
-        args = self.trainer.args
         if refused := self.components.engine.check_callbacks(
-            finds_batch_size=args.auto_find_batch_size,
-            evaluates=args.eval_strategy != "no",
+            finds_batch_size=self.trainer.args.auto_find_batch_size,
+            evaluates=self.trainer.args.eval_strategy != "no",
             automatic_optimization=not runs_backward(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
         ):
@@ -154,14 +152,13 @@ class TrainingRunner:
             trial: the hyperparameter trial, if any.
             ignore_keys: outputs of the model that evaluation leaves out.
         """
-        trainer = self.trainer
         with self._running():
-            start = self._starting_point() if trainer.args.auto_find_batch_size else None
+            start = self._starting_point() if self.trainer.args.auto_find_batch_size else None
             while True:
                 try:
-                    return trainer._inner_training_loop(
+                    return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
-                        args=trainer.args,
+                        args=self.trainer.args,
                         resume_from_checkpoint=folder,
                         trial=trial,
                         ignore_keys_for_eval=ignore_keys,
@@ -223,13 +220,12 @@ class TrainingRunner:
 
     def _halve_batches(self, start: StartingPoint) -> None:
         """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
-        trainer = self.trainer
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         self._release()
         for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
             shutil.rmtree(folder)
-        trainer.optimizer, trainer.lr_scheduler = start.stateful
+        self.trainer.optimizer, self.trainer.lr_scheduler = start.stateful
         start.restore()
         gc.collect()
         devices.empty_cache()
@@ -269,18 +265,17 @@ class TrainingRunner:
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
         """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
-        trainer = self.trainer
         with self.components.loaders.preparing_training_data():  # overrides prepare their own loaders
-            dataloader = trainer.get_train_dataloader()
+            dataloader = self.trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
         self.run.progress = self.components.saver.load_progress(folder, schedule)
-        first_epoch, position = trainer._init_training_state(
+        first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, schedule.num_train_epochs, folder, trial
         )
-        model, dataloader = trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
+        model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
             self.planner.find_learning_rate(schedule.max_steps)
-            trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+            self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log(schedule, None if folder is None else (first_epoch, position))
         self.run.loop = loop = TrainingLoop(
             self.components,
@@ -297,11 +292,10 @@ class TrainingRunner:
 
     def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
         """Take the arguments and the batch size of this attempt."""
-        trainer = self.trainer
         self.components.setup.take_changes_in(args)  # an override may pass its own
-        trainer.accelerator.free_memory()
+        self.trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
-            trainer._update_auto_batch_size(batch_size)
+            self.trainer._update_auto_batch_size(batch_size)
         self.run.begin()
         if folder is None:
             self.planner.find_batch_size()
@@ -334,16 +328,15 @@ class TrainingRunner:
         trainer = self.trainer
         saver = self.components.saver
         writer = self.components.checkpoint_writer
-        policy = self.components.policy
         assert self.run.loop is not None
-        if not policy.loads_best_after_logging:
+        if not self.components.policy.loads_best_after_logging:
             saver.wait()
             saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
         saver.wait()
         writer.close()
-        if policy.loads_best_after_logging:
+        if self.components.policy.loads_best_after_logging:
             saver.load_best_at_end()
         best = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
@@ -361,49 +354,45 @@ class TrainingRunner:
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
-        trainer = self.trainer
         run = self.run
-        state = trainer.state
+        state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
         run.total_loss += run.loss.item()
         train_loss = run.total_loss / max(steps, 0.001)
         samples = num_train_samples * steps / max(state.max_steps, 1)
-        tokens = run.tokens if legacy.value(trainer.args, "include_tokens_per_second") else None
+        tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
-        trainer.store_flos()
+        self.trainer.store_flos()
         metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = train_loss
-        trainer._memory_tracker.stop_and_update_metrics(metrics)
+        self.trainer._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
         """Release a run's optimizer and its hooks."""
-        trainer = self.trainer
-        handler = trainer.callback_handler
-        engine = self.components.engine
-        if isinstance(trainer.optimizer, LayerWiseDummyOptimizer):
-            trainer.optimizer.remove_hooks()
-        engine.trainer = engine.module = None
-        trainer.optimizer = trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
+        handler = self.trainer.callback_handler
+        if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
+            self.trainer.optimizer.remove_hooks()
+        self.components.engine.trainer = self.components.engine.module = None
+        self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
         self.components.checkpoint_writer.wait_ignoring_errors()
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
-        trainer = self.trainer
         components = self.components
-        handler = trainer.callback_handler
+        handler = self.trainer.callback_handler
         self._release()
         components.engine.release()
-        trainer.accelerator.free_memory()
+        self.trainer.accelerator.free_memory()
         components.checkpoint_writer.close()
         # Until the next trial.
-        trainer.model = trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
+        self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
         components.steps.flos_per_token = None
-        if trainer.args.torch_compile:
+        if self.trainer.args.torch_compile:
             torch.compiler.reset()  # else the code compiled for this model stays in memory
         gc.collect()
         devices.empty_cache()

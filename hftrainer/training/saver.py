@@ -43,18 +43,17 @@ class CheckpointSaver:
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
-        trainer = self.trainer
-        rank = trainer.args.process_index
-        size = trainer.args.world_size
+        rank = self.trainer.args.process_index
+        size = self.trainer.args.world_size
         if size == 1:
             return {}
-        if trainer.args.save_only_model:
-            trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
+        if self.trainer.args.save_only_model:
+            self.trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
             return {}
         own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
             own[names.progress_name(rank, size)] = as_dict(self.run.loop.current_progress())
-        of_all = trainer.accelerator.processes.gather_objects([own])
+        of_all = self.trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
     def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
@@ -102,20 +101,19 @@ class CheckpointSaver:
 
     def load_best_at_end(self) -> None:
         """Load the best model if `load_best_model_at_end` is set, there is one, and its checkpoint is whole."""
-        trainer = self.trainer
-        best = trainer.state.best_model_checkpoint
-        if not trainer.args.load_best_model_at_end:
+        best = self.trainer.state.best_model_checkpoint
+        if not self.trainer.args.load_best_model_at_end:
             return
         if best is None:
             logger.warning(
                 "load_best_model_at_end has no effect: no evaluation gave a number for metric_for_best_model=%r. "
                 "The last model is kept.",
-                trainer.args.metric_for_best_model,
+                self.trainer.args.metric_for_best_model,
             )
             return
-        reason = trainer.accelerator.processes.from_main(lambda: resume.why_not_loaded(best))
+        reason = self.trainer.accelerator.processes.from_main(lambda: resume.why_not_loaded(best))
         if reason is None:
-            trainer._load_best_model()
+            self.trainer._load_best_model()
         else:
             logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
 
@@ -133,19 +131,17 @@ class CheckpointSaver:
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        trainer = self.trainer
         self.wait()
-        if self.run.last_saved_step != trainer.state.global_step or self.components.checkpoint_writer.failed:
-            trainer._save_checkpoint(trainer.model_wrapped, trial)
-            self.run.last_saved_step = trainer.state.global_step
+        if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.failed:
+            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
+            self.run.last_saved_step = self.trainer.state.global_step
             self.call_on_save()
         self.wait()
 
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
-        trainer = self.trainer
-        asked = getattr(trainer.args, "save_on_interrupt", True) or trainer.args.enable_jit_checkpoint
-        return asked and (trainer.args.save_strategy != SaveStrategy.NO or trainer.args.enable_jit_checkpoint)
+        asked = getattr(self.trainer.args, "save_on_interrupt", True) or self.trainer.args.enable_jit_checkpoint
+        return asked and (self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint)
 
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""
@@ -175,8 +171,7 @@ class CheckpointSaver:
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
-        strategy = self.components.strategy
-        load = strategy.load_best if best else strategy.load_weights
+        load = self.components.strategy.load_best if best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.bare_model)
         incompatible = load(peers.uncompiled(model), folder, only_trained=has_adapters)
         if incompatible is not None:
@@ -184,16 +179,18 @@ class CheckpointSaver:
 
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
         """The progress in a checkpoint of ours; logs a warning for changed arguments."""
-        trainer = self.trainer
         if folder is None:
             return None
-        progress = load_progress(folder, trainer.args.process_index, trainer.args.world_size)
+        progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
         if progress is not None:
-            processes = trainer.accelerator.processes.data_processes
-            config = self.components.resolved.accelerator_config
-            now = position_settings(trainer.args, schedule, self.run.train_batch_size, processes, config)
-            progress.adapt(now, skips_data=not trainer.args.ignore_data_skip)
+            progress.adapt(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
+
+    def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
+        """The settings that decide which samples a position in the data means."""
+        processes = self.trainer.accelerator.processes.data_processes
+        config = self.components.resolved.accelerator_config
+        return position_settings(self.trainer.args, schedule, self.run.train_batch_size, processes, config)
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
@@ -223,30 +220,28 @@ class CheckpointSaver:
             folder: the folder to write to.
             weights: the full weights; None: read them from the model; empty: they stay in shards.
         """
-        trainer = self.trainer
-        writer = self.components.checkpoint_writer
         os.makedirs(folder, exist_ok=True)
         model = self.components.bare_model
         logger.info("Saving the model to %s.", staging.final_folder(folder))
-        write = functools.partial(save_weights, model, folder, safe=legacy.value(trainer.args, "save_safetensors"))
-        on_device = trainer.args.device.type == "xla"  # files cannot be written from there
+        write = functools.partial(save_weights, model, folder, safe=legacy.value(self.trainer.args, "save_safetensors"))
+        on_device = self.trainer.args.device.type == "xla"  # files cannot be written from there
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
             write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
-            if (writer.collects or on_device) and weights is None:
+            if (self.components.checkpoint_writer.collects or on_device) and weights is None:
                 # A copy: training changes the model's own during writing.
-                weights = peers.uncompiled(trainer.model).state_dict()
-            writer.call(write, weights)
-        processing_class = trainer.processing_class
+                weights = peers.uncompiled(self.trainer.model).state_dict()
+            self.components.checkpoint_writer.call(write, weights)
+        processing_class = self.trainer.processing_class
         if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
-            processing_class = getattr(trainer.data_collator, "tokenizer", None)
+            processing_class = getattr(self.trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
                 logger.info("Without a processing_class, the tokenizer of data_collator is saved.")
         if processing_class is not None:
             processing_class.save_pretrained(folder)
-        torch.save(without_tokens(trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
+        torch.save(without_tokens(self.trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
 
     @contextlib.contextmanager
     def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
@@ -255,13 +250,11 @@ class CheckpointSaver:
         Args:
             trial: the hyperparameter trial, if any.
         """
-        trainer = self.trainer
-        state = trainer.state
-        writer = self.components.checkpoint_writer
-        trainer.store_flos()
+        state = self.trainer.state
+        self.trainer.store_flos()
         self.wait()
         self.run.last_saved_step = state.global_step
-        run_dir = trainer._get_output_dir(trial)
+        run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
         self._record_best_checkpoint(run_dir)
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -272,14 +265,14 @@ class CheckpointSaver:
             rotate()
 
         def on_failure() -> None:
-            trainer.state.best_model_checkpoint = earlier_best
+            self.trainer.state.best_model_checkpoint = earlier_best
 
         with self._writing(path, on_written, on_failure) as fill:
             yield fill
-        if writer.failed:
+        if self.components.checkpoint_writer.failed:
             on_failure()
-        if trainer.args.push_to_hub:
-            writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
+        if self.trainer.args.push_to_hub:
+            self.components.checkpoint_writer.when_done(functools.partial(self.trainer._push_from_checkpoint, path))
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
@@ -344,10 +337,9 @@ class CheckpointSaver:
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
-        trainer, run = self.trainer, self.run
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
-            return lambda: trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+            return lambda: self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
         # A restart with smaller batches resumes from that checkpoint again.
-        needed = [run.resumed_from] if run.resumed_from and trainer.args.auto_find_batch_size else []
-        limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-        return functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed])
+        needed = [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
+        best = self.trainer.state.best_model_checkpoint
+        return functools.partial(rotate_checkpoints, run_dir, self.trainer.args.save_total_limit, best, [path, *needed])

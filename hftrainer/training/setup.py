@@ -83,8 +83,7 @@ class TrainerSetup:
     def begin_again(self) -> None:
         """Rebuild everything that follows from the arguments, for a trial or after a search."""
         trainer = self.trainer
-        components = self.components
-        components.args_have_changed = False
+        self.components.args_have_changed = False
         self.resolve_arguments()
         trainer._validate_args()
         if isinstance(trainer.args, TrainingArguments):
@@ -93,7 +92,7 @@ class TrainerSetup:
         self.follow_arguments()
         trainer.create_accelerator_and_postprocess()
         if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
-            components.model_setup.set_model(trainer.model)
+            self.components.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
         """Parse the arguments again, for a new Trainer or a new trial."""
@@ -118,14 +117,13 @@ class TrainerSetup:
 
     def end_init(self) -> None:
         """Open the repository and the output folder, and announce that the Trainer is made."""
-        trainer = self.trainer
-        args = trainer.args
+        args = self.trainer.args
         if args.push_to_hub:
-            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
         if args.should_save:
             os.makedirs(str(args.output_dir), exist_ok=True)
         self.components.announce("on_init_end")
-        config: Any = getattr(trainer.model, "config", None)
+        config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
 
@@ -152,8 +150,7 @@ class TrainerSetup:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of either kind; one of Lightning's progress bars replaces the Trainer's own."""
-        trainer = self.trainer
-        handler = trainer.callback_handler
+        handler = self.trainer.callback_handler
         of_lightning = self.components.lightning_callbacks
         if _is_of_lightning(callback):
             of_lightning.append(make_callback(callback))
@@ -161,8 +158,8 @@ class TrainerSetup:
             handler.add_callback(callback)
             added = handler.callbacks[-1]
             if isinstance(added, ReportingCallback):
-                run_folder = functools.partial(_run_folder, trainer, self.run)
-                added.attach(trainer.save_model, run_folder, self.components.log_folder())
+                run_folder = functools.partial(_run_folder, self.trainer, self.run)
+                added.attach(self.trainer.save_model, run_folder, self.components.log_folder())
         if adapter().has_progress_bar(of_lightning) and handler.drop_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
@@ -226,19 +223,17 @@ class TrainerSetup:
 
     def follow_arguments(self) -> None:
         """Set everything that follows from the arguments, which a hyperparameter trial changes."""
-        trainer = self.trainer
-        self.run.accumulation = trainer.args.gradient_accumulation_steps
-        self.run.train_batch_size = trainer.args.train_batch_size
-        trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
-        trainer._eval_dataloaders = {}
+        self.run.accumulation = self.trainer.args.gradient_accumulation_steps
+        self.run.train_batch_size = self.trainer.args.train_batch_size
+        self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
+        self.trainer._eval_dataloaders = {}
         self._follow_changes()
 
     def _follow_changes(self) -> None:
         """Set what follows from arguments that may change between two runs."""
         args = self.trainer.args
-        components = self.components
-        components.past_index = legacy.value(args, "past_index")
-        components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
+        self.components.past_index = legacy.value(args, "past_index")
+        self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def take_changes_in(self, args: TrainingArguments) -> None:
         """Use the values of `args`, which may be another object than the Trainer's arguments."""
@@ -248,28 +243,26 @@ class TrainerSetup:
     def take_changes(self) -> None:
         """Apply to the next run the arguments that the script has changed since the Trainer was made."""
         trainer = self.trainer
-        components = self.components
         refuse_rewritten(trainer)
-        if not components.policy.reads_batch_size_once:
+        if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
         self.take_changes_in(trainer.args)
         accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since
         self._follow_changes()
         if trainer.args.push_to_hub:  # it may have been set since
             trainer.accelerator.processes.from_main(
-                lambda: trainer.init_hf_repo() if components.uploads is None else None
+                lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
 
     def _check_supported(self) -> None:
         """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
-        trainer = self.trainer
         resolved = self.components.resolved
-        resolved.model = trainer.model
-        if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
+        resolved.model = self.trainer.model
+        if found := check_supported(resolved, own_optimizer=self.trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
             logger.warning(sentence)
-        if resolved.accelerator_config.non_blocking and not trainer.args.dataloader_pin_memory:
+        if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(
                 "accelerator_config['non_blocking']=True has no effect with dataloader_pin_memory=False: only batches "
                 "in page-locked memory are copied during computation."
@@ -295,25 +288,23 @@ class TrainerSetup:
 
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""
-        trainer = self.trainer
-        args = trainer.args
+        args = self.trainer.args
         self._check_values()
-        if args.eval_strategy != "no" and trainer.eval_dataset is None:
+        if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
                 f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
             )
         self._check_optimizer()
-        as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         self._check_memmap()
         self._check_data()
 
     def _check_values(self) -> None:
         """Check each argument by itself, and arguments that contradict each other."""
-        args = self.trainer.args
         resolved = self.components.resolved
         if not (found := list(check_accelerator_config(resolved))):
             take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
-            found = check_values(resolved) if isinstance(args, TrainingArguments) else []
+            found = check_values(resolved) if isinstance(self.trainer.args, TrainingArguments) else []
         if found:
             raise InvalidArgument("\n".join(found))
 
@@ -340,13 +331,12 @@ class TrainerSetup:
 
     def _check_memmap(self) -> None:
         """Check the folder of an evaluation that keeps its rows in files."""
-        args = self.trainer.args
-        folder = getattr(args, "eval_memmap_dir", None)
+        folder = getattr(self.trainer.args, "eval_memmap_dir", None)
         if folder is None:
             return
         if not os.path.isdir(folder):
             raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
-        if not args.eval_do_concat_batches:
+        if not self.trainer.args.eval_do_concat_batches:
             raise InvalidArgument(
                 "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
                 "use only one of them."

@@ -282,7 +282,6 @@ class TrainingSteps:
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
-        trainer = self.trainer
         if inputs is None:
             raise InvalidArgument(
                 "data_collator returned None: it must return the batch, a dict of the model's inputs."
@@ -290,19 +289,18 @@ class TrainingSteps:
         if len(inputs) == 0:
             raise InvalidArgument(
                 "The batch is empty: none of the samples' keys is a parameter of the model's forward "
-                f"({', '.join(trainer._signature_columns or [])})."
+                f"({', '.join(self.trainer._signature_columns or [])})."
             )
-        inputs = trainer._prepare_input(inputs)
+        inputs = self.trainer._prepare_input(inputs)
         if getattr(self.run, "past", None) is not None:  # `past_index`; evaluation loops of v4 delete it
             inputs["mems"] = self.run.past
         return inputs
 
     def prepare_input(self, data: Any) -> Any:
         """A part of the batch on the device; for containers, `Trainer._prepare_input` prepares each part."""
-        trainer = self.trainer
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
-            return rebuilt(data, trainer._prepare_input)
-        return self.components.strategy.cast(to_device(data, trainer.accelerator.device), trainer.model)
+            return rebuilt(data, self.trainer._prepare_input)
+        return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -332,13 +330,12 @@ class TrainingSteps:
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
-        trainer = self.trainer
-        if trainer.loss_is_scaled_for_ga is not None:
-            return trainer.loss_is_scaled_for_ga
-        if not accepts(trainer.compute_loss, "num_items_in_batch"):
+        if self.trainer.loss_is_scaled_for_ga is not None:
+            return self.trainer.loss_is_scaled_for_ga
+        if not accepts(self.trainer.compute_loss, "num_items_in_batch"):
             return False  # an override from before v4.46 does not get them
         counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
-        return (trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
+        return (self.trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
 
     @property
     def _function_takes_items(self) -> bool:
@@ -384,11 +381,11 @@ class TrainingSteps:
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Number of labels that are not -100, over all micro-batches; None when nothing uses it."""
-        trainer, policy = self.trainer, self.components.policy
-        asked = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        policy = self.components.policy
+        asked = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         if (not asked and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
             return None
-        labels = [policy.counted_labels(batch, shifts=trainer._loss_shifts_labels) for batch in batch_samples]
+        labels = [policy.counted_labels(batch, shifts=self.trainer._loss_shifts_labels) for batch in batch_samples]
         if not all(isinstance(each, torch.Tensor) for each in labels):
             return None  # detection models: labels are lists of dicts
         count = sum(each.ne(-100).sum() for each in labels).to(device)
@@ -398,23 +395,21 @@ class TrainingSteps:
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
-        trainer = self.trainer
-        if legacy.value(trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self.run.tokens += inputs["input_ids"].numel() * trainer.accelerator.processes.data_processes
-        how = which_tokens(trainer.args.include_num_input_tokens_seen)
+        if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+            self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_processes
+        how = which_tokens(self.trainer.args.include_num_input_tokens_seen)
         if how == "no":
             return
-        main_input = getattr(trainer.model, "main_input_name", "input_ids")
-        count = count_tokens(inputs, main_input, how, getattr(trainer.processing_class, "pad_token_id", None))
+        main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
+        count = count_tokens(inputs, main_input, how, getattr(self.trainer.processing_class, "pad_token_id", None))
         if count is not None:
-            trainer.state.num_input_tokens_seen += int(self.sum_over_data(count))
+            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(count))
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
         """Input tokens seen so far, and tokens per second since `start_time`, if arguments ask for them."""
-        trainer = self.trainer
-        if which_tokens(trainer.args.include_num_input_tokens_seen) == "no":
+        if which_tokens(self.trainer.args.include_num_input_tokens_seen) == "no":
             return {}
-        seen = trainer.state.num_input_tokens_seen
+        seen = self.trainer.state.num_input_tokens_seen
         found: dict[str, float] = {"num_input_tokens_seen": seen}
         if start_time is not None and self.components.policy.logs_tokens_per_second:
             found |= speed_metrics("train", start_time, num_tokens=seen - self.run.initial_tokens)
