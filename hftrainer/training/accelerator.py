@@ -36,7 +36,7 @@ def _loader_setting(name: str) -> Any:
     return property(get, set_, doc=f"`dataloader_config.{name}`; a new value applies to loaders prepared later.")
 
 
-class EngineAccelerator:
+class EngineAccelerator(ProcessState):
     """accelerate's `Accelerator` over the engine: the processes of a run, each on one device.
 
     Args:
@@ -61,6 +61,15 @@ class EngineAccelerator:
     ) -> None:
         plan = engine.plan
         processes = plan.processes
+        shown = {
+            "mixed_precision": plan.mixed_precision,
+            "parallelism_config": plan.layout if plan.layout.total_size > 1 else None,
+            "is_fsdp2": plan.sharding is not None and plan.sharding.version == 2,
+        }
+        super().__init__(processes, device, engine.strategy.distributed_type, **shown)
+        plugins = {"deepspeed_plugin": None, "fsdp_plugin": None, **engine.strategy.plugins()}
+        self.state = ProcessState(processes, device, self.distributed_type, **plugins, **shown)
+        self.deepspeed_plugin = self.state.deepspeed_plugin
         self._engine = engine
         self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
@@ -71,34 +80,14 @@ class EngineAccelerator:
         self.dataloader_config = LoaderConfig(
             **{name: config[name] for name in _LOADER_KEYS}, data_seed=plan.read_once["data_seed"]
         )
-        self.device = device
         self.device_placement = True
-        self.mixed_precision = plan.mixed_precision
         self.processes: Processes = processes
-        self.num_processes = processes.world_size
-        self.process_index = processes.rank
-        self.local_process_index = processes.local_rank
-        self.is_main_process = processes.rank == 0
-        self.is_local_main_process = processes.local_rank == 0
-        self.is_last_process = processes.rank == processes.world_size - 1
-        self.distributed_type = self._strategy.distributed_type
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
-        self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
-        self.is_fsdp2 = plan.sharding is not None and plan.sharding.version == 2
-        self.use_distributed = self.multi_device = processes.several
+        self.multi_device = processes.several
         self.gradient_accumulation_steps = 1  # the Trainer accumulates, as in transformers
         self.gradient_state = GradientState(
             self._loaders, processes.data_processes, config["gradient_accumulation_kwargs"]
-        )
-        self.state = ProcessState(
-            processes,
-            device,
-            self.distributed_type,
-            **{"deepspeed_plugin": None, "fsdp_plugin": None, **self._strategy.plugins()},
-            mixed_precision=plan.mixed_precision,
-            parallelism_config=self.parallelism_config,
-            is_fsdp2=self.is_fsdp2,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -121,11 +110,6 @@ class EngineAccelerator:
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
         self.gradient_state.sync_gradients = sync_gradients
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """DeepSpeed's configuration under accelerate's names; None without DeepSpeed."""
-        return self.state.deepspeed_plugin
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward through the precision plugin and the strategy."""
@@ -248,10 +232,6 @@ class EngineAccelerator:
         """Tensors padded to the longest of all ranks in one dimension."""
         return self.processes.pad(tensor, dim, pad_index, pad_first)
 
-    def wait_for_everyone(self) -> None:
-        """Wait for the other processes."""
-        self.processes.barrier()
-
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before clipping."""
         self.unscale_gradients()
@@ -267,14 +247,6 @@ class EngineAccelerator:
     def no_sync(self, model: Any = None) -> Any:
         """Do not all-reduce the gradients of backward passes in the block."""
         return self._engine.no_sync(model)
-
-    def main_process_first(self) -> Any:
-        """Run the block first on rank 0, then on the others."""
-        return self.processes.in_turn(self.is_main_process)
-
-    def local_main_process_first(self) -> Any:
-        """Run the block first on local rank 0 of each node, then on the others."""
-        return self.processes.in_turn(self.is_local_main_process)
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
@@ -304,10 +276,6 @@ class EngineAccelerator:
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return function if self.local_process_index == local_process_index else _nothing
-
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """The inputs' part for this process; see `ProcessState.split_between_processes`."""
-        return self.state.split_between_processes(inputs, apply_padding)
 
     def set_trigger(self) -> None:
         """Make `check_trigger` return True on all ranks, once."""
@@ -404,11 +372,6 @@ class EngineAccelerator:
     def end_training(self) -> None:
         """Leave the process group, if there is one. The Trainer closes its trackers itself when training ends."""
         self.processes.disconnect()
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each node."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
 
 
 _CHECKPOINTS = (

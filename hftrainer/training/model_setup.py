@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import reprlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,7 +188,7 @@ class ModelSetup:
             logger.warning("label_smoothing_factor has no effect: compute_loss_func computes the loss.")
         return LabelSmoother(epsilon=self.trainer.args.label_smoothing_factor)
 
-    # ---- The optimizer and the schedule ------------------------------------------------------------------------------
+    # ---- The optimizer and the schedule --------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""
@@ -240,7 +241,7 @@ class ModelSetup:
             rate = self.trainer.lr_scheduler.get_last_lr()[0]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
 
-    # ---- Before a run or an evaluation -------------------------------------------------------------------------------
+    # ---- Before a run or an evaluation ---------------------------------------------------------------------------
 
     def prepare_for_training(self, max_steps: int, folder: str | None) -> nn.Module:
         """Prepare the model, and make optimizer and schedule for it; returns the model to train.
@@ -258,7 +259,8 @@ class ModelSetup:
             if folder is not None:
                 trainer._load_from_checkpoint(folder)
 
-        self._prepare_model(lambda: self.components.strategy.prepare_model(trainer, load))
+        with self._keeping_count_of_flos():
+            self.components.strategy.prepare_model(trainer, load)
         freezes = self.components.engine.freeze_before_training(trainer.model)
         self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=self._makes_both)
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
@@ -276,15 +278,17 @@ class ModelSetup:
 
     def prepare_for_evaluation(self) -> None:
         """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
-        self._prepare_model(lambda: self.components.strategy.prepare_evaluation(self.trainer))
+        with self._keeping_count_of_flos():
+            self.components.strategy.prepare_evaluation(self.trainer)
 
-    def _prepare_model(self, prepare: Callable[[], None]) -> None:
-        """Prepare the model; its operations are counted before it is sharded."""
+    @contextlib.contextmanager
+    def _keeping_count_of_flos(self) -> Iterator[None]:
+        """Count the operations of a model that is sharded in the block before that, and keep the count."""
         if not self.components.strategy.shards:
-            prepare()
+            yield
             return
         per_token = self.components.steps.count_flos_per_token()
-        prepare()
+        yield
         self.components.steps.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:

@@ -302,30 +302,25 @@ class CheckpointSaver:
         writer = self.components.checkpoint_writer
         strategy = self.components.strategy
         processes = trainer.accelerator.processes
-        of_other_ranks = self._gather_files_of_other_ranks()
+        others = self._gather_files_of_other_ranks()
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
         staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staged])
         strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.made_optimizer)
-        if trainer.args.should_save:
-            with self._gathered_states(), writer.checkpoint(path, then=on_written, if_failed=on_failure) as folder:
-                yield (lambda: None) if folder is None else functools.partial(self._write_files, folder, of_other_ranks)
-        else:
-            staged = next(filter(None, folders[processes.rank :: -1]))
-            # Overrides may gather weights.
-            trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
-            with self._gathered_states(), writer.taking_part(path):
-                strategy.write_parts(staged)
-            yield lambda: None
-        writer.failed = any(processes.gather_objects([writer.failed]))
-
-    @contextlib.contextmanager
-    def _gathered_states(self) -> Iterator[None]:
-        """Release the states that the strategy has gathered from all ranks, at the end of the block."""
         try:
-            yield
+            if trainer.args.should_save:
+                with writer.checkpoint(path, then=on_written, if_failed=on_failure) as folder:
+                    yield (lambda: None) if folder is None else functools.partial(self._write_files, folder, others)
+            else:
+                staged = next(filter(None, folders[processes.rank :: -1]))
+                # Overrides may gather weights.
+                trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
+                with writer.taking_part(path):
+                    strategy.write_parts(staged)
+                yield lambda: None
         finally:
-            self.components.strategy.finish()
+            strategy.finish()
+        writer.failed = any(processes.gather_objects([writer.failed]))
 
     def _record_best_checkpoint(self, run_dir: str) -> None:
         """Record the folder of the best checkpoint, if it is this one or still exists."""

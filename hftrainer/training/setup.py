@@ -402,7 +402,12 @@ def check_consistency(args: Any, processes: Processes) -> None:
         return
     compared = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
     names = [field.name for field in dataclasses.fields(args) if field.name in compared]
-    of_all: list[dict[str, str]] = processes.gather_objects([{name: _as_text(getattr(args, name)) for name in names}])
+    texts = {}
+    for name in names:
+        value = getattr(args, name)
+        text = repr(value.value if isinstance(value, enum.Enum) else value)
+        texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)  # processes have objects at different addresses
+    of_all: list[dict[str, str]] = processes.gather_objects([texts])
     found = []
     for name in names:
         ranks: dict[str, list[str]] = {}
@@ -413,8 +418,3 @@ def check_consistency(args: Any, processes: Processes) -> None:
             found.append(f"{name} is {differing}.")
     if found:
         raise InvalidArgument("\n".join(["The arguments differ between ranks; they must be the same on all:", *found]))
-
-
-def _as_text(value: Any) -> str:
-    """A value as text; without the addresses of objects, which differ between processes."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value.value if isinstance(value, enum.Enum) else value))
