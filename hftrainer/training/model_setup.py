@@ -188,7 +188,7 @@ class ModelSetup:
             logger.warning("label_smoothing_factor has no effect: compute_loss_func computes the loss.")
         return LabelSmoother(epsilon=self.trainer.args.label_smoothing_factor)
 
-    # ---- The optimizer and the schedule --------------------------------------------------------------------------
+    # ---- The optimizer and the schedule ------------------------------------------------------------------------
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""
@@ -241,7 +241,7 @@ class ModelSetup:
             rate = self.trainer.lr_scheduler.get_last_lr()[0]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
 
-    # ---- Before a run or an evaluation ---------------------------------------------------------------------------
+    # ---- Before a run or an evaluation -------------------------------------------------------------------------
 
     def prepare_for_training(self, max_steps: int, folder: str | None) -> nn.Module:
         """Prepare the model, and make optimizer and schedule for it; returns the model to train.
