@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +51,7 @@ def load(name: str, module: str = "") -> Any:
         raise MissingPackage(f"{name} cannot be used ({error}): pip install 'hftrainer[{plugin.extra}]'.") from error
 
 
+@functools.cache
 def adapter() -> Any:
     """The module `hftrainer_lightning.engine`, which is the API of the adapter for Lightning."""
     load("lightning").import_lightning()  # takes seconds

@@ -1,4 +1,4 @@
-"""`Trainer`: the documented API in one place. Each method is short; the work is in the components that it calls."""
+"""`Trainer`: the documented API. Each method makes one decision or calls a component."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.components import Components
-from hftrainer.training.optimizers import checked_pair
+from hftrainer.training.model_setup import checked_pair
 from hftrainer.training.run import OfRun
 from hftrainer.training_args import TrainingArguments
 
@@ -104,7 +104,7 @@ class Trainer(EarlierMethods):
 
     loss_is_scaled_for_ga: bool | None = None
     model_preparation_time: float  # seconds; set by an evaluation without training
-    # Set while a Trainer is constructed, by `training.setup.TrainerSetup`.
+    # The components set these, most of them during construction.
     model: nn.Module
     model_wrapped: nn.Module
     accelerator: Any
@@ -220,7 +220,7 @@ class Trainer(EarlierMethods):
     # ---- Construction ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        """Refuse invalid arguments before anything is built; they may have changed since they were made."""
+        """Refuse invalid arguments before anything is built; the script may have changed them since it made them."""
         self._hftrainer.setup.validate_args()
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -328,13 +328,13 @@ class Trainer(EarlierMethods):
         return self._hftrainer.loaders.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
-        """The order of the evaluation samples: by length if arguments ask for it, as in training; None: unchanged."""
+        """The evaluation sampler: grouped by length or sequential; None for a dataset without a length."""
         return self._hftrainer.loaders.evaluation_sampler(eval_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             found = collators.signature_columns(self._hftrainer.bare_model, self.label_names)
-            self._hftrainer.model_setup.set_found("_signature_columns", found)
+            self._hftrainer.model_setup.set_inferred({"_signature_columns": found})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset without the columns that the model does not take."""
@@ -384,7 +384,7 @@ class Trainer(EarlierMethods):
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make both. Override this, or one of the two methods below, for your own.
+        """Make optimizer and scheduler. Override this method, or one of the two below.
 
         Args:
             num_training_steps: optimizer steps of the run.
@@ -395,7 +395,7 @@ class Trainer(EarlierMethods):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Make the optimizer, unless there is one: weight decay on all but biases and normalization layers."""
         if self.optimizer is None:
-            self.optimizer = self._hftrainer.optimizers.create_optimizer(self.model if model is None else model)
+            self.optimizer = self._hftrainer.model_setup.create_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -407,7 +407,7 @@ class Trainer(EarlierMethods):
         """
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = self._hftrainer.optimizers.create_scheduler(num_training_steps, optimizer)
+            self.lr_scheduler = self._hftrainer.model_setup.create_scheduler(num_training_steps, optimizer)
         return self.lr_scheduler
 
     @staticmethod
@@ -417,7 +417,7 @@ class Trainer(EarlierMethods):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        return self._hftrainer.optimizers.decay_parameter_names(model)
+        return self._hftrainer.model_setup.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
         """Number of trained parameters (elements)."""
@@ -429,10 +429,10 @@ class Trainer(EarlierMethods):
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group that holds `param`; without `param`, the parameters of each group."""
-        return self._hftrainer.optimizers.group_of(param)
+        return self._hftrainer.model_setup.group_of(param)
 
     def _get_learning_rate(self) -> float:
-        return self._hftrainer.optimizers.learning_rate()
+        return self._hftrainer.model_setup.learning_rate()
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class Trainer(EarlierMethods):
         """
         if model_path is not None:
             resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
-        self._hftrainer.runner.refuse_alone(resume_from_checkpoint)
+        self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
@@ -505,15 +505,15 @@ class Trainer(EarlierMethods):
         return self._train_batch_size * self._hftrainer.engine.accumulation_at(0) * processes
 
     def get_tp_size(self) -> int:
-        """How many processes split each layer (tensor parallelism)."""
+        """Tensor-parallel size: the ranks that share each layer."""
         return self.accelerator.processes.tp_size
 
     def get_cp_size(self) -> int:
-        """How many processes split each sequence: one, since context parallelism is not supported."""
+        """Context-parallel size: always 1, since context parallelism is not supported."""
         return 1
 
     def get_sp_size(self) -> int:
-        """How many processes split each sequence for DeepSpeed: one, since it is not supported."""
+        """DeepSpeed's sequence-parallel size: always 1, since it is not supported."""
         return 1
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
@@ -525,10 +525,8 @@ class Trainer(EarlierMethods):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         """Prepare the model, and make optimizer and schedule; returns the model to train, and the loader."""
-        model = self._hftrainer.preparation.for_training(max_steps, resume_from_checkpoint)
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        handler.train_dataloader = train_dataloader
+        model = self._hftrainer.model_setup.prepare_for_training(max_steps, resume_from_checkpoint)
+        self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
@@ -667,13 +665,13 @@ class Trainer(EarlierMethods):
         return self._hftrainer.clip_grad_norm(parameters(model), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Whether gradients are on several device meshes that cannot be clipped together: no, the strategy can."""
+        """Whether gradients on several device meshes need separate clipping: no, the strategy clips them together."""
         if self._mixed_mesh_grads is None:  # a subclass may have set it
             self._mixed_mesh_grads = False
         return self._mixed_mesh_grads
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip gradients on several meshes; returns their norm before. Called only by overrides of the above."""
+        """Clip gradients on several meshes; returns their norm before. Runs if a subclass reports such gradients."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -699,12 +697,13 @@ class Trainer(EarlierMethods):
         start_time: float | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """Log, save and evaluate by the control flags of the callbacks.
+        """Log, save and evaluate as the control flags request.
 
         Overrides of v4.37 and before do not have `grad_norm`, and pass the others by position.
         """
         if isinstance(grad_norm, nn.Module):
-            grad_norm, model, trial, epoch, ignore_keys_for_eval = None, grad_norm, model, trial, epoch
+            Trainer._maybe_log_save_evaluate(self, tr_loss, None, grad_norm, model, trial, epoch)
+            return
         self._hftrainer.log_save_evaluate.do_what_is_due(
             tr_loss, grad_norm, model, trial, ignore_keys_for_eval, start_time, learning_rate
         )
@@ -733,13 +732,14 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
         """
-        own, evaluation = eval_dataset is None, self._hftrainer.evaluation
-        datasets = self.eval_dataset if own else eval_dataset
+        evaluation = self._hftrainer.evaluation
+        datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=own)
+            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=eval_dataset is None)
         self._memory_tracker.start()
         with self._hftrainer.loaders.explaining_removed_columns(datasets):
-            dataloader, start_time = self.get_eval_dataloader(eval_dataset), time.time()
+            dataloader = self.get_eval_dataloader(eval_dataset)
+            start_time = time.time()
             loss_only = True if self.compute_metrics is None else None
             with evaluation.call_of_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
                 output = evaluation.as_output(loop(), dataloader)
@@ -911,7 +911,7 @@ class Trainer(EarlierMethods):
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._hftrainer.saver.load_best(self.model, str(best))
+        self._hftrainer.saver.load_weights(self.model, str(best), best=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log missing and unexpected weights after loading a checkpoint.
@@ -1106,7 +1106,7 @@ class Trainer(EarlierMethods):
             self._finish_current_push()
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Set the arguments of a trial, and rebuild what follows from arguments."""
+        """Set the arguments of a trial, and rebuild what depends on them."""
         self._trial = trial
         if trial is not None:
             hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
@@ -1123,7 +1123,7 @@ class Trainer(EarlierMethods):
     # ---- Logs and metrics --------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a line to `state.log_history` and announce it. Override it to do more.
+        """Add a line to `state.log_history` and call `on_log`. Override it to do more.
 
         Args:
             logs: the values; the epoch is added to them.

@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_full_gather
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
-from hftrainer.training.losses import first_output
+from hftrainer.training.steps import extract_loss
 
 
 @recorded
@@ -104,7 +104,7 @@ class Seq2SeqTrainer(Trainer):
             with torch.no_grad(), self.compute_loss_context_manager():
                 outputs = model(**inputs)
             smoother = self.label_smoother
-            loss = first_output(outputs, inputs) if smoother is None else smoother(outputs, labels)
+            loss = extract_loss(outputs, inputs) if smoother is None else smoother(outputs, labels)
             loss = loss.detach().mean()
         if self.args.prediction_loss_only:
             return loss, None, None

@@ -87,7 +87,7 @@ class CurrentArguments:
         minimum=0,
     )
     auto_find_batch_size: bool = arg(
-        False, "Retry with a smaller micro-batch after running out of memory.", "4.30", "training.out_of_memory"
+        False, "Retry with a smaller micro-batch after running out of memory.", "4.30", "training.runner"
     )
 
     # ---- The optimizer, the loss and the gradients ------------------------------------------------------------------
@@ -170,7 +170,7 @@ class CurrentArguments:
         False, "The model's `config.use_cache` during training.", "5.0", "trainer: model.config", read_once=True
     )
     torch_empty_cache_steps: int | None = arg(
-        None, "Optimizer steps after which the device's cache is emptied, each time.", "4.48", "training.out_of_memory"
+        None, "Optimizer steps after which the device's cache is emptied, each time.", "4.48", "training.steps"
     )
 
     # ---- From dataset to batch --------------------------------------------------------------------------------------

@@ -210,6 +210,8 @@ def refuse_rewritten(trainer: Any) -> None:
     kind: Any = type(trainer)
     own, found = vars(trainer), []
     for name, ours in _record_of(kind).items():
+        if not isinstance(ours, types.FunctionType):
+            continue
         method = own[name] if name in own else getattr(kind, name, None)
         if method is not ours and not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
             found.append(f"{name} (by {maker})")

@@ -29,8 +29,7 @@ from hftrainer.parallel.process_group import Awaiting
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.losses import LoggedMetrics, split_losses
-from hftrainer.training.xla import print_xla_metrics
+from hftrainer.training.steps import LoggedMetrics, split_losses
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -244,7 +243,7 @@ class EvaluationRunner:
         """
         metrics = self._with_speed(output, prefix, start_time)
         self.trainer.log(metrics)
-        print_xla_metrics(self.trainer)
+        self.components.print_xla_metrics()
         self.components.announce("on_evaluate", metrics)
         return metrics
 
@@ -272,7 +271,7 @@ class EvaluationRunner:
             The prepared model.
         """
         trainer, components = self.trainer, self.components
-        components.preparation.for_evaluation()
+        components.model_setup.prepare_for_evaluation()
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)

@@ -43,7 +43,8 @@ def _tasks_by_class() -> dict[str, str]:
     from transformers.modelcard import TASK_MAPPING
 
     found: dict[str, str] = {}
-    for task, models in TASK_MAPPING.items():
+    tables: dict[str, Any] = TASK_MAPPING
+    for task, models in tables.items():
         for names in models.values():
             found |= dict.fromkeys([names] if isinstance(names, str) else names, task)
     return found

@@ -26,6 +26,8 @@ UNSUPPORTED_BY_LIGHTNING = ("xpu", "mlu", "musa", "npu", "tpu")
 DEVICE_OF_BACKEND = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu", "mccl": "musa", "tpu_dist": "tpu"}
 #: Devices for which torch has no page-locked memory.
 UNPINNED = ("cpu", "mps", "xla")
+#: Text in out-of-memory errors that are not `torch.OutOfMemoryError`.
+OUT_OF_MEMORY = (" out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAllocator: can't allocate memory")
 #: Text in an error of a device → what to do.
 HINTS = {
     "not currently implemented for the MPS device": (
@@ -78,6 +80,13 @@ def empty_cache() -> None:
     """Release the memory that torch caches on the device."""
     if (module := _module_in_use()) is not None:
         module.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or this machine ran out of memory."""
+    if isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY):
+        return True
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def memory_used() -> int | None:

@@ -1,9 +1,9 @@
-"""`accelerator.state`: the processes of a run under the names of accelerate's `AcceleratorState` and `PartialState`."""
+"""`accelerator.state`, `gradient_state` and `dataloader_config`: what accelerate's states say of a run."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -126,3 +126,89 @@ class ProcessState:
             yield {name: self._processes.part_of(part, apply_padding) for name, part in inputs.items()}
         else:
             yield self._processes.part_of(inputs, apply_padding)
+
+
+#: The defaults of accelerate's plugin for accumulation.
+_ACCUMULATION_DEFAULTS = {"adjust_scheduler": True, "sync_with_dataloader": True, "sync_each_batch": False}
+
+
+class GradientState:
+    """Has the attributes of accelerate's `GradientState`, for the prepared loaders.
+
+    Args:
+        loaders: the prepared loaders that still exist.
+        processes: number of processes with their own batches.
+        accumulation: the config's `gradient_accumulation_kwargs`.
+
+    Attributes:
+        plugin_kwargs: the values of accelerate's accumulation plugin that differ from its defaults. `num_steps` is 1:
+            the Trainer accumulates, not accelerate.
+        sync_gradients: whether this micro-batch ends an optimizer step.
+    """
+
+    def __init__(self, loaders: Iterable[Any], processes: int, accumulation: Mapping[str, Any] | None = None) -> None:
+        self._loaders = loaders
+        self._shown: Iterable[Any] | None = None
+        self._processes = processes
+        self.sync_gradients = True
+        given = {**(accumulation or {}), "num_steps": 1}
+        self.plugin_kwargs: dict[str, Any] = {
+            name: value for name, value in given.items() if value != _ACCUMULATION_DEFAULTS.get(name)
+        }
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Set whether this micro-batch ends an optimizer step; scripts' copies of transformers' loop call this."""
+        self.sync_gradients = sync_gradients
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches that accelerate accumulates: one."""
+        return int(self.plugin_kwargs["num_steps"])
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """As in accelerate, False unless `plugin_kwargs` has it, which leaves out the default True. Not used here."""
+        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether accelerate would step at the end of a loader. Has no effect here."""
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The loader whose iteration started last; None outside of iterations."""
+        loaders = self._loaders if self._shown is None else self._shown
+        active = (loader for loader in loaders if loader.position.iteration)
+        return max(active, key=lambda loader: loader.position.iteration, default=None)
+
+    @contextlib.contextmanager
+    def only(self, loader: Any) -> Iterator[None]:
+        """Make `loader` the only active one in the block, since the training loader stays open in evaluations."""
+        before = self._shown
+        self._shown = [known for known in self._loaders if known is loader]
+        try:
+            yield
+        finally:
+            self._shown = before
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a loader is being iterated."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the active loader has yielded its last batch."""
+        loader = self.active_dataloader
+        return loader is not None and loader.position.is_last
+
+    @property
+    def remainder(self) -> int:
+        """Samples in the last batches of all processes, 0 when they are full; -1 when unknown."""
+        loader = self.active_dataloader
+        size = None if loader is None else loader.samples_per_batch
+        try:
+            return -1 if size is None else len(loader.dataset) % (size * self._processes)
+        except TypeError:  # a dataset without a length
+            return -1

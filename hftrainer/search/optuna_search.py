@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
+from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.environment import this_process
 from hftrainer.search.backend import (
     SearchBackend,
@@ -22,7 +23,6 @@ from hftrainer.search.backend import (
 from hftrainer.search.jobs import Jobs
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, enqueue_retry, open_storage
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
-from hftrainer.training.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from optuna import Study

@@ -11,7 +11,8 @@ def make_strategy(plan: LightningPlan) -> Strategy:
     """The strategy that a plan asks for."""
     for name, plugin in PLUGINS.items():
         if plugin.shares(plan):
-            return load(name, "strategy").make_strategy(plan)
+            strategy: Strategy = load(name, "strategy").make_strategy(plan)
+            return strategy
     if plan.spreads_model:
         from hftrainer.strategies.fsdp import FsdpStrategy  # torch's FSDP takes a second to import
 

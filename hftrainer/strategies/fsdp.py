@@ -38,7 +38,9 @@ class FsdpStrategy(Strategy):
         super().__init__(plan)
         self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
         if self.plugin is None:
-            self.argument, self.card, self.flags = "tensor parallelism", "", ()
+            self.argument = "tensor parallelism"
+            self.card = ""
+            self.flags = ()
         self._prepared: nn.Module | None = None
 
     @property
@@ -112,7 +114,8 @@ class FsdpStrategy(Strategy):
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, its state."""
         distributed.share_buffers(model)
-        whole, only_trained = not self.writes_parts, peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+        whole = not self.writes_parts
+        only_trained = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._gathered = {"model": distributed.model_state(model, whole=whole, only_trained=only_trained)}
         if optimizer is not None:
             self._gathered["optimizer"] = distributed.optimizer_state(model, optimizer(), whole=whole)

@@ -13,20 +13,19 @@ import torch
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.devices import device_module
-from hftrainer.parallel.process_state import LoaderConfig, ProcessState
+from hftrainer.parallel.process_state import GradientState, LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
-from hftrainer.training.gradient_state import GradientState
 
 if TYPE_CHECKING:
     from hftrainer.plugins import LightningEngine
 
 
 #: The loaders' keys of `accelerator_config`.
-_OF_LOADERS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
+_LOADER_KEYS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-def _of_loaders(name: str) -> Any:
-    """A property for an attribute of `dataloader_config`, which accelerate has on the accelerator too."""
+def _loader_setting(name: str) -> Any:
+    """A property for an attribute of `dataloader_config`, as accelerate's accelerator has it."""
 
     def get(self: EngineAccelerator) -> Any:
         return getattr(self.dataloader_config, name)
@@ -37,8 +36,8 @@ def _of_loaders(name: str) -> Any:
     return property(get, set_, doc=f"`dataloader_config.{name}`; a new value applies to loaders prepared later.")
 
 
-class EngineAccelerator:
-    """The processes of a run, each on one device, with the names of accelerate.
+class EngineAccelerator(ProcessState):
+    """accelerate's `Accelerator` over the engine: the processes of a run, each on one device.
 
     Args:
         engine: runs backward.
@@ -56,60 +55,52 @@ class EngineAccelerator:
         self,
         engine: LightningEngine,
         device: torch.device,
-        prepare_loader: Callable[[torch.utils.data.DataLoader], Any],
+        prepare_loader: Callable[[torch.utils.data.DataLoader[Any]], Any],
         is_own: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
     ) -> None:
-        plan, self._strategy = engine.plan, engine.strategy
+        plan = engine.plan
         processes = plan.processes
+        shown = {
+            "mixed_precision": plan.mixed_precision,
+            "parallelism_config": plan.layout if plan.layout.total_size > 1 else None,
+            "is_fsdp2": plan.sharding is not None and plan.sharding.version == 2,
+        }
+        super().__init__(processes, device, engine.strategy.distributed_type, **shown)
+        plugins = {"deepspeed_plugin": None, "fsdp_plugin": None, **engine.strategy.plugins()}
+        self.state = ProcessState(processes, device, self.distributed_type, **plugins, **shown)
+        self.deepspeed_plugin = self.state.deepspeed_plugin
         self._engine = engine
+        self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
         self._is_own = is_own
         self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
         self.dataloader_config = LoaderConfig(
-            **{name: config[name] for name in _OF_LOADERS}, data_seed=plan.read_once["data_seed"]
+            **{name: config[name] for name in _LOADER_KEYS}, data_seed=plan.read_once["data_seed"]
         )
-        self.device = device
         self.device_placement = True
-        self.mixed_precision = plan.mixed_precision
         self.processes: Processes = processes
-        self.num_processes = processes.world_size
-        self.process_index, self.local_process_index = processes.rank, processes.local_rank
-        self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
-        self.is_last_process = processes.rank == processes.world_size - 1
-        self.distributed_type = self._strategy.distributed_type
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
-        self.parallelism_config = plan.layout if plan.layout.total_size > 1 else None
-        self.is_fsdp2 = plan.sharding is not None and plan.sharding.version == 2
-        self.use_distributed = self.multi_device = processes.several
+        self.multi_device = processes.several
         self.gradient_accumulation_steps = 1  # the Trainer accumulates, as in transformers
         self.gradient_state = GradientState(
             self._loaders, processes.data_processes, config["gradient_accumulation_kwargs"]
         )
-        self.state = ProcessState(
-            processes,
-            device,
-            self.distributed_type,
-            **{"deepspeed_plugin": None, "fsdp_plugin": None, **self._strategy.plugins()},
-            mixed_precision=plan.mixed_precision,
-            parallelism_config=self.parallelism_config,
-            is_fsdp2=self.is_fsdp2,
-        )
 
     def __getattr__(self, name: str) -> Any:
         """Raise for accelerate's other names, with what to use instead."""
-        instead = _ELSEWHERE.get(name)
+        instead = _ALTERNATIVES.get(name)
         raise AttributeError(f"accelerator.{name} does not exist" + (f": {instead}." if instead else "."))
 
-    split_batches = _of_loaders("split_batches")
-    dispatch_batches = _of_loaders("dispatch_batches")
-    even_batches = _of_loaders("even_batches")
-    use_seedable_sampler = _of_loaders("use_seedable_sampler")
-    non_blocking = _of_loaders("non_blocking")
-    use_stateful_dataloader = _of_loaders("use_stateful_dataloader")
+    split_batches = _loader_setting("split_batches")
+    dispatch_batches = _loader_setting("dispatch_batches")
+    even_batches = _loader_setting("even_batches")
+    use_seedable_sampler = _loader_setting("use_seedable_sampler")
+    non_blocking = _loader_setting("non_blocking")
+    use_stateful_dataloader = _loader_setting("use_stateful_dataloader")
 
     @property
     def sync_gradients(self) -> bool:
@@ -119,11 +110,6 @@ class EngineAccelerator:
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
         self.gradient_state.sync_gradients = sync_gradients
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """DeepSpeed's configuration under accelerate's names; None without DeepSpeed."""
-        return self.state.deepspeed_plugin
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward through the precision plugin and the strategy."""
@@ -145,7 +131,7 @@ class EngineAccelerator:
             return self.prepare_scheduler(item)
         return item
 
-    def prepare_data_loader(self, loader: torch.utils.data.DataLoader) -> Any:
+    def prepare_data_loader(self, loader: torch.utils.data.DataLoader[Any]) -> Any:
         """A loader in the Trainer's order, on its device."""
         prepared = self._prepare_loader(loader)
         self._loaders.add(prepared)
@@ -157,7 +143,7 @@ class EngineAccelerator:
         """The model on the device, wrapped in DDP or sharded as the Trainer's own is.
 
         Args:
-            model: the Trainer's own is returned unchanged: it is on its device, and `train()` wraps it.
+            model: the Trainer's own is returned unchanged, since `train()` wraps it.
             device_placement: False leaves the model where it is.
             evaluation_mode: whether it is not trained, so that its gradients need no all-reduce.
         """
@@ -247,10 +233,6 @@ class EngineAccelerator:
         """Tensors padded to the longest of all ranks in one dimension."""
         return self.processes.pad(tensor, dim, pad_index, pad_first)
 
-    def wait_for_everyone(self) -> None:
-        """Wait for the other processes."""
-        self.processes.barrier()
-
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients; returns their norm before clipping."""
         self.unscale_gradients()
@@ -267,17 +249,9 @@ class EngineAccelerator:
         """Do not all-reduce the gradients of backward passes in the block."""
         return self._engine.no_sync(model)
 
-    def main_process_first(self) -> Any:
-        """Run the block first on rank 0, then on the others."""
-        return self.processes.in_turn(self.is_main_process)
-
-    def local_main_process_first(self) -> Any:
-        """Run the block first on local rank 0 of each node, then on the others."""
-        return self.processes.in_turn(self.is_local_main_process)
-
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Nothing: the Trainer accumulates by windows of micro-batches."""
+        """Do nothing: the Trainer accumulates gradients itself."""
         yield
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,10 +278,6 @@ class EngineAccelerator:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return function if self.local_process_index == local_process_index else _nothing
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """The inputs' part for this process; see `ProcessState.split_between_processes`."""
-        return self.state.split_between_processes(inputs, apply_padding)
-
     def set_trigger(self) -> None:
         """Make `check_trigger` return True on all ranks, once."""
         self._triggered = True
@@ -325,7 +295,7 @@ class EngineAccelerator:
         return prepared
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: with float16 the engine unscales gradients before they are clipped."""
+        """Do nothing: with float16 the engine unscales gradients before clipping."""
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each gradient.
@@ -387,7 +357,7 @@ class EngineAccelerator:
         return self._strategy.whole_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
+        """Do nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
 
     def clear(self, *objects: Any) -> Any:
         """As `free_memory`."""
@@ -404,18 +374,13 @@ class EngineAccelerator:
         """Leave the process group, if there is one. The Trainer closes its trackers itself when training ends."""
         self.processes.disconnect()
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main process of each node."""
-        if self.is_local_main_process:
-            print(*args, **kwargs)
-
 
 _CHECKPOINTS = (
     "the Trainer handles checkpoints: save_strategy writes them, train(resume_from_checkpoint=...) reads them"
 )
 _TRACKING = "the Trainer handles trackers: report_to or Trainer(loggers=[...]) opens them, Trainer.log writes to them"
 #: Names of accelerate → what to use instead.
-_ELSEWHERE = {
+_ALTERNATIVES = {
     **dict.fromkeys(("save_state", "load_state", "save_iteration"), _CHECKPOINTS),
     **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "override _save_checkpoint"),
     "register_for_checkpointing": "a callback that exports its state is saved with checkpoints",

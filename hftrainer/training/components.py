@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.runner import EvaluationRunner
-from hftrainer.plugins import adapter
+from hftrainer.plugins import adapter, load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
@@ -25,8 +25,6 @@ from hftrainer.strategies.strategy import Strategy
 from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.log_save_evaluate import LogSaveEvaluate
 from hftrainer.training.model_setup import ModelSetup
-from hftrainer.training.optimizers import OptimizerFactory
-from hftrainer.training.preparation import Preparation
 from hftrainer.training.publisher import Publisher
 from hftrainer.training.run import Run
 from hftrainer.training.runner import TrainingRunner
@@ -68,11 +66,9 @@ class Components:
         args_have_changed: whether the engine has to be built again before the next run.
         lightning_callbacks: Lightning's callbacks, in the order given.
         setup: builds what follows from the arguments.
-        model_setup: sets up the model.
+        model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
-        preparation: lets the strategy prepare model and optimizer.
-        optimizers: makes optimizer and schedule.
-        steps: prepares micro-batches and computes their losses.
+        steps: prepares micro-batches, computes their losses, and counts their tokens.
         saver: writes checkpoints and restores from them.
         log_save_evaluate: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
@@ -102,21 +98,12 @@ class Components:
         self.setup = TrainerSetup(self)
         self.model_setup = ModelSetup(self)
         self.loaders = LoaderFactory(self)
-        self.preparation = Preparation(self, self.loaders)
-        self.optimizers = OptimizerFactory(self)
-        self.steps = TrainingSteps(self, self.loaders)
+        self.steps = TrainingSteps(self)
         self.saver = CheckpointSaver(self)
-        self.log_save_evaluate = LogSaveEvaluate(self, self.saver)
+        self.log_save_evaluate = LogSaveEvaluate(self)
         self.evaluation = EvaluationRunner(self)
         self.publisher = Publisher(self)
-        self.runner = TrainingRunner(
-            self,
-            setup=self.setup,
-            model_setup=self.model_setup,
-            loaders=self.loaders,
-            steps=self.steps,
-            saver=self.saver,
-        )
+        self.runner = TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
@@ -127,12 +114,11 @@ class Components:
 
     def rebuild(self) -> None:
         """Make a copied Trainer's own engine, accelerator, and uploads."""
-        trainer = self.trainer
-        trainer._memory_tracker = TrainerMemoryTracker(trainer.args.skip_memory_metrics)
+        self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
-        trainer.create_accelerator_and_postprocess()
-        if trainer.args.push_to_hub:
-            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+        self.trainer.create_accelerator_and_postprocess()
+        if self.trainer.args.push_to_hub:
+            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
 
     @property
     def bare_model(self) -> Any:
@@ -142,21 +128,20 @@ class Components:
     @property
     def clip_grad_norm(self) -> Callable[[Any, float], torch.Tensor]:
         """Clips gradients by their norm: the strategy's method, or the accelerator's where a script has replaced it."""
-        accelerator = self.trainer.accelerator
-        is_replaced = is_overridden(accelerator, "clip_grad_norm_", "unscale_gradients")
-        return accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
+        is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
+        return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
     def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
-        trainer = self.trainer
-        handle = getattr(trainer.callback_handler, event)
-        trainer.control = handle(trainer.args, trainer.state, trainer.control, *payload, **kwargs)
+        handle = getattr(self.trainer.callback_handler, event)
+        self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 
     def made_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; ValueError when there is none yet."""
-        if self.trainer.optimizer is None:
+        optimizer: torch.optim.Optimizer | None = self.trainer.optimizer
+        if optimizer is None:
             raise ValueError("There is no optimizer yet: call create_optimizer() or train() first.")
-        return self.trainer.optimizer
+        return optimizer
 
     def stateful_callbacks(self) -> list[Any]:
         """The callbacks, and the control, whose states checkpoints hold."""
@@ -165,13 +150,18 @@ class Components:
 
     def loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to; this opens their runs."""
-        trainer = self.trainer
-        if trainer.args.process_index:
+        if self.trainer.args.process_index:
             return []
-        reporting = reporting_callbacks(trainer.callback_handler.callbacks)
-        found = [(each, each.loggers(trainer.args, trainer.state, trainer.model)) for each in reporting]
-        named = [one for each, loggers in found if isinstance(each, TrackerCallback) for one in loggers]
-        return [*named, *(one for each, loggers in found if not isinstance(each, TrackerCallback) for one in loggers)]
+        callbacks = reporting_callbacks(self.trainer.callback_handler.callbacks)
+        found = [(each, each.loggers(self.trainer.args, self.trainer.state, self.trainer.model)) for each in callbacks]
+        found.sort(key=lambda each: not isinstance(each[0], TrackerCallback))  # those of report_to first
+        return [logger for _, loggers in found for logger in loggers]
+
+    def print_xla_metrics(self) -> None:
+        """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
+        asked = "tpu_metrics_debug" in (self.trainer.args.debug or ()) and self.trainer.args.device.type == "xla"
+        if asked and self.trainer.is_world_process_zero():
+            load("xla", "devices").print_metrics()
 
     def log_folder(self) -> Any:
         """The folder where trackers write files; the same for all trackers of this Trainer."""

@@ -1,4 +1,4 @@
-"""The loaders of a Trainer: makes and prepares them for this process, and counts their samples and labels."""
+"""Makes and prepares the data loaders of a Trainer."""
 
 from __future__ import annotations
 
@@ -30,56 +30,54 @@ logger = logging.getLogger(__name__)
 
 
 class LoaderFactory:
-    """Makes data loaders, and counts their samples, labels and operations.
-
-    Attributes:
-        flos_per_token: a model, and its floating-point operations per token.
-    """
+    """Makes data loaders with the batches of this process, on its device."""
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.flos_per_token: tuple[Any, int] | None = None
+        self.trainer = components.trainer
+        self.run = components.run
         #: A dataset without the columns that the model does not take, and the original dataset.
         self._with_all_columns: tuple[Any, Any] = None, None
         self._prepares_training_data = False
 
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
 
-    def evaluation_loader(self, eval_dataset: Any) -> DataLoader:
+    def evaluation_loader(self, eval_dataset: Any) -> DataLoader[Any]:
         """See `Trainer.get_eval_dataloader`."""
         trainer = self.trainer
         if eval_dataset is None and trainer.eval_dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
-        key = "eval" if eval_dataset is None else eval_dataset if isinstance(eval_dataset, str) else ...
-        if key in trainer._eval_dataloaders:
-            return trainer._eval_dataloaders[key]
+        name = "eval" if eval_dataset is None else eval_dataset if isinstance(eval_dataset, str) else None
+        loader: DataLoader[Any]
+        if name in trainer._eval_dataloaders:
+            loader = trainer._eval_dataloaders[name]
+            return loader
+        dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
-            eval_dataset = trainer.eval_dataset[eval_dataset]
-        dataset = eval_dataset if eval_dataset is not None else trainer.eval_dataset
+            dataset = trainer.eval_dataset[eval_dataset]
         size = trainer.args.eval_batch_size
         loader = trainer._get_dataloader(dataset, "evaluation", size, trainer._get_eval_sampler)
-        if trainer.args.dataloader_persistent_workers and key is not ...:
-            trainer._eval_dataloaders[key] = loader  # else each evaluation would start new persistent workers
+        # Without this, each evaluation would start new persistent workers.
+        if trainer.args.dataloader_persistent_workers and name is not None:
+            trainer._eval_dataloaders[name] = loader
             progress = None if self.run.loop is None else self.run.loop.progress
-            if progress is not None and key in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
+            if progress is not None and name in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
                 loader.skip_worker_seed_draw()
         return loader
 
-    def test_loader(self, test_dataset: Any) -> DataLoader:
+    def test_loader(self, test_dataset: Any) -> DataLoader[Any]:
         """See `Trainer.get_test_dataloader`."""
         trainer = self.trainer
-        own = is_overridden(self.trainer, "_get_eval_sampler")
-        sampler: Any = (
-            trainer._get_eval_sampler if own else lambda data: SequentialSampler(data) if has_length(data) else None
-        )
+        sampler = trainer._get_eval_sampler if is_overridden(trainer, "_get_eval_sampler") else _sequential_sampler
         return trainer._get_dataloader(test_dataset, "test", trainer.args.eval_batch_size, sampler)
 
     def make(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
-    ) -> DataLoader:
+    ) -> DataLoader[Any]:
         """See `Trainer._get_dataloader`."""
-        trainer, args, given = self.trainer, self.trainer.args, dataset
+        trainer = self.trainer
+        args = trainer.args
+        given = dataset
         collator = trainer.data_collator
         _check_dataset(dataset, description)
         if peers.is_dataset(dataset):
@@ -111,10 +109,12 @@ class LoaderFactory:
                     num_workers=args.dataloader_num_workers,
                     rank=trainer.accelerator.processes.data_rank if by_rank else 0,
                 )
+        loader: DataLoader[Any]
         with self.preparing_training_data() if is_training else contextlib.nullcontext():
-            return trainer.accelerator.prepare(DataLoader(dataset, **settings))
+            loader = trainer.accelerator.prepare(DataLoader(dataset, **settings))
+        return loader
 
-    def training_sampler(self, dataset: Any) -> Sampler | None:
+    def training_sampler(self, dataset: Any) -> Sampler[Any] | None:
         """See `Trainer._get_train_sampler`."""
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
@@ -126,18 +126,16 @@ class LoaderFactory:
             return self._rebalanced_batches(dataset)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
 
-    def evaluation_sampler(self, dataset: Any) -> Sampler | None:
+    def evaluation_sampler(self, dataset: Any) -> Sampler[Any] | None:
         """See `Trainer._get_eval_sampler`."""
         args = self.trainer.args
-        if not has_length(dataset):
-            return None
-        if args.train_sampling_strategy == "group_by_length":
+        if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
             seed = args.data_seed if args.data_seed is not None else args.seed
             order = self.components.policy.evaluation_generator(seed)
             return self._length_grouped_sampler(dataset, args.eval_batch_size, order)
-        return SequentialSampler(dataset)
+        return _sequential_sampler(dataset)
 
-    def num_examples(self, dataloader: DataLoader) -> int:
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Number of samples of a loader; estimated from its batches when its dataset has no length."""
         prepared = isinstance(dataloader, PreparedDataLoader)
         dataset: Any = dataloader.source if prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
@@ -186,13 +184,14 @@ class LoaderFactory:
     @contextlib.contextmanager
     def preparing_training_data(self) -> Iterator[None]:
         """Treat loaders that are prepared in the block as training loaders."""
-        before, self._prepares_training_data = self._prepares_training_data, True
+        before = self._prepares_training_data
+        self._prepares_training_data = True
         try:
             yield
         finally:
             self._prepares_training_data = before
 
-    def prepare(self, loader: DataLoader) -> PreparedDataLoader:
+    def prepare(self, loader: DataLoader[Any]) -> PreparedDataLoader:
         """The loader with this process's share of the batches, on its device."""
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
@@ -203,7 +202,8 @@ class LoaderFactory:
             functools.partial(processes.scatter, timeout=timeout),
             functools.partial(processes.max_over_ranks, timeout=timeout),
         )
-        training, config = self._prepares_training_data, self.config()
+        training = self._prepares_training_data
+        config = self.config()
         dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if training and dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
@@ -243,15 +243,17 @@ class LoaderFactory:
         """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
         return LengthGroupedSampler(batch_size, lengths=self._lengths(dataset), generator=generator)
 
-    def _rebalanced_batches(self, dataset: Any) -> Sampler:
+    def _rebalanced_batches(self, dataset: Any) -> Sampler[Any]:
         """The batches of this process, of about the same cost as those of the other ranks.
 
         Raises:
             MissingPackage: when the installed transformers does not have this sampler.
         """
-        processes, args = self.trainer.accelerator.processes, self.trainer.args
-        accumulation, ranks = args.gradient_accumulation_steps, processes.data_processes
-        return peers.batch_rebalance_sampler()(
+        args = self.trainer.args
+        processes = self.trainer.accelerator.processes
+        accumulation = args.gradient_accumulation_steps
+        ranks = processes.data_processes
+        sampler: Sampler[Any] = peers.batch_rebalance_sampler()(
             lengths=self._lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,
@@ -259,6 +261,7 @@ class LoaderFactory:
             rank=processes.data_rank,
             drop_last=args.dataloader_drop_last,
         )
+        return sampler
 
     def _lengths(self, dataset: Any) -> list[int]:
         """The length of each sample: from `length_column_name`, or counted in the model's main input.
@@ -280,17 +283,10 @@ class LoaderFactory:
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return count_lengths(dataset, names[0] if names else "input_ids")
 
-    def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
-        """The sum of a count over all ranks with distinct batches."""
-        on_device = count.to(self.trainer.args.device)
-        return self.trainer.accelerator.processes.gather_numbers(on_device, distinct=True).sum()
 
-    def flos_per_token_of(self, model: Any) -> int:
-        """Floating-point operations of forward and backward per token; counted once for each model."""
-        if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-            self.flos_per_token = (model, 6 * count)
-        return self.flos_per_token[1]
+def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
+    """The order of the dataset; None leaves it to a dataset without a length."""
+    return SequentialSampler(dataset) if has_length(dataset) else None
 
 
 def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:

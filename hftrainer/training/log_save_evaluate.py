@@ -1,4 +1,4 @@
-"""Logging, evaluating and saving at the end of an optimizer step or an epoch, when due."""
+"""Logs, evaluates and saves after an optimizer step or an epoch, as requested."""
 
 from __future__ import annotations
 
@@ -15,26 +15,20 @@ from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import follows_metric
+from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import mean_loss, metric_named
-from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training.saver import CheckpointSaver
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
 
 
 class LogSaveEvaluate:
-    """Logs, evaluates and saves as the control flags request.
+    """Logs, evaluates and saves as the control flags request."""
 
-    Args:
-        components: the parts of the Trainer.
-        saver: announces checkpoints.
-    """
-
-    def __init__(self, components: Components, saver: CheckpointSaver) -> None:
+    def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.saver = saver
+        self.trainer = components.trainer
+        self.run = components.run
 
     def do_what_is_due(
         self,
@@ -47,7 +41,8 @@ class LogSaveEvaluate:
         learning_rate: float | None,
     ) -> None:
         """Log, evaluate and save by the control flags; the arguments are those of `_maybe_log_save_evaluate`."""
-        trainer, loop = self.trainer, self.run.loop
+        trainer = self.trainer
+        loop = self.run.loop
         if loop is not None:
             grad_norm = loop.grad_norm if grad_norm is None else grad_norm
             learning_rate = loop.learning_rate if learning_rate is None else learning_rate
@@ -67,9 +62,9 @@ class LogSaveEvaluate:
         if trainer.control.should_save:
             # Until v4.45 it got the metrics. **kwargs may go on to an override that has never heard of them.
             save = trainer._save_checkpoint
-            is_told = is_overridden(self.trainer, "_save_checkpoint") and has_parameter(save, "metrics")
-            save(model, trial, **({"metrics": metrics} if is_told else {}))
-            self.saver.announce()
+            takes_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
+            save(model, trial, **({"metrics": metrics} if takes_metrics else {}))
+            self.components.saver.call_on_save()
             self._sync_control_flags()
 
     def _sync_control_flags(self) -> None:
@@ -81,25 +76,26 @@ class LogSaveEvaluate:
         self, tr_loss: torch.Tensor, grad_norm: Any, learning_rate: float | None, start_time: float | None
     ) -> None:
         """Log the mean loss since the last log line, and reset the sum."""
-        trainer, run = self.trainer, self.run
-        steps = trainer.state.global_step - run.last_logged
-        of_all = trainer.accelerator.gather(tr_loss).mean() if trainer.args.world_size > 1 else tr_loss
-        summed, further = run.logged_metrics.read(of_all, steps)
+        run = self.run
+        steps = self.trainer.state.global_step - run.last_logged
+        of_all = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
+        summed, further = run.logged_metrics.pop(of_all, steps)
         tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
         self.components.strategy.end_batch()
         logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
-        logs["learning_rate"] = learning_rate if learning_rate is not None else trainer._get_learning_rate()
+        logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= further
         run.total_loss += summed
-        run.last_logged = trainer.state.global_step
-        trainer.store_flos()
-        call_with_accepted(trainer.log, logs, start_time=start_time)
+        run.last_logged = self.trainer.state.global_step
+        self.trainer.store_flos()
+        call_with_accepted(self.trainer.log, logs, start_time=start_time)
 
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
         """Evaluate within training; with `steps_schedule`, a metric-driven schedule steps on the metric."""
-        trainer, loop = self.trainer, self.run.loop
+        trainer = self.trainer
+        loop = self.run.loop
         if loop is not None:
             loop.owes_evaluation = True
         try:
@@ -129,19 +125,18 @@ class LogSaveEvaluate:
 
     def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
         """Evaluate several sets; early stopping may follow a metric of one of them, or the mean of their losses."""
-        trainer = self.trainer
-        stoppers = [each for each in trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
+        stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for callback in stoppers:
             callback.awaits_other_sets = True
         try:
-            of_sets = trainer.evaluate(ignore_keys=ignore_keys)
+            of_sets = self.trainer.evaluate(ignore_keys=ignore_keys)
         finally:
             for callback in stoppers:
                 callback.awaits_other_sets = False
         metrics = mean_loss(of_sets, sets, "eval") | of_sets
-        if evaluation_key(trainer.args.metric_for_best_model or "loss") not in of_sets:
+        if evaluation_key(self.trainer.args.metric_for_best_model or "loss") not in of_sets:
             for callback in stoppers:
-                callback.on_evaluate(trainer.args, trainer.state, trainer.control, metrics=metrics)
+                callback.on_evaluate(self.trainer.args, self.trainer.state, self.trainer.control, metrics=metrics)
         return metrics
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -150,14 +145,15 @@ class LogSaveEvaluate:
         Raises:
             MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
         """
-        args, state = self.trainer.args, self.trainer.state
+        args = self.trainer.args
+        state = self.trainer.state
         if args.metric_for_best_model is None:
             return False
-        value, best = metric_named(metrics, args.metric_for_best_model), state.best_metric
-        if best is None:
-            best = -math.inf if args.greater_is_better else math.inf
-            state.best_metric = best
-        if not (value > best if args.greater_is_better else value < best):
+        value = metric_named(metrics, args.metric_for_best_model)
+        if state.best_metric is None:
+            state.best_metric = -math.inf if args.greater_is_better else math.inf
+        is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
+        if not is_better:
             return False
         state.best_metric = value
         if not self.components.policy.records_best_step:

@@ -1,4 +1,4 @@
-"""The order of events in a training run. Lightning's loops drive it: each method is one point in them.
+"""The order of events in a training run. Lightning's hooks call the methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.progress import RunProgress, as_dict, position_settings
+from hftrainer.checkpointing.progress import RunProgress, as_dict
 from hftrainer.compat.overrides import (
     call_with_accepted,
     is_overridden,
@@ -30,14 +30,10 @@ from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import follows_metric, keep_pace, kept_settings
+from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
-from hftrainer.training.losses import LossSum
-from hftrainer.training.out_of_memory import is_out_of_memory
-from hftrainer.training.saver import CheckpointSaver
-from hftrainer.training.step_details import StepDetails, asked_for
-from hftrainer.training.steps import TrainingSteps
+from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
-from hftrainer.training.xla import print_xla_metrics
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -52,13 +48,11 @@ class TrainingLoop:
         components: the parts of the Trainer.
         schedule: the lengths of the run.
         train_dataloader: the batches.
-        steps: computes the losses.
-        saver: writes checkpoints.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
         resume_folder: the checkpoint that the run resumes from, if any.
-        first_epoch: passes over the data that are done.
-        position: micro-batches of the next pass that are done.
+        first_epoch: epochs done.
+        position: micro-batches of the next epoch that are done.
         progress: the checkpoint's further progress data; None for checkpoints of transformers.
     """
 
@@ -68,8 +62,6 @@ class TrainingLoop:
         schedule: TrainingSchedule,
         train_dataloader: Any,
         *,
-        steps: TrainingSteps,
-        saver: CheckpointSaver,
         trial: Any = None,
         ignore_keys: list[str] | None = None,
         resume_folder: str | None = None,
@@ -78,10 +70,10 @@ class TrainingLoop:
         progress: RunProgress | None = None,
     ) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        trainer = self.trainer
-        self.loss = steps.loss
-        self.saver = saver
+        self.trainer = trainer = components.trainer
+        self.run = components.run
+        self.loss = components.steps.loss
+        self.saver = components.saver
         self.schedule = schedule
         self.reader = EpochReader(train_dataloader)
         self.trial = trial
@@ -90,13 +82,14 @@ class TrainingLoop:
         self.first_epoch = self.epoch = first_epoch
         self.position = position
         self.progress = progress
-        self._epoch_ended = self._random_restored = False
+        self._epoch_ended = False
+        self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.losses = LossSum(trainer, self.run)
-        self.control_sync = ControlSync(trainer, self.run, components.engine)
-        self.details = StepDetails(asked_for(trainer.callback_handler.callbacks))
+        self.loss_sum = LossSum(trainer, self.run)
+        self.control_sync = ControlSync(components, functools.partial(self.saver.save_if_needed, trial))
+        self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
@@ -114,47 +107,46 @@ class TrainingLoop:
         )
         self.micro_batches.position = position
         self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
-        # The keywords that overrides accept are looked up once.
+        # Inspect the signature of an override once, not at each step.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
-        optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
+        optimizer = self.components.made_optimizer()
+        scheduler = self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:
-        """Announce the start, and evaluate with `eval_on_start`."""
-        trainer = self.trainer
-        trainer.model_wrapped.zero_grad()
+        """Call `on_train_begin`, evaluate with `eval_on_start`, and do what the interrupted run has left to do."""
+        self.trainer.model_wrapped.zero_grad()
         self.components.strategy.end_batch()
         self.components.announce("on_train_begin")
-        if trainer.args.eval_on_start:
+        if self.trainer.args.eval_on_start:
             with self.control_sync.abandoning():
-                trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
+                self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
-            self.control_sync.stop_if_signalled(self._save)
+            self.control_sync.stop_if_signalled()
         if self.progress is not None and self.progress.owes_evaluation:
-            trainer.control.should_evaluate = True
+            self.trainer.control.should_evaluate = True
             self.control_sync.sync_control_flags()
             self._log_save_evaluate()
-            self.control_sync.stop_if_signalled(self._save)
-        if self.progress is not None and self._owes_epoch_end():
-            self._end_epoch_of_checkpoint(self.progress)
+            self.control_sync.stop_if_signalled()
+        self._end_epoch_of_checkpoint()
 
-    def _owes_epoch_end(self) -> bool:
-        """Whether the checkpoint was written after an epoch's last step, and before that epoch's end."""
-        progress, state = self.progress, self.trainer.state
+    def _end_epoch_of_checkpoint(self) -> None:
+        """End the epoch of the checkpoint, if that was written after its last step and before its end."""
+        progress = self.progress
         if progress is None or progress.epoch_ended or progress.epoch is None:
-            return False
-        return progress.epoch < self.first_epoch or state.global_step >= self.schedule.max_steps
-
-    def _end_epoch_of_checkpoint(self, progress: RunProgress) -> None:
-        assert progress.epoch is not None
-        self.epoch, self.grad_norm, self.learning_rate = progress.epoch, progress.grad_norm, progress.learning_rate
+            return
+        if progress.epoch >= self.first_epoch and self.trainer.state.global_step < self.schedule.max_steps:
+            return
+        self.epoch = progress.epoch
+        self.grad_norm = progress.grad_norm
+        self.learning_rate = progress.learning_rate
         self._restore_random()
         self._random_restored = True
         self._close_epoch()
@@ -185,14 +177,14 @@ class TrainingLoop:
     def run_epoch(self, given: dict[str, Any]) -> None:
         """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
         expected = self._epoch_arguments()
-        if changed := [
-            name for name, value in given.items() if not (value is expected[name] or value == expected[name])
-        ]:
+        changed = [name for name, value in given.items() if not (value is expected[name] or value == expected[name])]
+        if changed:
             raise UnsupportedArgument(
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        parts, self._parts_of_epoch = self._parts_of_epoch, ()
+        parts = self._parts_of_epoch
+        self._parts_of_epoch = ()
         for run in parts:
             run()
 
@@ -212,7 +204,7 @@ class TrainingLoop:
         }
 
     def begin_epoch(self, epoch: int) -> None:
-        """Announce an epoch, before its data iterator is made."""
+        """Call `on_epoch_begin`, before the data iterator is made."""
         self.epoch = epoch
         self._epoch_ended = False
         self.control_sync.begin_epoch()
@@ -247,7 +239,7 @@ class TrainingLoop:
         return self.resume_folder is not None and self.epoch == self.first_epoch
 
     def end_epoch(self) -> None:
-        """Announce the end of an epoch, then log, evaluate and save if due."""
+        """Call `on_epoch_end`, then log, evaluate and save as requested."""
         if self.micro_batches.window is None and not (self._resumes_here() and self.position):
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
@@ -260,21 +252,19 @@ class TrainingLoop:
     def _close_epoch(self) -> None:
         self._epoch_ended = True
         self.components.announce("on_epoch_end")
-        print_xla_metrics(self.trainer)
+        self.components.print_xla_metrics()
         self.control_sync.sync_control_flags()
         self._log_save_evaluate()
-        self.control_sync.stop_if_signalled(self._save)
+        self.control_sync.stop_if_signalled()
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
-
-    def _save(self) -> None:
-        self.saver.save_if_needed(self.trial)
 
     def _accumulation(self) -> int:
         """Micro-batches per optimizer step: a callback's value, or else the argument's current one."""
         now = self.trainer.args.gradient_accumulation_steps
-        self.components.preparation.check_accumulation(now)
-        return self.components.engine.accumulation_at(self.epoch, now)
+        self.components.model_setup.check_accumulation(now)
+        steps: int = self.components.engine.accumulation_at(self.epoch, now)
+        return steps
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
@@ -283,7 +273,7 @@ class TrainingLoop:
         return samples, num_items
 
     def begin_micro_batch(self) -> None:
-        """Announce an optimizer step at its first micro-batch."""
+        """Call `on_step_begin` at the first micro-batch of an optimizer step."""
         window = self.micro_batches.window
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.is_last
@@ -291,12 +281,14 @@ class TrainingLoop:
             self.components.announce("on_step_begin")
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """A training step that runs backward itself; gradients are all-reduced in the window's last micro-batch."""
-        window, trainer = self.micro_batches.window, self.trainer
+        """Call `Trainer.training_step`, which runs backward; the window's last micro-batch all-reduces gradients."""
+        window = self.micro_batches.window
         assert window is not None
         local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
-        with trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
-            return call_with_accepted(trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+        loss: torch.Tensor
+        with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
+            loss = call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+        return loss
 
     @property
     def runs_backward(self) -> bool:
@@ -305,35 +297,33 @@ class TrainingLoop:
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
-        self.losses.add(loss)
-        if self.details.asked:
-            self.details.add(loss, inputs)
-        trainer = self.trainer
-        self.run.flos += float(trainer.floating_point_ops(inputs))
-        trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed
+        self.loss_sum.add(loss)
+        if self.step_details.requested:
+            self.step_details.add(loss, inputs)
+        self.run.flos += float(self.trainer.floating_point_ops(inputs))
+        self.trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed
 
     def end_substep(self) -> None:
-        """Announce a micro-batch after which the optimizer does not step."""
+        """Call `on_substep_end`, after a micro-batch without an optimizer step."""
         self.components.strategy.end_batch()
         self.components.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
-        """Clip the gradients and announce that they are complete."""
+        """Clip the gradients, and call `on_pre_optimizer_step`."""
         self._stepping = True
-        trainer = self.trainer
-        clips = trainer.args.max_grad_norm is not None and trainer.args.max_grad_norm > 0  # None until v4.57
-        clipped = trainer._clip_grad_norm(model) if clips else None
+        clips = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0  # None until v4.57
+        clipped = self.trainer._clip_grad_norm(model) if clips else None
         measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
-        self.grad_norm = trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
+        self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
         self.components.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
-        """Announce the step, and step the learning-rate schedule.
+        """Call `on_optimizer_step`, and step the learning-rate schedule.
 
         Args:
-            skipped: the gradients were infinite, and the step was skipped; the learning rate does not change.
+            skipped: the loss scaler skipped the step because of infinite gradients; the schedule does not step.
             schedule_replaced: a Lightning callback sets the learning rate now.
         """
         trainer = self.trainer
@@ -354,7 +344,7 @@ class TrainingLoop:
         return self.trainer._get_learning_rate()
 
     def end_step(self, model: torch.nn.Module) -> None:
-        """Count the step, announce it, then log, evaluate and save if due; stop if a signal requests it."""
+        """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
         clear_gradients(model)
         self.components.strategy.end_batch()
@@ -362,28 +352,27 @@ class TrainingLoop:
         state.epoch = self._epoch_after_step()
         self._stepping = self._stepped = False
         self.between_steps = True
-        self.components.announce("on_step_end", **self.details.take())
+        self.components.announce("on_step_end", **self.step_details.pop())
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
-        self.control_sync.stop_if_signalled(self._save)
+        self.control_sync.stop_if_signalled()
 
     def _epoch_after_step(self) -> float:
         assert self.micro_batches.window is not None
         return self.epoch + (self.micro_batches.window.index + 1) / self.schedule.steps_in_epoch
 
     def own_state(self) -> dict[str, Any]:
-        """The Trainer's own state in a Lightning checkpoint."""
-        trainer = self.trainer
-        trainer.store_flos()
-        trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
-        state = dataclasses.asdict(trainer.state)
+        """The Trainer's entry in a Lightning checkpoint."""
+        self.trainer.store_flos()
+        self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
+        state = dataclasses.asdict(self.trainer.state)
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
-            state |= {"global_step": trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
-        scaler = trainer.accelerator.scaler
+            state |= {"global_step": self.trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
+        scaler = self.trainer.accelerator.scaler
         return {
             "trainer_state": state,
-            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scheduler": self.trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "rng": rng_state(),
             "progress": as_dict(self.current_progress()),
@@ -394,15 +383,13 @@ class TrainingLoop:
 
         Not in distributed runs: other ranks may be at a different step, and exit with this one.
         """
-        trainer = self.trainer
         if self.control_sync.several and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
-        kept_elsewhere = isinstance(error, CheckpointNotWritten) or (
-            trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        )
-        done = trainer.state.global_step > self.run.initial_step
-        nothing_to_save = kept_elsewhere or self.control_sync.several or self._stepping or not done
-        if nothing_to_save or self.trial is not None or not self.saver.saves_on_interrupt():
+        restarts = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
+        if isinstance(error, CheckpointNotWritten) or restarts or self.control_sync.several or self._stepping:
+            return
+        has_new_step = self.trainer.state.global_step > self.run.initial_step
+        if not has_new_step or self.trial is not None or not self.saver.should_save_on_interrupt():
             return
         try:
             self.saver.save_if_needed(self.trial)
@@ -412,60 +399,53 @@ class TrainingLoop:
             logger.exception("The error below ends the run; its last state could not be saved.")
 
     def _log_save_evaluate(self) -> None:
-        """Log, evaluate and save if one of these is due, or an override expects to be called at every step."""
-        trainer = self.trainer
-        control, method = trainer.control, trainer._maybe_log_save_evaluate
+        """Log, evaluate and save as requested; an override is called at every step."""
+        control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or is_overridden(self.trainer, "_maybe_log_save_evaluate"):
-            self.losses.check_before_log()
+            self.loss_sum.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
                 "grad_norm": self.grad_norm,
-                "model": trainer.model_wrapped,
+                "model": self.trainer.model_wrapped,
                 "trial": self.trial,
                 "epoch": self.epoch,
                 "ignore_keys_for_eval": self.ignore_keys,
                 "start_time": self.start_time,
                 "learning_rate": self.learning_rate,
             }
+            method = self.trainer._maybe_log_save_evaluate
             positional, keywords = log_save_evaluate_arguments(method, values)
             with self.control_sync.abandoning():
                 method(*positional, **keywords)
         if self.components.search is not None and self.trial is not None:
-            self.components.search.after_saving(trainer)
+            self.components.search.after_saving(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def current_progress(self) -> RunProgress:
         """The progress for a checkpoint written now, besides the trainer's state."""
-        trainer = self.trainer
-        begun = self.micro_batches.window is not None
+        window = self.micro_batches.window
         return RunProgress(
-            settings=position_settings(
-                trainer.args,
-                self.schedule,
-                self.run.train_batch_size,
-                trainer.accelerator.processes.data_processes,
-                self.components.resolved.accelerator_config,
-            ),
-            epoch=self.epoch if begun else None,
-            position=self.micro_batches.window.index + 1 if self.micro_batches.window is not None else self.position,
+            settings=self.saver.position_settings(self.schedule),
+            epoch=None if window is None else self.epoch,
+            position=self.position if window is None else window.index + 1,
             epoch_ended=self._epoch_ended,
-            epoch_left=self._epoch_ended and trainer.control.should_epoch_stop,
+            epoch_left=self._epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=self.owes_evaluation,
             loss=self.run.loss.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
             grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
             learning_rate=self.learning_rate,
-            evaluation_workers=list(trainer._eval_dataloaders),
-            data=self.reader.state_dict() if begun else None,
+            evaluation_workers=list(self.trainer._eval_dataloaders),
+            data=None if window is None else self.reader.state_dict(),
         )
 
     # ---- A separate pass over the data -------------------------------------------------------------------------
 
     def batches(self) -> Any:
-        """The training data, from the start."""
+        """A new loader of the training data."""
         return self.trainer.get_train_dataloader()
 
     def evaluate_loss(self, model: torch.nn.Module, inputs: Any) -> Any:

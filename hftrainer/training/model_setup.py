@@ -1,18 +1,24 @@
-"""The model of a Trainer: moves it to its device, and finds out what it accepts and returns."""
+"""The model of a Trainer, with its optimizer and schedule: makes them, inspects them, and prepares them for a run."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import reprlib
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from hftrainer import trainer_optimizer
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import number_of_arguments, refuse_uncalled
+from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled
 from hftrainer.data.randomness import enable_full_determinism, set_seed
-from hftrainer.errors import InvalidArgument, InvalidSetup
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection
+from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 
@@ -22,17 +28,42 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ModelSetup:
-    """Sets up the model that the script passes, or that `model_init` makes.
+def checked_pair(optimizers: Any) -> tuple[Any, Any]:
+    """The Trainer's `optimizers`, if it is a pair of objects.
 
-    Attributes:
-        found: attributes of the Trainer that follow from its model, with the values first set.
+    Raises:
+        InvalidSetup: for anything else, as an optimizer alone, or its class.
     """
+    if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        raise InvalidSetup(
+            f"optimizers is a {type(optimizers).__name__}, and should be a pair: (optimizer, scheduler), or "
+            "(optimizer, None) for the schedule of lr_scheduler_type."
+        )
+    if classes := [each.__name__ for each in optimizers if isinstance(each, type)]:
+        raise InvalidSetup(
+            f"optimizers takes objects, and {classes[0]} is a class: pass optimizer_cls_and_kwargs=(class, keywords) "
+            "for an optimizer that the Trainer makes."
+        )
+    return optimizers[0], optimizers[1]
+
+
+def _class_and_keywords(given: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[1], dict):
+        raise InvalidSetup(
+            f"optimizer_cls_and_kwargs is {reprlib.repr(given)}, and should be a pair: class, dict of keywords."
+        )
+    return given[0], dict(given[1])
+
+
+class ModelSetup:
+    """Sets up the model that the script passes, or that `model_init` makes, with its optimizer and its schedule."""
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.found: dict[str, Any] = {}
+        self.trainer = components.trainer
+        self.run = components.run
+        #: Attributes of the Trainer that are derived from its model, with the values that we set.
+        self._inferred: dict[str, Any] = {}
 
     def seed(self) -> None:
         """Seed all random generators from the arguments."""
@@ -61,39 +92,36 @@ class ModelSetup:
 
     def remake_model(self, trial: Any) -> None:
         """Make the model of this `train()` with `model_init`, if there is one."""
-        trainer = self.trainer
-        if trainer.model_init is not None:
+        if self.trainer.model_init is not None:
             self.seed()
-            self.set_model(trainer.call_model_init(trial))
-            trainer.optimizer = trainer.lr_scheduler = None
+            self.set_model(self.trainer.call_model_init(trial))
+            self.trainer.optimizer = self.trainer.lr_scheduler = None
 
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
-        trainer, policy = self.trainer, self.components.policy
-        tokenizes = peers.is_tokenizing(trainer.processing_class) and hasattr(trainer.model, "config")
+        policy = self.components.policy
+        tokenizes = peers.is_tokenizing(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
         if policy.aligns_special_tokens and tokenizes:
             inspection.align_special_tokens(
-                self.components.bare_model, trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
+                self.components.bare_model, self.trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
             )
 
     def set_model(self, model: nn.Module) -> None:
-        """Set the model: move it to its device, and find out what it accepts and returns."""
-        trainer = self.trainer
+        """Set the model: move it to its device, and inspect what it accepts and returns."""
         for reason in (
             check_model_layout(self.components.engine.plan.layout, model),
             inspection.check_quantization(model),
         ):
             if reason is not None:
                 raise InvalidArgument(reason)
-        trainer.model = trainer.model_wrapped = model
-        for name, value in self._inspect(model).items():
-            self.set_found(name, value)
-        sharded = trainer.is_distributed_loading_by_transformers
+        self.trainer.model = self.trainer.model_wrapped = model
+        self.set_inferred(self._inspect(model))
+        sharded = self.trainer.is_distributed_loading_by_transformers
         further = ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if sharded else ()
-        refuse_uncalled(type(trainer), "_build_accelerator_args", *further)
-        if trainer.place_model_on_device:
+        refuse_uncalled(type(self.trainer), "_build_accelerator_args", *further)
+        if self.trainer.place_model_on_device:
             self._check_given_optimizer()
-            trainer._move_model_to_device(model, trainer.args.device)
+            self.trainer._move_model_to_device(model, self.trainer.args.device)
 
     def move(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is on several devices already."""
@@ -101,7 +129,7 @@ class ModelSetup:
             self.components.strategy.move(model, device)
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
-        """The attributes of a Trainer that follow from its model, by name."""
+        """The attributes of a Trainer that are derived from its model, by name."""
         args = self.trainer.args
         inspected = type(inspection.called_model(model))
         names = args.label_names
@@ -123,26 +151,23 @@ class ModelSetup:
             return False
         return inspection.smoothing_shifts_labels(model)
 
-    def set_found(self, name: str, value: Any) -> None:
-        """Set an attribute, unless a subclass or the script has changed the value that was set before."""
+    def set_inferred(self, values: dict[str, Any]) -> None:
+        """Set attributes by name, except those that a subclass or the script has changed since we set them."""
         known = vars(self.trainer)
-        if name not in self.found or (name in known and _is_same(known[name], self.found[name])):
-            setattr(self.trainer, name, value)
-        self.found[name] = list(value) if isinstance(value, list) else value  # scripts extend lists in place
+        for name, value in values.items():
+            if name not in self._inferred or (name in known and _is_same(known[name], self._inferred[name])):
+                setattr(self.trainer, name, value)
+            # Scripts extend lists in place.
+            self._inferred[name] = list(value) if isinstance(value, list) else value
 
     def _check_given_optimizer(self) -> None:
         """Warn of an optimizer of another model; refuse one whose parameters a move to an XLA device replaces."""
-        trainer = self.trainer
-        if trainer.optimizer is None:
+        if self.trainer.optimizer is None:
             return
-        own = {id(parameter) for parameter in trainer.model.parameters()}
-        held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
-        if not own & held:
+        held = [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
+        if not set(map(id, self.trainer.model.parameters())) & set(map(id, held)):
             logger.warning("optimizers passes an optimizer that has no parameter of the model, and may not train it.")
-        if trainer.args.device.type != "xla":
-            return
-        parameters = (parameter for group in trainer.optimizer.param_groups for parameter in group["params"])
-        if any(parameter.device.type != "xla" for parameter in parameters):
+        if self.trainer.args.device.type == "xla" and any(parameter.device.type != "xla" for parameter in held):
             raise InvalidArgument(
                 "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
                 "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
@@ -150,19 +175,154 @@ class ModelSetup:
 
     def _make_label_smoother(self) -> LabelSmoother | None:
         """The label smoother, if the arguments ask for one."""
-        trainer = self.trainer
-        if trainer.args.label_smoothing_factor == 0:
+        if self.trainer.args.label_smoothing_factor == 0:
             return None
-        if getattr(getattr(trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
+        if getattr(getattr(self.trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
             warnings.warn(
                 "Label smoothing is not compatible with multi-label classification, where a sample has several labels: "
                 "label_smoothing_factor is ignored.",
                 stacklevel=4,
             )
             return None
-        if trainer.compute_loss_func is not None:
+        if self.trainer.compute_loss_func is not None:
             logger.warning("label_smoothing_factor has no effect: compute_loss_func computes the loss.")
-        return LabelSmoother(epsilon=trainer.args.label_smoothing_factor)
+        return LabelSmoother(epsilon=self.trainer.args.label_smoothing_factor)
+
+    # ---- The optimizer and the schedule ------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """A new optimizer for the model's parameters."""
+        decayed = self.trainer.get_decay_parameter_names(model)
+        groups = trainer_optimizer.parameter_groups(model, decayed, self.trainer.args.weight_decay)
+        if self.trainer.optimizer_cls_and_kwargs is not None:
+            kind, kwargs = _class_and_keywords(self.trainer.optimizer_cls_and_kwargs)
+        else:
+            kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, self.trainer.args, model=model)
+        optimizer: torch.optim.Optimizer
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
+            optimizer = kind()(model, **kwargs)
+            return optimizer
+        # GaLore, LOMO and layer-wise optimizers pass their own parameters.
+        for name in ("params", "model", "optimizer_dict"):
+            groups = kwargs.pop(name, groups)
+        optimizer = kind(groups, **kwargs)
+        trainer_optimizer.keep_embeddings_precise(model, kind, kwargs)
+        return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:
+        """A new schedule over `num_training_steps` optimizer steps."""
+        args = self.trainer.args
+        self.run.made_scheduler = True
+        return get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            args.get_warmup_steps(num_training_steps),
+            num_training_steps,
+            args.lr_scheduler_kwargs,  # type: ignore[arg-type]
+        )
+
+    def decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Names of the parameters that weight decay applies to."""
+        known = self.components.strategy.decay_parameter_names(model)
+        return self.components.policy.decay_parameter_names(model) if known is None else known
+
+    def group_of(self, param: Any) -> Any:
+        """The parameter group that holds `param`; for None, the parameters of each group."""
+        groups = self.components.made_optimizer().param_groups
+        if param is None:
+            return [group["params"] for group in groups]
+        return next((group for group in groups if any(param is held for held in group["params"])), None)
+
+    def learning_rate(self) -> float:
+        """The logged learning rate: that of the first group."""
+        if follows_metric(self.trainer.lr_scheduler):
+            rate = self.components.made_optimizer().param_groups[0]["lr"]
+        else:
+            rate = self.trainer.lr_scheduler.get_last_lr()[0]
+        return rate.item() if isinstance(rate, torch.Tensor) else rate
+
+    # ---- Before a run or an evaluation -------------------------------------------------------------------------
+
+    def prepare_for_training(self, max_steps: int, folder: str | None) -> nn.Module:
+        """Prepare the model, and make optimizer and schedule for it; returns the model to train.
+
+        Args:
+            max_steps: optimizer steps of the run.
+            folder: the checkpoint that the run resumes from, if any.
+        """
+        trainer = self.trainer
+        if self.run.made_scheduler:  # its length is that of the previous call
+            trainer.lr_scheduler = None
+            self.run.made_scheduler = False
+
+        def load() -> None:
+            if folder is not None:
+                trainer._load_from_checkpoint(folder)
+
+        with self._keeping_count_of_flos():
+            self.components.strategy.prepare_model(trainer, load)
+        freezes = self.components.engine.freeze_before_training(trainer.model)
+        self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=self._makes_both)
+        if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+            raise UnsupportedArgument(
+                "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trained parameters: with "
+                "adapters, write a BaseFinetuning that freezes the layers you choose."
+            )
+        if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
+            self.components.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
+        handler = trainer.callback_handler
+        handler.model = trainer.model
+        handler.optimizer = trainer.optimizer
+        handler.lr_scheduler = trainer.lr_scheduler
+        return trainer.model_wrapped
+
+    def prepare_for_evaluation(self) -> None:
+        """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
+        with self._keeping_count_of_flos():
+            self.components.strategy.prepare_evaluation(self.trainer)
+
+    @contextlib.contextmanager
+    def _keeping_count_of_flos(self) -> Iterator[None]:
+        """Count the operations of a model that is sharded in the block before that, and keep the count."""
+        if not self.components.strategy.shards:
+            yield
+            return
+        per_token = self.components.steps.count_flos_per_token()
+        yield
+        self.components.steps.flos_per_token = (self.trainer.model, per_token)
+
+    def check_accumulation(self, steps: int) -> None:
+        """Refuse a new number of micro-batches per optimizer step where it cannot change in a run.
+
+        Raises:
+            InvalidArgument: the error names both.
+        """
+        strategy = self.components.strategy
+        planned = self.components.engine.plan.accumulate_grad_batches
+        if strategy.fixes_accumulation and steps != planned:
+            raise InvalidArgument(
+                f"gradient_accumulation_steps was changed to {steps} in a run with {strategy.argument}, whose "
+                f"configuration has {planned}: change it before the Trainer is made."
+            )
+
+    @property
+    def _makes_both(self) -> bool:
+        """Whether an override of `create_optimizer_and_scheduler` is called, as in v4.
+
+        v5 calls the two others alone, so an override of one of them is written for that.
+        """
+        apart = self.components.policy.calls_create_scheduler
+        others = apart and is_overridden(self.trainer, "create_optimizer", "create_scheduler")
+        return not others and is_overridden(self.trainer, "create_optimizer_and_scheduler")
+
+    def finds_unused_parameters(self) -> bool:
+        """Whether DDP looks for parameters that a step has not used, unless an argument sets it."""
+        model = self.trainer.model
+        if not peers.is_pretrained(model):
+            return True
+        renamed = hasattr(model, "is_activation_checkpointing")  # in v5.23
+        checkpoints = model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
+        return not (checkpoints or self.trainer.args.activation_checkpointing)
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The length of a run, and the position at which it starts."""
+"""Plans a run: its length, where it starts, and the batch size and learning rate that Lightning's finders find."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.messages import log_facts
-from hftrainer.compat.overrides import has_length, positional_count
+from hftrainer.compat.overrides import has_length, make_scheduler, positional_count
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -28,34 +30,34 @@ class Planner:
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
+        self.trainer = components.trainer
+        self.run = components.run
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
-        """The lengths of the run, by `set_initial_training_values` with the signature of any release."""
-        trainer = self.trainer
-        size = trainer.get_total_train_batch_size(args)
-        count = positional_count(trainer.set_initial_training_values)
+        """The lengths of the run, from `set_initial_training_values`, called with the signature of its release."""
+        size = self.trainer.get_total_train_batch_size(args)
+        count = positional_count(self.trainer.set_initial_training_values)
         takes_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
-        values = trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
+        values = self.trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
         return read_schedule(values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """See `Trainer.set_initial_training_values`."""
-        trainer, sized, policy = self.trainer, has_length(dataloader), self.components.policy
+        sized = has_length(dataloader)
         schedule = plan_schedule(
             args,
-            len(dataloader) * trainer.get_sp_size() if sized else None,
-            trainer.num_examples(dataloader) if sized else None,
-            trainer.get_total_train_batch_size(args) if size is None else size,
+            len(dataloader) * self.trainer.get_sp_size() if sized else None,
+            self.trainer.num_examples(dataloader) if sized else None,
+            self.trainer.get_total_train_batch_size(args) if size is None else size,
             self.components.engine.accumulation_at,
-            policy.steps_of_epoch,
+            self.components.policy.steps_of_epoch,
         )
-        if policy.returns_steps_in_epoch:
+        if self.components.policy.returns_steps_in_epoch:
             return schedule
         return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
 
-    def _planned(self) -> tuple[TrainingSchedule, RunProgress | None]:
-        """The schedule of the run, and the progress of the checkpoint that it resumes from.
+    def _schedule(self) -> TrainingSchedule:
+        """The lengths of the run, which is planned by now.
 
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
@@ -66,11 +68,13 @@ class Planner:
                 "Put code for before or after it around super()._inner_training_loop(...), and override "
                 "training_step, get_batch_samples or _maybe_log_save_evaluate for the rest."
             )
-        return self.run.schedule, self.run.progress
+        return self.run.schedule
 
     def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
         """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next."""
-        trainer, (schedule, progress) = self.trainer, self._planned()
+        trainer = self.trainer
+        schedule = self._schedule()
+        progress = self.run.progress
         trainer.state = TrainerState(stateful_callbacks=self.components.stateful_callbacks())
         trainer.state.is_hyper_param_search = trial is not None
         trainer.state.train_batch_size = self.run.train_batch_size
@@ -91,27 +95,18 @@ class Planner:
 
     def steps_between_logs(self, schedule: TrainingSchedule) -> int:
         """Optimizer steps between two logs of Lightning's callbacks: the same as the Trainer's."""
-        trainer = self.trainer
-        if trainer.args.logging_strategy == IntervalStrategy.EPOCH:
+        strategy = self.trainer.args.logging_strategy
+        if strategy == IntervalStrategy.EPOCH:
             return schedule.num_update_steps_per_epoch
-        if trainer.args.logging_strategy == IntervalStrategy.NO:
-            return sys.maxsize
-        return max(1, int(trainer.state.logging_steps))
+        return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
     def log(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
-        """Log the sizes of the run, and where it resumes; warn of batches that XLA would compile by themselves.
+        """Log the sizes of the run, and where it resumes; warn of batches that XLA compiles separately.
 
         Args:
             schedule: the lengths of the run.
             position: epochs done and micro-batches done in the next, of a run that resumes from a checkpoint.
         """
-        self._log_sizes(schedule)
-        if position is not None:
-            self._log_position(*position)
-        self._warn_of_ragged_batches(schedule)
-
-    def _log_sizes(self, schedule: TrainingSchedule) -> None:
-        """Log the sizes of the run."""
         sizes = {
             "Number of examples": schedule.num_examples,
             "Epochs": schedule.num_train_epochs,
@@ -123,29 +118,89 @@ class Planner:
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
         log_facts(logger, "Running training begins.", sizes)
-
-    def _log_position(self, epochs: int, micro_batches: int) -> None:
-        """Log where a resumed run continues.
-
-        Args:
-            epochs: epochs done.
-            micro_batches: micro-batches of the next epoch done.
-        """
-        position = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
-        if not self.trainer.args.ignore_data_skip:
-            position["Batches of the next epoch that are skipped"] = micro_batches
-        log_facts(logger, f"Training resumes from {self.run.resumed_from}.", position)
-
-    def _warn_of_ragged_batches(self, schedule: TrainingSchedule) -> None:
-        """Warn on XLA devices, where each batch shape is compiled separately, in minutes for a large model."""
-        trainer = self.trainer
-        if trainer.args.device.type != "xla" or trainer.args.dataloader_drop_last:
+        if position is not None:
+            epochs, micro_batches = position
+            done = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
+            if not self.trainer.args.ignore_data_skip:
+                done["Batches of the next epoch that are skipped"] = micro_batches
+            log_facts(logger, f"Training resumes from {self.run.resumed_from}.", done)
+        if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
-        batch = self.run.train_batch_size * trainer.accelerator.processes.data_processes
-        if has_length(trainer.train_dataset) and schedule.num_examples % batch:
+        # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
+        batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_processes
+        if has_length(self.trainer.train_dataset) and schedule.num_examples % batch:
             logger.warning(
                 "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
                 "dataloader_drop_last=True drops that batch.",
                 schedule.num_examples,
                 batch,
             )
+
+    # ---- Lightning's finders -----------------------------------------------------------------------------------
+
+    def find_batch_size(self) -> None:
+        """Run a `BatchSizeFinder`, if there is one among the callbacks."""
+        optimizer = self.trainer.optimizer
+        found = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
+        self.trainer.optimizer = optimizer  # that of the trial steps is discarded
+        if found is not None:
+            self.run.train_batch_size = found
+            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
+
+    def find_learning_rate(self, max_steps: int) -> None:
+        """Run a `LearningRateFinder`, if there is one among the callbacks.
+
+        Args:
+            max_steps: optimizer steps of the run.
+        """
+        found = self.components.engine.find_learning_rate(TrialSteps(self.components), self.trainer.model)
+        if found is None:
+            return
+        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, self.trainer.args.learning_rate)
+        for group in self.components.made_optimizer().param_groups:
+            group["lr"] = group["initial_lr"] = found
+        if self.run.made_scheduler:
+            self.trainer.lr_scheduler = None
+            make_scheduler(self.trainer, max_steps)
+        else:
+            self.trainer.lr_scheduler.base_lrs = [found for _ in self.trainer.lr_scheduler.base_lrs]
+
+
+class TrialSteps:
+    """A Trainer's data, optimizer and loss, for the trial steps of Lightning's finders.
+
+    Attributes:
+        batch_size: initial number of samples in a micro-batch of one process.
+        learning_rate: the learning rate of the arguments.
+        max_grad_norm: the norm to which gradients are clipped; 0 for no clipping.
+    """
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer = components.trainer
+        self.batch_size = components.run.train_batch_size
+        self.learning_rate = self.trainer.args.learning_rate
+        self.max_grad_norm = self.trainer.args.max_grad_norm
+
+    def loader(self, batch_size: int) -> Any:
+        """The training data in batches of `batch_size` samples."""
+        run = self.components.run
+        before = run.train_batch_size
+        run.train_batch_size = batch_size
+        try:
+            return self.trainer.get_train_dataloader()
+        finally:
+            run.train_batch_size = before
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, made if there is none yet."""
+        return self.trainer.create_optimizer()
+
+    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """The loss of one batch that is a complete optimizer step."""
+        run = self.components.run
+        run.accumulation = 1
+        items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
+        loss = self.components.steps.loss(model, inputs, items)
+        run.logged_metrics = LoggedMetrics()
+        return loss

@@ -16,7 +16,8 @@ class Publisher:
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
+        self.trainer = components.trainer
+        self.run = components.run
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
         """See `Trainer.init_hf_repo`; in the main process."""
@@ -24,17 +25,18 @@ class Publisher:
         from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.uploads import Uploads
 
-        trainer, args = self.trainer, self.trainer.args
-        trainer._finish_current_push()
+        args = self.trainer.args
+        self.trainer._finish_current_push()
         repository = open_repository(
             repository_name(args.hub_model_id, str(args.output_dir)),
             token=args.hub_token if token is None else token,
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision,
         )
-        snapshots = UploadSnapshots(str(args.output_dir), trainer.processing_class)
+        snapshots = UploadSnapshots(str(args.output_dir), self.trainer.processing_class)
         self.components.uploads = Uploads(repository, snapshots)
-        trainer.hub_model_id, trainer.push_in_progress = repository.id, None
+        self.trainer.hub_model_id = repository.id
+        self.trainer.push_in_progress = None
 
     def push(
         self,
@@ -61,7 +63,8 @@ class Publisher:
 
     def push_checkpoint(self, folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        trainer, uploads = self.trainer, self.components.uploads
+        trainer = self.trainer
+        uploads = self.components.uploads
         if uploads is None or trainer.args.hub_strategy == HubStrategy.END:
             return
         from hftrainer.hub.uploads import PushInProgress

@@ -10,7 +10,7 @@ import torch
 
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
-from hftrainer.training.losses import LoggedMetrics
+from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training.stopping import Interruption
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class Run:
         """
         self.total_loss = 0.0
         self.last_saved_step = self.initial_step = self.last_logged = step
-        self.tokens, self.initial_tokens = 0, tokens
+        self.tokens = 0
+        self.initial_tokens = tokens
 
 
 class OfRun:

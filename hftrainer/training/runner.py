@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import os
@@ -11,13 +12,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume, staging
 from hftrainer.checkpointing.folders import complete_rotation, keep_only
-from hftrainer.compat.overrides import has_length, is_overridden, make_scheduler, runs_backward
+from hftrainer.compat.overrides import has_length, is_overridden, runs_backward
+from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.hub.references import is_reference
@@ -26,16 +29,10 @@ from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
+from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
-from hftrainer.training.finders import Tuning
-from hftrainer.training.loader_factory import LoaderFactory
 from hftrainer.training.loop import TrainingLoop
-from hftrainer.training.model_setup import ModelSetup
-from hftrainer.training.out_of_memory import StartingPoint, is_out_of_memory
 from hftrainer.training.planner import Planner
-from hftrainer.training.saver import CheckpointSaver
-from hftrainer.training.setup import TrainerSetup
-from hftrainer.training.steps import TrainingSteps
 from hftrainer.training.stopping import Interruption
 from hftrainer.training_args import TrainingArguments
 
@@ -46,85 +43,75 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingRunner:
-    """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects.
+    """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects."""
 
-    Args:
-        components: the parts of the Trainer.
-        setup: applies changes of the arguments.
-        model_setup: makes the model.
-        loaders: makes the loaders.
-        steps: computes the losses.
-        saver: writes checkpoints and reads them.
-    """
-
-    def __init__(
-        self,
-        components: Components,
-        *,
-        setup: TrainerSetup,
-        model_setup: ModelSetup,
-        loaders: LoaderFactory,
-        steps: TrainingSteps,
-        saver: CheckpointSaver,
-    ) -> None:
+    def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.setup, self.model_setup = setup, model_setup
-        self.loaders, self.steps, self.saver = loaders, steps, saver
+        self.trainer = components.trainer
+        self.run = components.run
         self.planner = Planner(components)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
-    def refuse_alone(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Refuse arguments that work in one process only."""
+    def check_one_process(self, resume_from_checkpoint: str | bool | None) -> None:
+        """Refuse arguments that work in one process only, if there are several."""
         if self.components.search is None:
             refuse_in_worker()
         if self.trainer.args.world_size == 1:
             return
-        asked = {
-            f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds the random states of one process: use a "
-            "checkpoint folder": str(resume_from_checkpoint).endswith(".ckpt"),
-            "auto_find_batch_size=True would start again in the one process whose memory ran out: set "
-            "per_device_train_batch_size": self.trainer.args.auto_find_batch_size,
-        }
-        if found := [sentence for sentence, given in asked.items() if given]:
-            raise UnsupportedArgument("\n".join(f"{sentence}, or train in one process." for sentence in found))
+        errors = []
+        if str(resume_from_checkpoint).endswith(".ckpt"):
+            errors.append(
+                f"resume_from_checkpoint={str(resume_from_checkpoint)!r} holds the random states of one process: use a "
+                "checkpoint folder, or train in one process."
+            )
+        if self.trainer.args.auto_find_batch_size:
+            errors.append(
+                "auto_find_batch_size=True would start again in the one process whose memory ran out: set "
+                "per_device_train_batch_size, or train in one process."
+            )
+        if errors:
+            raise UnsupportedArgument("\n".join(errors))
 
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model and take the arguments of this `train()`; returns the checkpoint to resume from, if any."""
+        model_setup = self.components.model_setup
         self.components.checkpoint_writer.wait_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
-        makes_model_first = self.components.policy.makes_model_before_trial
-        if makes_model_first:
-            self.model_setup.remake_model(trial)
-            self.model_setup.align_special_tokens()
-        self.trainer._hp_search_setup(trial)
-        if not makes_model_first:
+        if self.components.policy.makes_model_before_trial:
+            model_setup.remake_model(trial)
+            model_setup.align_special_tokens()
+            self.trainer._hp_search_setup(trial)
+        else:
+            self.trainer._hp_search_setup(trial)
             if self.trainer.model_init is None:
-                self.model_setup.align_special_tokens()
-            self.model_setup.remake_model(trial)
-        self.setup.take_changes()
+                model_setup.align_special_tokens()
+            model_setup.remake_model(trial)
+        self.components.setup.take_changes()
         self._refuse_callbacks()
-        self._load_before(folder)
+        self._load_weights_and_batch_size(folder)
         return folder
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """The checkpoint that all ranks resume from, after incomplete folders were completed or removed."""
-        trainer = self.trainer
-        output_dir, processes = str(trainer.args.output_dir), trainer.accelerator.processes
-        if trainer.args.should_save:
+        output_dir = str(self.trainer.args.output_dir)
+        processes = self.trainer.accelerator.processes
+        if self.trainer.args.should_save:
             staging.clear_stale(output_dir)
         processes.barrier()
+        folder: str | None
         if not is_reference(resume_from_checkpoint):
-            return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+            folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+            return folder
         from hftrainer.hub.download import download_checkpoint
 
-        with processes.in_turn(first=trainer.is_local_process_zero()):  # the other ranks of a node find it in the cache
+        # The other ranks of a node find it in the cache.
+        with processes.in_turn(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
                 str(resume_from_checkpoint),
-                trainer.args.hub_token,
-                hub_model_id=trainer.args.hub_model_id,
-                hub_revision=trainer.args.hub_revision,
+                self.trainer.args.hub_token,
+                hub_model_id=self.trainer.args.hub_model_id,
+                hub_revision=self.trainer.args.hub_revision,
             )
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
@@ -135,16 +122,15 @@ class TrainingRunner:
         Raises:
             UnsupportedArgument: the error names each.
         """
-        args = self.trainer.args
         if refused := self.components.engine.check_callbacks(
-            finds_batch_size=args.auto_find_batch_size,
-            evaluates=args.eval_strategy != "no",
+            finds_batch_size=self.trainer.args.auto_find_batch_size,
+            evaluates=self.trainer.args.eval_strategy != "no",
             automatic_optimization=not runs_backward(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
         ):
             raise UnsupportedArgument("\n".join(refused))
 
-    def _load_before(self, folder: str | None) -> None:
+    def _load_weights_and_batch_size(self, folder: str | None) -> None:
         """Load from the checkpoint what the run needs first: an unsharded model's weights, and the batch size."""
         self.run.resumed_from = folder
         if folder is None:
@@ -166,20 +152,19 @@ class TrainingRunner:
             trial: the hyperparameter trial, if any.
             ignore_keys: outputs of the model that evaluation leaves out.
         """
-        trainer = self.trainer
         with self._running():
-            start = self._starting_point() if trainer.args.auto_find_batch_size else None
+            start = self._starting_point() if self.trainer.args.auto_find_batch_size else None
             while True:
                 try:
-                    return trainer._inner_training_loop(
+                    return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
-                        args=trainer.args,
+                        args=self.trainer.args,
                         resume_from_checkpoint=folder,
                         trial=trial,
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Exception as error:
-                    if start is None or not is_out_of_memory(error):
+                    if start is None or not devices.is_out_of_memory(error):
                         raise
                     if self.run.train_batch_size == 1:
                         raise RuntimeError(
@@ -191,19 +176,19 @@ class TrainingRunner:
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
         """Modify the model by the arguments and listen to signals in the block; release the run's objects after it."""
-        trainer, components = self.trainer, self.components
+        trainer = self.trainer
+        components = self.components
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
-        self.run.interruption = Interruption(
-            saves=self.saver.saves_on_interrupt(), launched=trainer.args.world_size > 1
-        )
+        saves = components.saver.should_save_on_interrupt()
+        self.run.interruption = Interruption(saves, launched=trainer.args.world_size > 1)
         try:
             with (
                 apply_model_arguments(
                     components.bare_model, trainer.args, components.engine.plan.read_once, trainer=trainer
                 ),
                 self.run.interruption.listening(),
-                self.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),
+                components.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),
             ):
                 yield
                 # After the last step everything is saved.
@@ -225,7 +210,8 @@ class TrainingRunner:
     def _starting_point(self) -> StartingPoint:
         """The state from which attempts with smaller batches start."""
         trainer = self.trainer
-        if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
+        optim = spelled(trainer.args.optim)
+        if optim in ("lomo", "adalomo"):
             raise InvalidArgument(
                 f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
                 "set per_device_train_batch_size yourself instead of auto_find_batch_size."
@@ -234,13 +220,12 @@ class TrainingRunner:
 
     def _halve_batches(self, start: StartingPoint) -> None:
         """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
-        trainer = self.trainer
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         self._release()
         for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
             shutil.rmtree(folder)
-        trainer.optimizer, trainer.lr_scheduler = start.stateful
+        self.trainer.optimizer, self.trainer.lr_scheduler = start.stateful
         start.restore()
         gc.collect()
         devices.empty_cache()
@@ -255,12 +240,12 @@ class TrainingRunner:
         self._begin_reports(trial)
         self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
         if loop.progress is not None:
-            loop.losses.resume(loop.progress)
+            loop.loss_sum.restore(loop.progress)
         is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
         if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
             self._repeat_end(loop, folder, trial)
         else:
-            with loop.details.watching(trainer.model), devices.error_hints():
+            with loop.step_details.recording_outputs(trainer.model), devices.error_hints():
                 self.components.engine.fit(
                     loop,
                     model,
@@ -271,7 +256,7 @@ class TrainingRunner:
                     log_every_n_steps=self.planner.steps_between_logs(loop.schedule),
                     resumed_from=resume.load_lightning_callbacks(folder),
                     automatic_optimization=not runs_backward(trainer),
-                    find_unused_parameters=self.components.preparation.finds_unused_parameters(),
+                    find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
                     sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
                 )
         return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
@@ -280,25 +265,22 @@ class TrainingRunner:
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
         """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
-        trainer = self.trainer
-        with self.loaders.preparing_training_data():  # overrides prepare their own loaders
-            dataloader = trainer.get_train_dataloader()
+        with self.components.loaders.preparing_training_data():  # overrides prepare their own loaders
+            dataloader = self.trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
-        self.run.progress = self.saver.load_progress(folder, schedule)
-        first_epoch, position = trainer._init_training_state(
+        self.run.progress = self.components.saver.load_progress(folder, schedule)
+        first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, schedule.num_train_epochs, folder, trial
         )
-        model, dataloader = trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
+        model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
-            self._find_learning_rate(schedule.max_steps)
-            trainer.callback_handler.lr_scheduler = trainer.lr_scheduler
+            self.planner.find_learning_rate(schedule.max_steps)
+            self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log(schedule, None if folder is None else (first_epoch, position))
         self.run.loop = loop = TrainingLoop(
             self.components,
             schedule,
             dataloader,
-            steps=self.steps,
-            saver=self.saver,
             trial=trial,
             ignore_keys=ignore_keys,
             resume_folder=folder,
@@ -310,14 +292,13 @@ class TrainingRunner:
 
     def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
         """Take the arguments and the batch size of this attempt."""
-        trainer = self.trainer
-        self.setup.take_changes_in(args)  # an override may pass its own
-        trainer.accelerator.free_memory()
+        self.components.setup.take_changes_in(args)  # an override may pass its own
+        self.trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
-            trainer._update_auto_batch_size(batch_size)
+            self.trainer._update_auto_batch_size(batch_size)
         self.run.begin()
         if folder is None:
-            self._find_batch_size()
+            self.planner.find_batch_size()
 
     def _begin_reports(self, trial: Any) -> None:
         """Notify trackers and the checkpoint writer that a run begins."""
@@ -326,8 +307,7 @@ class TrainingRunner:
             for callback in reporting_callbacks(trainer.callback_handler.callbacks):
                 callback.start_trial(trainer.args, trainer.state.trial_name)
         if trainer.args.should_save:
-            asks_later = is_overridden(self.trainer, "_get_output_dir")
-            run_dir = None if asks_later else trainer._get_output_dir(trial)
+            run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
@@ -336,56 +316,30 @@ class TrainingRunner:
         loop.load_optimizer()
         loop.begin()
         if trainer.args.should_save:
-            limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-            complete_rotation(str(folder), trainer._get_output_dir(trial), limit, best)
+            best = trainer.state.best_model_checkpoint
+            complete_rotation(str(folder), trainer._get_output_dir(trial), trainer.args.save_total_limit, best)
         if trainer.args.push_to_hub and folder is not None:  # it may have ended before its last upload
             trainer._push_from_checkpoint(folder)
-
-    def _find_batch_size(self) -> None:
-        """Run a `BatchSizeFinder`, if there is one among the callbacks."""
-        trainer = self.trainer
-        given = trainer.optimizer
-        found = self.components.engine.find_batch_size(Tuning(self.trainer, self.run, self.steps), trainer.model)
-        trainer.optimizer = given  # the trial steps' optimizer is discarded
-        if found is not None:
-            self.run.train_batch_size = found
-            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
-
-    def _find_learning_rate(self, max_steps: int) -> None:
-        """Run a `LearningRateFinder`, if there is one among the callbacks.
-
-        Args:
-            max_steps: optimizer steps of the run.
-        """
-        trainer = self.trainer
-        found = self.components.engine.find_learning_rate(Tuning(self.trainer, self.run, self.steps), trainer.model)
-        if found is None:
-            return
-        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, trainer.args.learning_rate)
-        for group in self.components.made_optimizer().param_groups:
-            group["lr"] = group["initial_lr"] = found
-        if self.run.made_scheduler:
-            trainer.lr_scheduler = None
-            make_scheduler(trainer, max_steps)
-        else:
-            trainer.lr_scheduler.base_lrs = [found for _ in trainer.lr_scheduler.base_lrs]
 
     # ---- The end -----------------------------------------------------------------------------------------------
 
     def finish(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
-        trainer, writer, policy = self.trainer, self.components.checkpoint_writer, self.components.policy
+        trainer = self.trainer
+        saver = self.components.saver
+        writer = self.components.checkpoint_writer
         assert self.run.loop is not None
-        if not policy.loads_best_after_logging:
-            self.saver.wait()
-            self.saver.load_best_at_end()
+        if not self.components.policy.loads_best_after_logging:
+            saver.wait()
+            saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
-        self.saver.wait()
+        saver.wait()
         writer.close()
-        if policy.loads_best_after_logging:
-            self.saver.load_best_at_end()
-        best, run_dir = trainer.state.best_model_checkpoint, trainer._get_output_dir(trial)
+        if self.components.policy.loads_best_after_logging:
+            saver.load_best_at_end()
+        best = trainer.state.best_model_checkpoint
+        run_dir = trainer._get_output_dir(trial)
         # Without the last checkpoint, which a full disk has cost, the one before it is where the run can go on.
         if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1 and not writer.failed:
             keep_only(best, run_dir)
@@ -400,43 +354,91 @@ class TrainingRunner:
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
-        trainer, run, state = self.trainer, self.run, self.trainer.state
+        run = self.run
+        state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
         run.total_loss += run.loss.item()
         train_loss = run.total_loss / max(steps, 0.001)
         samples = num_train_samples * steps / max(state.max_steps, 1)
-        tokens = run.tokens if legacy.value(trainer.args, "include_tokens_per_second") else None
+        tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
-        trainer.store_flos()
+        self.trainer.store_flos()
         metrics["total_flos"] = state.total_flos
         metrics["train_loss"] = train_loss
-        trainer._memory_tracker.stop_and_update_metrics(metrics)
+        self.trainer._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 
     def _release(self) -> None:
         """Release a run's optimizer and its hooks."""
-        trainer, engine, handler = self.trainer, self.components.engine, self.trainer.callback_handler
-        if isinstance(trainer.optimizer, LayerWiseDummyOptimizer):
-            trainer.optimizer.remove_hooks()
-        engine.trainer = engine.module = None
-        trainer.optimizer = trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
+        handler = self.trainer.callback_handler
+        if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
+            self.trainer.optimizer.remove_hooks()
+        self.components.engine.trainer = self.components.engine.module = None
+        self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
         self.components.checkpoint_writer.wait_ignoring_errors()
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
-        trainer, components, handler = self.trainer, self.components, self.trainer.callback_handler
+        components = self.components
+        handler = self.trainer.callback_handler
         self._release()
         components.engine.release()
-        trainer.accelerator.free_memory()
+        self.trainer.accelerator.free_memory()
         components.checkpoint_writer.close()
         # Until the next trial.
-        trainer.model = trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
+        self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
-        self.loaders.flos_per_token = None
-        if trainer.args.torch_compile:
+        components.steps.flos_per_token = None
+        if self.trainer.args.torch_compile:
             torch.compiler.reset()  # else the code compiled for this model stays in memory
         gc.collect()
         devices.empty_cache()
+
+
+class StartingPoint:
+    """The state in which a run begins, kept on the CPU: trained weights, buffers, random states, and `stateful`.
+
+    Frozen weights, most of a model with adapters, are not copied.
+
+    Args:
+        model: the model.
+        scaler: the loss scaler, or None.
+        stateful: the user's optimizer and scheduler; None is ignored.
+    """
+
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, *stateful: Any) -> None:
+        self._model = model
+        self._tensors = {name: _copied(tensor) for name, tensor in self._changing().items()}
+        self._scaler = scaler
+        self._scale = None if scaler is None else scaler.state_dict()
+        self.stateful = stateful
+        self._others = [(thing, nested_apply(_copied, thing.state_dict())) for thing in stateful if thing is not None]
+        self._random = rng_state()
+        if torch.cuda.is_available():  # the model may be on several devices
+            self._random["cuda"] = torch.cuda.get_rng_state_all()
+
+    def _changing(self) -> dict[str, torch.Tensor]:
+        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        return {**trained, **dict(self._model.named_buffers())}
+
+    def restore(self) -> None:
+        """Restore the state."""
+        with torch.no_grad():
+            for name, tensor in self._changing().items():
+                tensor.copy_(self._tensors[name])
+        self._model.zero_grad()
+        for thing, state in self._others:
+            thing.load_state_dict(nested_apply(_copied, state))
+        if self._scaler is not None and self._scale is not None:
+            # Initialize the scaler, if that has not been done yet, and discard the state of the failed step.
+            self._scaler.scale(next(self._model.parameters()).new_zeros(()))
+            self._scaler.update(self._scale["scale"])
+            self._scaler.load_state_dict(self._scale)
+        restore_rng_state(self._random)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

@@ -38,41 +38,30 @@ class CheckpointSaver:
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
+        self.trainer = components.trainer
+        self.run = components.run
 
-    @contextlib.contextmanager
-    def writing_together(self) -> Iterator[None]:
-        """Write a checkpoint with states gathered from all ranks; release the gathered states afterwards."""
-        try:
-            yield
-        finally:
-            self.components.strategy.finish()
-
-    def states_of_others(self) -> dict[str, Any]:
+    def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
-        trainer = self.trainer
-        rank, size = trainer.args.process_index, trainer.args.world_size
+        rank = self.trainer.args.process_index
+        size = self.trainer.args.world_size
         if size == 1:
             return {}
-        if trainer.args.save_only_model:
-            trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
+        if self.trainer.args.save_only_model:
+            self.trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
             return {}
-        own = {names.rng_name(rank, size): rng_state()}
+        own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
             own[names.progress_name(rank, size)] = as_dict(self.run.loop.current_progress())
-        of_all = trainer.accelerator.processes.gather_objects([own])
+        of_all = self.trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
-    def fill(self, folder: str, of_others: Mapping[str, Any]) -> None:
-        """Write everything that a run needs to resume.
-
-        Args:
-            folder: the folder to write to.
-            of_others: what `states_of_others` has returned.
-        """
-        trainer, components = self.trainer, self.components
+    def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
+        """Write everything that a run needs to resume."""
+        trainer = self.trainer
+        components = self.components
         components.strategy.write_parts(folder)
-        meanwhile = not trainer.args.save_only_model and self._writes_in_any_order()
+        meanwhile = not trainer.args.save_only_model and self._can_write_optimizer_beside()
         if meanwhile:
             with components.checkpoint_writer.meanwhile():
                 trainer._save_optimizer_and_scheduler(folder)
@@ -84,7 +73,7 @@ class CheckpointSaver:
             trainer._save_scaler(folder)
             trainer._save_rng_state(folder)
             self.save_progress(folder)
-            for name, state in of_others.items():
+            for name, state in files_of_other_ranks.items():
                 torch.save(state, os.path.join(folder, name))
             if kept:
                 components.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
@@ -94,8 +83,8 @@ class CheckpointSaver:
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
 
-    def _writes_in_any_order(self) -> bool:
-        """Whether the optimizer's state can be written before the weights and beside them; waits for the device."""
+    def _can_write_optimizer_beside(self) -> bool:
+        """Whether another thread can write the optimizer's state during the weights; waits for the device."""
         if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
             return False  # an override finds the files that transformers has written before it
         kind = self.trainer.args.device.type
@@ -112,51 +101,50 @@ class CheckpointSaver:
 
     def load_best_at_end(self) -> None:
         """Load the best model if `load_best_model_at_end` is set, there is one, and its checkpoint is whole."""
-        trainer = self.trainer
-        best = trainer.state.best_model_checkpoint
-        if not trainer.args.load_best_model_at_end:
+        best = self.trainer.state.best_model_checkpoint
+        if not self.trainer.args.load_best_model_at_end:
             return
         if best is None:
             logger.warning(
                 "load_best_model_at_end has no effect: no evaluation gave a number for metric_for_best_model=%r. "
                 "The last model is kept.",
-                trainer.args.metric_for_best_model,
+                self.trainer.args.metric_for_best_model,
             )
             return
-        reason = trainer.accelerator.processes.from_main(lambda: resume.why_not_loaded(best))
+        reason = self.trainer.accelerator.processes.from_main(lambda: resume.why_not_loaded(best))
         if reason is None:
-            trainer._load_best_model()
+            self.trainer._load_best_model()
         else:
             logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
 
     def wait(self) -> None:
         """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
-        trainer = self.trainer
-        writer, from_main = self.components.checkpoint_writer, trainer.accelerator.processes.from_main
+        state = self.trainer.state
+        writer = self.components.checkpoint_writer
+        from_main = self.trainer.accelerator.processes.from_main
         if not writer.in_background:
             return
         from_main(writer.wait)
-        best = trainer.state.best_model_checkpoint
-        writer.failed, trainer.state.best_model_checkpoint = from_main(lambda: (writer.failed, best))
+        failed, best = from_main(lambda: (writer.failed, state.best_model_checkpoint))
+        writer.failed = failed
+        state.best_model_checkpoint = best
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
-        trainer, components = self.trainer, self.components
         self.wait()
-        if self.run.last_saved_step != trainer.state.global_step or components.checkpoint_writer.failed:
-            trainer._save_checkpoint(trainer.model_wrapped, trial)
-            self.run.last_saved_step = trainer.state.global_step
-            self.announce()
+        if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.failed:
+            self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
+            self.run.last_saved_step = self.trainer.state.global_step
+            self.call_on_save()
         self.wait()
 
-    def saves_on_interrupt(self) -> bool:
+    def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
-        trainer = self.trainer
-        asked = getattr(trainer.args, "save_on_interrupt", True) or trainer.args.enable_jit_checkpoint
-        return asked and (trainer.args.save_strategy != SaveStrategy.NO or trainer.args.enable_jit_checkpoint)
+        asked = getattr(self.trainer.args, "save_on_interrupt", True) or self.trainer.args.enable_jit_checkpoint
+        return asked and (self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint)
 
-    def announce(self) -> None:
-        """Announce the checkpoint once it is written, with the state that it holds."""
+    def call_on_save(self) -> None:
+        """Call `on_save` once the checkpoint is written, with the state that it holds."""
         trainer = self.trainer
         state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
 
@@ -181,44 +169,36 @@ class CheckpointSaver:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
 
-    def load_weights(self, model: nn.Module, folder: str) -> None:
-        """Load the weights of a checkpoint into the model, sharded or not."""
-        self._warn_of(
-            self.components.strategy.load_weights(peers.uncompiled(model), folder, only_trained=self._has_adapters())
-        )
-
-    def load_best(self, model: nn.Module, folder: str) -> None:
-        """Load the weights of the best checkpoint at the end of a run."""
-        self._warn_of(
-            self.components.strategy.load_best(peers.uncompiled(model), folder, only_trained=self._has_adapters())
-        )
-
-    def _has_adapters(self) -> bool:
-        return peers.is_peft(self.components.bare_model)
-
-    def _warn_of(self, incompatible: Any) -> None:
+    def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
+        """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
+        load = self.components.strategy.load_best if best else self.components.strategy.load_weights
+        has_adapters = peers.is_peft(self.components.bare_model)
+        incompatible = load(peers.uncompiled(model), folder, only_trained=has_adapters)
         if incompatible is not None:
             self.trainer._issue_warnings_after_load(incompatible)
 
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
         """The progress in a checkpoint of ours; logs a warning for changed arguments."""
-        trainer = self.trainer
         if folder is None:
             return None
-        progress = load_progress(folder, trainer.args.process_index, trainer.args.world_size)
+        progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
         if progress is not None:
-            processes = trainer.accelerator.processes.data_processes
-            config = self.components.resolved.accelerator_config
-            now = position_settings(trainer.args, schedule, self.run.train_batch_size, processes, config)
-            progress.adapt(now, skips_data=not trainer.args.ignore_data_skip)
+            progress.adapt(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
+
+    def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
+        """The settings that decide which samples a position in the data means."""
+        processes = self.trainer.accelerator.processes.data_processes
+        config = self.components.resolved.accelerator_config
+        return position_settings(self.trainer.args, schedule, self.run.train_batch_size, processes, config)
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
-        strategy, model = self.components.strategy, peers.uncompiled(self.trainer.model)
+        strategy = self.components.strategy
+        model = peers.uncompiled(self.trainer.model)
         if internal and strategy.only_parts:
             yield None  # checkpoints hold a shard from each rank
             return
@@ -240,29 +220,28 @@ class CheckpointSaver:
             folder: the folder to write to.
             weights: the full weights; None: read them from the model; empty: they stay in shards.
         """
-        trainer, writer = self.trainer, self.components.checkpoint_writer
         os.makedirs(folder, exist_ok=True)
         model = self.components.bare_model
         logger.info("Saving the model to %s.", staging.final_folder(folder))
-        write = functools.partial(save_weights, model, folder, safe=legacy.value(trainer.args, "save_safetensors"))
-        on_device = trainer.args.device.type == "xla"  # files cannot be written from there
+        write = functools.partial(save_weights, model, folder, safe=legacy.value(self.trainer.args, "save_safetensors"))
+        on_device = self.trainer.args.device.type == "xla"  # files cannot be written from there
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small: not in the background
             write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
-            if (writer.collects or on_device) and weights is None:
+            if (self.components.checkpoint_writer.collects or on_device) and weights is None:
                 # A copy: training changes the model's own during writing.
-                weights = peers.uncompiled(trainer.model).state_dict()
-            writer.call(write, weights)
-        processing_class = trainer.processing_class
+                weights = peers.uncompiled(self.trainer.model).state_dict()
+            self.components.checkpoint_writer.call(write, weights)
+        processing_class = self.trainer.processing_class
         if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
-            processing_class = getattr(trainer.data_collator, "tokenizer", None)
+            processing_class = getattr(self.trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
                 logger.info("Without a processing_class, the tokenizer of data_collator is saved.")
         if processing_class is not None:
             processing_class.save_pretrained(folder)
-        torch.save(without_tokens(trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
+        torch.save(without_tokens(self.trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
 
     @contextlib.contextmanager
     def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
@@ -271,28 +250,29 @@ class CheckpointSaver:
         Args:
             trial: the hyperparameter trial, if any.
         """
-        trainer, state, writer = self.trainer, self.trainer.state, self.components.checkpoint_writer
-        trainer.store_flos()
+        state = self.trainer.state
+        self.trainer.store_flos()
         self.wait()
         self.run.last_saved_step = state.global_step
-        run_dir, earlier_best = trainer._get_output_dir(trial), state.best_model_checkpoint
-        self._note_best(run_dir)
+        run_dir = self.trainer._get_output_dir(trial)
+        earlier_best = state.best_model_checkpoint
+        self._record_best_checkpoint(run_dir)
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._rotation(run_dir, path)
 
-        def then() -> None:
+        def on_written() -> None:
             self.run.checkpoints_written.append(path)
             rotate()
 
-        def if_failed() -> None:
-            trainer.state.best_model_checkpoint = earlier_best
+        def on_failure() -> None:
+            self.trainer.state.best_model_checkpoint = earlier_best
 
-        with self._writing(path, then, if_failed) as fill:
+        with self._writing(path, on_written, on_failure) as fill:
             yield fill
-        if writer.failed:
-            if_failed()
-        if trainer.args.push_to_hub:
-            writer.when_done(functools.partial(trainer._push_from_checkpoint, path))
+        if self.components.checkpoint_writer.failed:
+            on_failure()
+        if self.trainer.args.push_to_hub:
+            self.components.checkpoint_writer.when_done(functools.partial(self.trainer._push_from_checkpoint, path))
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
@@ -300,44 +280,49 @@ class CheckpointSaver:
         """Write a checkpoint of this step that is not this run's: it is neither rotated, announced nor uploaded."""
         self.trainer.store_flos()
         self.wait()
-        with self._writing(path, then=lambda: None, if_failed=lambda: None) as fill:
+        with self._writing(path, on_written=lambda: None, on_failure=lambda: None) as fill:
             fill()
         self.wait()
 
     @contextlib.contextmanager
     def _writing(
-        self, path: str, then: Callable[[], None], if_failed: Callable[[], None]
+        self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]
     ) -> Iterator[Callable[[], None]]:
         """Write a checkpoint on all ranks, which know afterwards whether it failed.
 
         Args:
             path: its folder.
-            then: called when it is complete; see `CheckpointWriter.checkpoint`.
-            if_failed: called if the storage fails.
+            on_written: called when it is complete; see `CheckpointWriter.checkpoint`.
+            on_failure: called if the storage fails.
 
         Yields:
             What fills the folder; it does nothing where another process does that.
         """
-        trainer, writer = self.trainer, self.components.checkpoint_writer
-        of_others = self.states_of_others()
+        trainer = self.trainer
+        writer = self.components.checkpoint_writer
+        strategy = self.components.strategy
+        processes = trainer.accelerator.processes
+        others = self._gather_files_of_other_ranks()
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
         staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
-        folders = trainer.accelerator.processes.gather_objects([staged])
-        optimizer = None if trainer.args.save_only_model else self.components.made_optimizer
-        self.components.strategy.gather(trainer.model, optimizer)
-        if trainer.args.should_save:
-            with self.writing_together(), writer.checkpoint(path, then=then, if_failed=if_failed) as folder:
-                yield (lambda: None) if folder is None else functools.partial(self.fill, folder, of_others)
-        else:
-            staged = next(filter(None, folders[trainer.accelerator.processes.rank :: -1]))
-            # Overrides may gather weights.
-            trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
-            with self.writing_together(), writer.taking_part(path):
-                self.components.strategy.write_parts(staged)
-            yield lambda: None
-        writer.failed = any(trainer.accelerator.processes.gather_objects([writer.failed]))
+        folders = processes.gather_objects([staged])
+        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.made_optimizer)
+        try:
+            if trainer.args.should_save:
+                with writer.checkpoint(path, then=on_written, if_failed=on_failure) as folder:
+                    yield (lambda: None) if folder is None else functools.partial(self._write_files, folder, others)
+            else:
+                staged = next(filter(None, folders[processes.rank :: -1]))
+                # Overrides may gather weights.
+                trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
+                with writer.taking_part(path):
+                    strategy.write_parts(staged)
+                yield lambda: None
+        finally:
+            strategy.finish()
+        writer.failed = any(processes.gather_objects([writer.failed]))
 
-    def _note_best(self, run_dir: str) -> None:
+    def _record_best_checkpoint(self, run_dir: str) -> None:
         """Record the folder of the best checkpoint, if it is this one or still exists."""
         state = self.trainer.state
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
@@ -347,10 +332,9 @@ class CheckpointSaver:
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
-        trainer, run = self.trainer, self.run
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
-            return lambda: trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+            return lambda: self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
         # A restart with smaller batches resumes from that checkpoint again.
-        needed = [run.resumed_from] if run.resumed_from and trainer.args.auto_find_batch_size else []
-        limit, best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
-        return functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed])
+        needed = [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
+        best = self.trainer.state.best_model_checkpoint
+        return functools.partial(rotate_checkpoints, run_dir, self.trainer.args.save_total_limit, best, [path, *needed])

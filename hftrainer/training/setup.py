@@ -1,10 +1,13 @@
-"""Builds a Trainer: checks, engine, accelerator, callbacks, and what changed arguments change."""
+"""Builds a Trainer from its arguments: checks, engine, accelerator, callbacks; applies changes of the arguments."""
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,15 +31,15 @@ from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
+from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
 from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
-from hftrainer.training.argument_consistency import check_consistency
-from hftrainer.training.run import Run
 from hftrainer.training_args import TrainingArguments
+from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -44,6 +47,25 @@ if TYPE_CHECKING:
     from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
+
+#: Arguments that may differ between ranks. All others must be equal, or ranks would train different models.
+PER_RANK = frozenset(
+    [
+        "local_rank",
+        # Nodes may use different folders.
+        *("output_dir", "logging_dir", "eval_memmap_dir"),
+        # Logs and reports of a process do not affect training.
+        *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm", "skip_memory_metrics"),
+        # How a process loads its samples does not affect training.
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor"),
+        *("dataloader_multiprocessing_context", "torch_empty_cache_steps"),
+        # Only the script reads these.
+        *("do_train", "do_eval", "do_predict", "resume_from_checkpoint", "overwrite_output_dir"),
+        # Only the main process reads these.
+        *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+        *("save_on_each_node", "hub_token", "push_to_hub_token"),
+    ]
+)
 
 
 class TrainerSetup:
@@ -55,12 +77,13 @@ class TrainerSetup:
 
     def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
+        self.trainer = components.trainer
+        self.run = components.run
 
     def begin_again(self) -> None:
         """Rebuild everything that follows from the arguments, for a trial or after a search."""
-        trainer, components = self.trainer, self.components
-        components.args_have_changed = False
+        trainer = self.trainer
+        self.components.args_have_changed = False
         self.resolve_arguments()
         trainer._validate_args()
         if isinstance(trainer.args, TrainingArguments):
@@ -69,7 +92,7 @@ class TrainerSetup:
         self.follow_arguments()
         trainer.create_accelerator_and_postprocess()
         if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
-            components.model_setup.set_model(trainer.model)
+            self.components.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
         """Parse the arguments again, for a new Trainer or a new trial."""
@@ -85,7 +108,7 @@ class TrainerSetup:
         return default_data_collator
 
     def init_attributes(self) -> None:
-        """Set the attributes of transformers' documentation that a run, a search or an upload fills later."""
+        """Set the attributes of transformers' documentation that a run, a search or an upload sets later."""
         trainer = self.trainer
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
@@ -94,13 +117,13 @@ class TrainerSetup:
 
     def end_init(self) -> None:
         """Open the repository and the output folder, and announce that the Trainer is made."""
-        trainer, args = self.trainer, self.trainer.args
+        args = self.trainer.args
         if args.push_to_hub:
-            trainer.accelerator.processes.from_main(trainer.init_hf_repo)
+            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
         if args.should_save:
             os.makedirs(str(args.output_dir), exist_ok=True)
         self.components.announce("on_init_end")
-        config: Any = getattr(trainer.model, "config", None)
+        config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
 
@@ -127,16 +150,17 @@ class TrainerSetup:
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback of either kind; one of Lightning's progress bars replaces the Trainer's own."""
-        target = self.callbacks_like(callback)
-        if target is self.components.lightning_callbacks:
-            target.append(make_callback(callback))
+        handler = self.trainer.callback_handler
+        of_lightning = self.components.lightning_callbacks
+        if _is_of_lightning(callback):
+            of_lightning.append(make_callback(callback))
         else:
-            target.add_callback(callback)
-            self.attach(target.callbacks[-1])
-        if (
-            adapter().has_progress_bar(self.components.lightning_callbacks)
-            and self.trainer.callback_handler.drop_bars()
-        ):
+            handler.add_callback(callback)
+            added = handler.callbacks[-1]
+            if isinstance(added, ReportingCallback):
+                run_folder = functools.partial(_run_folder, self.trainer, self.run)
+                added.attach(self.trainer.save_model, run_folder, self.components.log_folder())
+        if adapter().has_progress_bar(of_lightning) and handler.drop_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
                 "state.log_history; disable_tqdm=True prints them too."
@@ -144,27 +168,9 @@ class TrainerSetup:
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
-        target = self.callbacks_like(callback)
-        return pop_from(target if target is self.components.lightning_callbacks else target.callbacks, callback)
-
-    def attach(self, callback: Any) -> None:
-        """Connect a callback that writes to trackers."""
-        trainer = self.trainer
-        if isinstance(callback, ReportingCallback):
-            callback.attach(
-                trainer.save_model, functools.partial(_run_folder, trainer, self.run), self.components.log_folder()
-            )
-
-    def callbacks_like(self, callback: Any) -> Any:
-        """The container for `callback`: the list of Lightning's, or the handler of the Trainer's own."""
-        if adapter().is_lightning_logger(callback):
-            name = (callback if isinstance(callback, type) else type(callback)).__name__
-            raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
-        return (
-            self.components.lightning_callbacks
-            if adapter().is_lightning_callback(callback)
-            else self.trainer.callback_handler
-        )
+        if _is_of_lightning(callback):
+            return pop_from(self.components.lightning_callbacks, callback)
+        return pop_from(self.trainer.callback_handler.callbacks, callback)
 
     def build_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
@@ -172,7 +178,8 @@ class TrainerSetup:
         Raises:
             UnsupportedArgument: for unsupported arguments, all in one error.
         """
-        trainer, components = self.trainer, self.components
+        trainer = self.trainer
+        components = self.components
         refuse_rewritten(trainer)
         self._check_supported()
         components.strategy = strategy = self._connect()
@@ -191,7 +198,7 @@ class TrainerSetup:
         recorded(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
             components.engine,
-            trainer.args.device,
+            strategy.device,
             components.loaders.prepare,
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(components.resolved.accelerator_config),
@@ -216,18 +223,17 @@ class TrainerSetup:
 
     def follow_arguments(self) -> None:
         """Set everything that follows from the arguments, which a hyperparameter trial changes."""
-        trainer = self.trainer
-        self.run.accumulation = trainer.args.gradient_accumulation_steps
-        self.run.train_batch_size = trainer.args.train_batch_size
-        trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
-        trainer._eval_dataloaders = {}
+        self.run.accumulation = self.trainer.args.gradient_accumulation_steps
+        self.run.train_batch_size = self.trainer.args.train_batch_size
+        self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
+        self.trainer._eval_dataloaders = {}
         self._follow_changes()
 
     def _follow_changes(self) -> None:
         """Set what follows from arguments that may change between two runs."""
-        args, components = self.trainer.args, self.components
-        components.past_index = legacy.value(args, "past_index")
-        components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
+        args = self.trainer.args
+        self.components.past_index = legacy.value(args, "past_index")
+        self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def take_changes_in(self, args: TrainingArguments) -> None:
         """Use the values of `args`, which may be another object than the Trainer's arguments."""
@@ -236,27 +242,27 @@ class TrainerSetup:
 
     def take_changes(self) -> None:
         """Apply to the next run the arguments that the script has changed since the Trainer was made."""
-        trainer, components = self.trainer, self.components
+        trainer = self.trainer
         refuse_rewritten(trainer)
-        if not components.policy.reads_batch_size_once:
+        if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
         self.take_changes_in(trainer.args)
         accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since
         self._follow_changes()
         if trainer.args.push_to_hub:  # it may have been set since
             trainer.accelerator.processes.from_main(
-                lambda: trainer.init_hf_repo() if components.uploads is None else None
+                lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
 
     def _check_supported(self) -> None:
         """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
-        trainer, resolved = self.trainer, self.components.resolved
-        resolved.model = trainer.model
-        if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
+        resolved = self.components.resolved
+        resolved.model = self.trainer.model
+        if found := check_supported(resolved, own_optimizer=self.trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
             logger.warning(sentence)
-        if resolved.accelerator_config.non_blocking and not trainer.args.dataloader_pin_memory:
+        if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(
                 "accelerator_config['non_blocking']=True has no effect with dataloader_pin_memory=False: only batches "
                 "in page-locked memory are copied during computation."
@@ -264,7 +270,8 @@ class TrainerSetup:
 
     def _connect(self) -> Strategy:
         """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
-        args, resolved = self.trainer.args, self.components.resolved
+        args = self.trainer.args
+        resolved = self.components.resolved
         adapter().start_others(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
@@ -281,30 +288,30 @@ class TrainerSetup:
 
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""
-        trainer, args = self.trainer, self.trainer.args
+        args = self.trainer.args
         self._check_values()
-        if args.eval_strategy != "no" and trainer.eval_dataset is None:
+        if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
                 f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
             )
         self._check_optimizer()
-        as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         self._check_memmap()
         self._check_data()
 
     def _check_values(self) -> None:
         """Check each argument by itself, and arguments that contradict each other."""
-        args = self.trainer.args
         resolved = self.components.resolved
         if not (found := list(check_accelerator_config(resolved))):
             take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
-            found = check_values(resolved) if isinstance(args, TrainingArguments) else []
+            found = check_values(resolved) if isinstance(self.trainer.args, TrainingArguments) else []
         if found:
             raise InvalidArgument("\n".join(found))
 
     def _check_optimizer(self) -> None:
         """Check that only one of several arguments sets the optimizer."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = trainer.args
         chosen = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
         default = TrainingArguments.__dataclass_fields__["optim"].default
         for name, given in chosen.items():
@@ -324,19 +331,21 @@ class TrainerSetup:
 
     def _check_memmap(self) -> None:
         """Check the folder of an evaluation that keeps its rows in files."""
-        args = self.trainer.args
-        if (folder := getattr(args, "eval_memmap_dir", None)) is not None:
-            if not os.path.isdir(folder):
-                raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
-            if not args.eval_do_concat_batches:
-                raise InvalidArgument(
-                    "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
-                    "use only one of them."
-                )
+        folder = getattr(self.trainer.args, "eval_memmap_dir", None)
+        if folder is None:
+            return
+        if not os.path.isdir(folder):
+            raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
+        if not self.trainer.args.eval_do_concat_batches:
+            raise InvalidArgument(
+                "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
+                "use only one of them."
+            )
 
     def _check_data(self) -> None:
         """Check that the length of the run can be computed, and log which arguments have no effect."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer = self.trainer
+        args = trainer.args
         if args.max_steps > 0 and args.num_train_epochs > 0:
             logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
         if isinstance(trainer.train_dataset, IterableDataset):
@@ -354,6 +363,18 @@ class TrainerSetup:
             )
 
 
+def _is_of_lightning(callback: Any) -> bool:
+    """Whether a callback is one of Lightning's, rather than one of the Trainer's own.
+
+    Raises:
+        InvalidArgument: for a logger.
+    """
+    if adapter().is_lightning_logger(callback):
+        name = (callback if isinstance(callback, type) else type(callback)).__name__
+        raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
+    return bool(adapter().is_lightning_callback(callback))
+
+
 def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
     """Log a warning about arguments for an optimizer, where the script's own has other values."""
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
@@ -369,3 +390,31 @@ def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
 def _run_folder(trainer: Trainer, run: Run) -> str:
     """The folder of the current run's checkpoints."""
     return trainer._get_output_dir(run.trial)
+
+
+def check_consistency(args: Any, processes: Processes) -> None:
+    """Compare the arguments of all ranks, which must all call this; a subclass's own fields may differ.
+
+    Raises:
+        InvalidArgument: on every rank, with each argument that differs and the ranks that have each value.
+    """
+    if not processes.several:
+        return
+    compared = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
+    names = [field.name for field in dataclasses.fields(args) if field.name in compared]
+    texts = {}
+    for name in names:
+        value = getattr(args, name)
+        text = repr(value.value if isinstance(value, enum.Enum) else value)
+        texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)  # processes have objects at different addresses
+    of_all: list[dict[str, str]] = processes.gather_objects([texts])
+    found = []
+    for name in names:
+        ranks: dict[str, list[str]] = {}
+        for rank, values in enumerate(of_all):
+            ranks.setdefault(values.get(name, "nothing"), []).append(str(rank))
+        if len(ranks) > 1:
+            differing = "; ".join(f"{value} in rank {', '.join(having)}" for value, having in ranks.items())
+            found.append(f"{name} is {differing}.")
+    if found:
+        raise InvalidArgument("\n".join(["The arguments differ between ranks; they must be the same on all:", *found]))

@@ -1,11 +1,13 @@
-"""Micro-batches: moves them to the device, computes their loss, and counts tokens and operations."""
+"""Micro-batches: moves them to the device, computes their loss, counts tokens, and sums values for the log."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import which_tokens
+from hftrainer.checkpointing.progress import RunProgress
+from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords
 from hftrainer.data.collators import count_tokens
@@ -22,13 +26,239 @@ from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
-from hftrainer.training.loader_factory import LoaderFactory
-from hftrainer.training.losses import check_loss, first_output, split_losses
 
 if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
     from hftrainer.training.components import Components
+    from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
+
+REMEDY = "let the model return (loss, ...) or {'loss': loss, ...}, pass compute_loss_func, or override compute_loss."
+
+
+def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
+    """The loss: under 'loss' in a mapping, first in a tuple, and the first number of a tensor of shape `(n,)`.
+
+    Such a tensor is rarely a loss. transformers trains on its first number; we do too, and warn.
+
+    Raises:
+        InvalidArgument: without a loss; the error names what the model returned.
+    """
+    if isinstance(outputs, Mapping):
+        if "loss" in outputs:
+            return outputs["loss"]
+        returned = f"only {', '.join(map(str, outputs))}"
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        return outputs[0]
+    elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
+        log_once(
+            logger,
+            f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}",
+        )
+        return outputs[0]
+    else:
+        returned = f"a {type(outputs).__name__}"
+    raise InvalidArgument(
+        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the labels "
+        f"reach it; {REMEDY}"
+    )
+
+
+def check_loss(loss: Any) -> torch.Tensor:
+    """The loss, if it is a tensor of shape `()`.
+
+    Raises:
+        InvalidArgument: when it is anything else.
+    """
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0:
+        return loss
+    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise InvalidArgument(f"The loss must be a tensor with one number, and is {shown}: {REMEDY}")
+
+
+def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Split a dict of losses into the loss for backward ('loss', or the sum) and the other entries."""
+    if not isinstance(loss, Mapping):
+        return loss, {}
+    parts = {name: value for name, value in loss.items() if name != "loss"}
+    return loss["loss"] if "loss" in loss else sum(parts.values()), parts
+
+
+class LoggedMetrics:
+    """Sums on the device, read once per log line together with the loss."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._counts: dict[str, int] = {}
+        self._last: dict[str, float] = {}
+
+    def set(self, values: Mapping[str, float]) -> None:
+        """Set values that are logged without averaging."""
+        self._last |= values
+
+    def add(self, name: str, value: Any, count: int = 1) -> None:
+        """Add a value, a number or a tensor of shape `()`, which counts as `count` values in the mean.
+
+        Raises:
+            InvalidArgument: for a tensor of another shape.
+        """
+        if isinstance(value, torch.Tensor) and value.ndim:
+            raise InvalidArgument(
+                f"{name!r} cannot be logged: it is a tensor of shape {tuple(value.shape)}, and a log line holds "
+                "numbers. Every entry of a dict of losses is logged; return other outputs separately."
+            )
+        value = value.detach().float() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        before = self._sums.get(name)
+        self._sums[name] = value.clone() if before is None else before + value.to(before.device)
+        self._counts[name] = self._counts.get(name, 0) + count
+
+    def state_dict(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """Sum and count of each, on the CPU."""
+        return {name: (value.cpu(), self._counts[name]) for name, value in self._sums.items()}
+
+    def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int]], device: torch.device) -> None:
+        """Restore what `state_dict` returned."""
+        self._sums = {name: value.to(device) for name, (value, _) in state.items()}
+        self._counts = {name: count for name, (_, count) in state.items()}
+
+    def pop(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
+        """The loss, the means and the last values as numbers, in one transfer from the device; then reset.
+
+        Args:
+            loss: the loss summed so far, shape `()`.
+            steps: optimizer steps since the last call; values without their own count are divided by it.
+        """
+        last = self._last
+        self._last = {}
+        if not self._sums:
+            return loss.item(), last
+        numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
+        means = {
+            name: number / (self._counts[name] or steps) for name, number in zip(self._sums, numbers[1:], strict=True)
+        }
+        self._sums.clear()
+        self._counts.clear()
+        return numbers[0], means | last
+
+
+class LossSum:
+    """Sums the losses on the device. Reads single losses only on the CPU, where reading does not wait.
+
+    Args:
+        trainer: the Trainer.
+        run: its run, which holds the sum.
+    """
+
+    def __init__(self, trainer: Trainer, run: Run) -> None:
+        self.trainer = trainer
+        self.run = run
+        device = trainer.args.device
+        run.loss = torch.tensor(0.0, device=device)
+        self._readable_at_once = device.type == "cpu"
+        #: Whether a loss since the last log line was not finite; kept on the device.
+        self._infinite = torch.zeros((), dtype=torch.bool, device=device)
+        self._warned = False
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a micro-batch's loss. With `logging_nan_inf_filter`, the mean so far replaces a non-finite loss."""
+        run = self.run
+        if loss.device != run.loss.device:
+            raise ValueError(f"The loss is on {loss.device}, training runs on {run.loss.device}: move the loss there.")
+        if not self.trainer.args.logging_nan_inf_filter:
+            run.loss += loss
+            return
+        state = self.trainer.state
+        steps = 1 + state.global_step - run.last_logged
+        if not self._readable_at_once:  # keep it on the device: reading it would wait for the device
+            finite = loss.isfinite()
+            self._infinite = self._infinite | ~finite
+            divisor: Any = steps
+            # XLA would compile the number 1 in as a constant, and 2 would compile the step again.
+            if loss.device.type == "xla":
+                divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
+            run.loss = torch.where(finite, run.loss + loss, run.loss + run.loss / divisor)
+        elif math.isfinite(loss):
+            run.loss += loss
+        else:
+            self._warn_of_infinite_loss(f"is {loss.item()}", state.global_step + 1)
+            run.loss += run.loss / steps
+
+    def check_before_log(self) -> None:
+        """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
+        if self._readable_at_once or not self.trainer.control.should_log:
+            return
+        if bool(self._infinite):
+            self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
+        self._infinite = torch.zeros_like(self._infinite)
+
+    def _warn_of_infinite_loss(self, what: str, step: int) -> None:
+        """Warn once, since the logged mean hides such losses."""
+        if not self._warned:
+            logger.warning(
+                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
+                "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "
+                "max_grad_norm or bf16 instead of fp16 often help.",
+                what,
+                step,
+            )
+            self._warned = True
+
+    def restore(self, progress: RunProgress) -> None:
+        """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
+        run = self.run
+        run.loss = progress.loss.to(run.loss.device)
+        run.total_loss = -float(self.trainer.accelerator.processes.reduce(run.loss, "mean"))
+        run.last_logged = progress.last_logged
+        run.logged_metrics.load_state_dict(progress.metrics, run.loss.device)
+
+
+class StepDetails:
+    """The loss, inputs and outputs of an optimizer step, where the `on_step_end` of a callback has such a parameter.
+
+    Args:
+        callbacks: the callbacks of the run; those that are added during training request nothing.
+
+    Attributes:
+        requested: the requested names, for all callbacks together.
+    """
+
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        handlers = [callback.on_step_end for callback in callbacks if callable(getattr(callback, "on_step_end", None))]
+        named = {name for handler in handlers for name in inspect.signature(handler).parameters}
+        self.requested = named & {"loss", "inputs", "outputs"}
+        self._values: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def recording_outputs(self, model: nn.Module) -> Iterator[None]:
+        """Keep the outputs of the model's forward passes in training, if a callback requests them."""
+        if "outputs" not in self.requested:
+            yield
+            return
+
+        def keep(module: nn.Module, _: Any, outputs: Any) -> None:
+            if module.training:
+                self._values["outputs"] = outputs
+
+        hook = model.register_forward_hook(keep)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._values.clear()
+
+    def add(self, loss: torch.Tensor, inputs: Any) -> None:
+        """Add a micro-batch: sum the step's scaled losses, and keep the last inputs."""
+        if "loss" in self.requested:
+            self._values["loss"] = self._values["loss"] + loss if "loss" in self._values else loss
+        if "inputs" in self.requested:
+            self._values["inputs"] = inputs
+
+    def pop(self) -> dict[str, Any]:
+        """The requested values of the step that ends; then reset."""
+        values = self._values
+        self._values = {}
+        return values
 
 
 @functools.lru_cache(maxsize=8)
@@ -40,19 +270,18 @@ def _takes_items(function: Callable[..., Any]) -> bool:
 class TrainingSteps:
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
-    Args:
-        components: the parts of the Trainer.
-        loaders: counts labels and operations.
+    Attributes:
+        flos_per_token: a model, and its floating-point operations per token.
     """
 
-    def __init__(self, components: Components, loaders: LoaderFactory) -> None:
+    def __init__(self, components: Components) -> None:
         self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        self.loaders = loaders
+        self.trainer = components.trainer
+        self.run = components.run
+        self.flos_per_token: tuple[Any, int] | None = None
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
-        trainer = self.trainer
         if inputs is None:
             raise InvalidArgument(
                 "data_collator returned None: it must return the batch, a dict of the model's inputs."
@@ -60,19 +289,18 @@ class TrainingSteps:
         if len(inputs) == 0:
             raise InvalidArgument(
                 "The batch is empty: none of the samples' keys is a parameter of the model's forward "
-                f"({', '.join(trainer._signature_columns or [])})."
+                f"({', '.join(self.trainer._signature_columns or [])})."
             )
-        inputs = trainer._prepare_input(inputs)
+        inputs = self.trainer._prepare_input(inputs)
         if getattr(self.run, "past", None) is not None:  # `past_index`; evaluation loops of v4 delete it
             inputs["mems"] = self.run.past
         return inputs
 
     def prepare_input(self, data: Any) -> Any:
         """A part of the batch on the device; for containers, `Trainer._prepare_input` prepares each part."""
-        trainer = self.trainer
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
-            return rebuilt(data, trainer._prepare_input)
-        return self.components.strategy.cast(to_device(data, trainer.accelerator.device), trainer.model)
+            return rebuilt(data, self.trainer._prepare_input)
+        return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------
 
@@ -102,13 +330,12 @@ class TrainingSteps:
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
-        trainer = self.trainer
-        if trainer.loss_is_scaled_for_ga is not None:
-            return trainer.loss_is_scaled_for_ga
-        if not accepts(trainer.compute_loss, "num_items_in_batch"):
+        if self.trainer.loss_is_scaled_for_ga is not None:
+            return self.trainer.loss_is_scaled_for_ga
+        if not accepts(self.trainer.compute_loss, "num_items_in_batch"):
             return False  # an override from before v4.46 does not get them
         counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
-        return (trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
+        return (self.trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
 
     @property
     def _function_takes_items(self) -> bool:
@@ -144,7 +371,7 @@ class TrainingSteps:
                     f"label_smoothing_factor={trainer.args.label_smoothing_factor} has no effect: it needs 'labels', "
                     f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",
                 )
-            loss = first_output(outputs, inputs)
+            loss = extract_loss(outputs, inputs)
         takes_items = trainer.model_accepts_loss_kwargs or self._function_takes_items
         if self.components.averages_tokens and takes_items and num_items_in_batch is not None:
             loss = loss * trainer.accelerator.processes.data_processes  # averaging the gradients divides by it
@@ -154,37 +381,35 @@ class TrainingSteps:
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Number of labels that are not -100, over all micro-batches; None when nothing uses it."""
-        trainer, policy = self.trainer, self.components.policy
-        asked = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        policy = self.components.policy
+        asked = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
         if (not asked and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
             return None
-        labels = [policy.counted_labels(batch, shifts=trainer._loss_shifts_labels) for batch in batch_samples]
+        labels = [policy.counted_labels(batch, shifts=self.trainer._loss_shifts_labels) for batch in batch_samples]
         if not all(isinstance(each, torch.Tensor) for each in labels):
             return None  # detection models: labels are lists of dicts
         count = sum(each.ne(-100).sum() for each in labels).to(device)
         if self.components.averages_tokens:
-            count = self.loaders.sum_over_data(count)
+            count = self.sum_over_data(count)
         return policy.num_items(count)
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
-        trainer = self.trainer
-        if legacy.value(trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self.run.tokens += inputs["input_ids"].numel() * trainer.accelerator.processes.data_processes
-        how = which_tokens(trainer.args.include_num_input_tokens_seen)
+        if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
+            self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_processes
+        how = which_tokens(self.trainer.args.include_num_input_tokens_seen)
         if how == "no":
             return
-        main_input = getattr(trainer.model, "main_input_name", "input_ids")
-        count = count_tokens(inputs, main_input, how, getattr(trainer.processing_class, "pad_token_id", None))
+        main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
+        count = count_tokens(inputs, main_input, how, getattr(self.trainer.processing_class, "pad_token_id", None))
         if count is not None:
-            trainer.state.num_input_tokens_seen += int(self.loaders.sum_over_data(count))
+            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(count))
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
         """Input tokens seen so far, and tokens per second since `start_time`, if arguments ask for them."""
-        trainer = self.trainer
-        if which_tokens(trainer.args.include_num_input_tokens_seen) == "no":
+        if which_tokens(self.trainer.args.include_num_input_tokens_seen) == "no":
             return {}
-        seen = trainer.state.num_input_tokens_seen
+        seen = self.trainer.state.num_input_tokens_seen
         found: dict[str, float] = {"num_input_tokens_seen": seen}
         if start_time is not None and self.components.policy.logs_tokens_per_second:
             found |= speed_metrics("train", start_time, num_tokens=seen - self.run.initial_tokens)
@@ -194,14 +419,30 @@ class TrainingSteps:
         """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
         model: Any = self.trainer.model
         if hasattr(model, "floating_point_ops") and not self.components.policy.estimates_total_flos:
-            return model.floating_point_ops(inputs)
+            flos: int = model.floating_point_ops(inputs)
+            return flos
         main_input = getattr(model, "main_input_name", "input_ids")
-        return inputs[main_input].numel() * self.loaders.flos_per_token_of(model) if main_input in inputs else 0
+        return int(inputs[main_input].numel()) * self.count_flos_per_token() if main_input in inputs else 0
+
+    def count_flos_per_token(self) -> int:
+        """Floating-point operations of forward and backward per token; counted once for each model."""
+        model: Any = self.trainer.model
+        if self.flos_per_token is None or self.flos_per_token[0] is not model:
+            count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            self.flos_per_token = (model, 6 * count)
+        return self.flos_per_token[1]
+
+    def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
+        """The sum of a count over all ranks with distinct batches."""
+        counts: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(
+            count.to(self.trainer.args.device), distinct=True
+        )
+        return counts.sum()
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
         flos = self.run.flos
         if self.trainer.args.world_size > 1:  # summed in float32, as in transformers
-            flos = self.loaders.sum_over_data(torch.tensor([flos])).item()
+            flos = self.sum_over_data(torch.tensor([flos])).item()
         self.trainer.state.total_flos += flos
         self.run.flos = 0.0

@@ -13,15 +13,16 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hftrainer.parallel.processes import Processes
+
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
-    from hftrainer.training.run import Run
+    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 #: SIGUSR1 is commonly requested from SLURM before the time limit (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-#: Seconds within which a launcher forwards a signal.
+#: Seconds in which a second signal counts as a copy that the launcher forwarded.
 _SECONDS_OF_ECHO = 3.0
 #: Python's default handlers; any other handler is the script's own, and stays.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
@@ -30,11 +31,11 @@ _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_eva
 
 
 class EvaluationAbandoned(BaseException):
-    """Aborts an evaluation that would take longer than the time left to stop."""
+    """Raised to abort an evaluation after a stop signal."""
 
 
 class Interruption:
-    """Records signals that ask to stop, while it listens.
+    """Records stop signals inside the block of `listening`.
 
     The first signal is recorded. The second ends the process at once, as without this class. A second signal shortly
     after the first is ignored: with Ctrl-C, a launcher forwards a signal that its processes have got already.
@@ -63,9 +64,9 @@ class Interruption:
         if not self._saves or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.received, self._process = None, os.getpid()
-        handlers = {number: signal.getsignal(number) for number in SIGNALS}
-        self._before = {number: handler for number, handler in handlers.items() if handler in _DEFAULTS}
+        self.received = None
+        self._process = os.getpid()
+        self._before = {number: was for number in SIGNALS if (was := signal.getsignal(number)) in _DEFAULTS}
         for number in self._before:
             signal.signal(number, self._note)
         try:
@@ -105,7 +106,8 @@ class Interruption:
                 os.kill(os.getpid(), number)
             return
         if self.received is None:
-            self.received, self._received_at = number, time.monotonic()
+            self.received = number
+            self._received_at = time.monotonic()
             name = signal.Signals(number).name
             logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
             return
@@ -137,19 +139,19 @@ class ControlSync:
     as in `transformers.Trainer`. Else all act on them at the end of the next step, when all know of them.
 
     Args:
-        trainer: the Trainer.
-        run: its run.
-        engine: the engine that drives it.
+        components: the parts of the Trainer.
+        save: writes a checkpoint of this step, unless there is one.
 
     Attributes:
         several: whether there is more than one rank.
     """
 
-    def __init__(self, trainer: Trainer, run: Run, engine: Any) -> None:
-        self.trainer = trainer
-        self.run = run
-        self.engine = engine
-        self.several = trainer.args.world_size > 1
+    def __init__(self, components: Components, save: Callable[[], None]) -> None:
+        self.trainer = components.trainer
+        self.run = components.run
+        self.engine = components.engine
+        self.several = self.trainer.args.world_size > 1
+        self._save = save
         self._signal = 0
         self._stop = False
         self._votes: Callable[[], list[int]] | None = None  # of the last step, if they are not acted on yet
@@ -177,8 +179,9 @@ class ControlSync:
         """Set on all ranks what one rank requests, where all ranks wait anyway: after long operations and epochs."""
         if not self.several:
             return
-        votes, self._votes = self._vote(self._requests()), None
-        self._act_on(votes()[1:])
+        wait_for_votes = self._vote(self._requests())
+        self._votes = None
+        self._act_on(wait_for_votes()[1:])
 
     def _requests(self) -> list[int]:
         """The signal and the flags of this rank, and those of all ranks that the last step has left."""
@@ -189,9 +192,9 @@ class ControlSync:
 
     def _vote(self, requests: list[int]) -> Callable[[], list[int]]:
         """Begin to exchange requests; whether some rank has none comes first."""
-        return self.engine.plan.processes.start_max_over_ranks(
-            [int(not any(requests)), *requests], timedelta(seconds=self.engine.plan.timeout)
-        )
+        processes: Processes = self.engine.plan.processes
+        timeout = timedelta(seconds=self.engine.plan.timeout)
+        return processes.start_max_over_ranks([int(not any(requests)), *requests], timeout)
 
     def _act_on(self, requests: list[int]) -> None:
         control = self.trainer.control
@@ -210,12 +213,8 @@ class ControlSync:
         """Abort evaluations when a signal arrives; not in distributed runs: other ranks would wait for this one."""
         return contextlib.nullcontext() if self.several else self.run.interruption.abandoning()
 
-    def stop_if_signalled(self, save: Callable[[], None]) -> None:
-        """Save and stop, if a signal has arrived.
-
-        Args:
-            save: writes a checkpoint of this step, unless there is one.
-        """
+    def stop_if_signalled(self) -> None:
+        """Save and stop, if a signal has arrived."""
         interruption = self.run.interruption
         if self.several:
             if not self._signal:
@@ -223,9 +222,10 @@ class ControlSync:
             interruption.received = self._signal
         if interruption.received is None:
             return
-        save()
+        self._save()
         if interruption.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
             self.trainer.control.should_training_stop = True  # as in transformers, train() returns normally then
-            interruption.received, self._signal = None, 0
+            interruption.received = None
+            self._signal = 0
         else:
             interruption.leave()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.training.step_details import asked_for
+from hftrainer.training.steps import StepDetails
 from tests.support.parity import build, train
 from tests.support.tiny import Plain
 
@@ -17,21 +17,17 @@ class Asks(TrainerCallback):
         self.steps.append((loss, inputs, outputs))
 
 
-class AsksForLoss(TrainerCallback):
-    def __init__(self):
-        self.losses, self.others = [], []
-
-    def on_step_end(self, args, state, control, loss, **kwargs):
-        self.losses.append(loss)
-        self.others.append(sorted(kwargs.keys() & {"inputs", "outputs"}))
-
-
 class AsksNothing(TrainerCallback):
     def __init__(self):
         self.seen = []
 
     def on_step_end(self, args, state, control, **kwargs):
         self.seen.append(sorted(kwargs.keys() & {"loss", "inputs", "outputs"}))
+
+
+class AsksForLoss(TrainerCallback):
+    def on_step_end(self, args, state, control, loss, **kwargs):
+        assert loss.ndim == 0
 
 
 class OwnStep(Trainer):
@@ -58,25 +54,17 @@ def test_details_of_a_step(tmp_path, kind, accumulation):
     assert not trainer.model._forward_hooks
 
 
-def test_nothing_is_kept_when_nobody_asks(tmp_path):
+def test_only_what_a_callback_asks_for(tmp_path, monkeypatch):
     nothing, some = AsksNothing(), AsksForLoss()
-    assert asked_for([nothing]) == frozenset()
-    assert asked_for([nothing, some]) == {"loss"}
+    assert StepDetails([nothing]).requested == set()
+    assert StepDetails([nothing, some]).requested == {"loss"}
     trainer, _ = build("hftrainer", "plain", tmp_path, max_steps=2)
     trainer.add_callback(nothing)
-    hooks = []
-    original = Plain.register_forward_hook
-    try:
-        Plain.register_forward_hook = lambda self, hook: hooks.append(hook) or original(self, hook)
-        trainer.train()
-        assert not hooks
-        trainer.add_callback(some)
-        trainer.train()
-    finally:
-        del Plain.register_forward_hook
-    assert nothing.seen[:2] == [[], []]
-    assert nothing.seen[2:] == [["loss"], ["loss"]]  # what one asks for, all get
-    assert [loss.ndim for loss in some.losses] == [0, 0] and some.others == [[], []]
+    monkeypatch.setattr(Plain, "register_forward_hook", lambda *_: pytest.fail("outputs are recorded"))
+    trainer.train()
+    trainer.add_callback(some)
+    trainer.train()
+    assert nothing.seen == [[], [], ["loss"], ["loss"]]  # what one asks for, all get
 
 
 def test_the_run_is_the_same(tmp_path):
