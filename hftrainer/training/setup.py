@@ -265,7 +265,7 @@ class TrainerSetup:
     def _connect(self) -> Strategy:
         """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
         args, resolved = self.trainer.args, self.components.resolved
-        adapter().start_others(resolved.rank_info, args.ddp_timeout)
+        adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)
