@@ -279,20 +279,6 @@ def find_callback(callbacks: Iterable[Callback], kind: type[Any] | tuple[type[An
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def accumulation_at(callbacks: Iterable[Callback], epoch: int, default: int) -> int:
-    """Micro-batches per optimizer step in an epoch."""
-    scheduler = find_callback(callbacks, GradientAccumulationScheduler)
-    return default if scheduler is None else scheduler.get_accumulate_grad_batches(epoch)
-
-
-def freeze_before_training(callbacks: Iterable[Callback], module: TrainerModule) -> bool:
-    """Let callbacks that unfreeze gradually freeze their layers before the optimizer is made; whether any did."""
-    freezing = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
-    for callback in freezing:
-        callback.freeze_before_training(module)
-    return bool(freezing)
-
-
 def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torch.optim.Optimizer) -> None:
     """Unfreeze the parameters in the optimizer: on resume Lightning freezes them and leaves them frozen."""
     if find_callback(callbacks, BaseFinetuning) is not None:

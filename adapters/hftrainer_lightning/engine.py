@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     Callback,
     Checkpoint,
+    GradientAccumulationScheduler,
     LearningRateFinder,
 )
 from lightning.pytorch.loggers import Logger
@@ -348,12 +350,17 @@ class LightningEngine:
             epoch: passes over the data that are done.
             now: the arguments' current value; None takes their value when the run began.
         """
-        by_arguments = self.plan.accumulate_grad_batches if now is None else now
-        return lightning_callbacks.accumulation_at(self.callbacks, epoch, by_arguments)
+        scheduler = find_callback(self.callbacks, GradientAccumulationScheduler)
+        if scheduler is not None:
+            return int(scheduler.get_accumulate_grad_batches(epoch))
+        return self.plan.accumulate_grad_batches if now is None else now
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
         """Let callbacks that unfreeze the model gradually freeze it now; returns whether there are any."""
-        return lightning_callbacks.freeze_before_training(self.callbacks, TrainerModule(model))
+        freezing = [callback for callback in self.callbacks if isinstance(callback, BaseFinetuning)]
+        for callback in freezing:
+            callback.freeze_before_training(TrainerModule(model))
+        return bool(freezing)
 
     def find_batch_size(self, hooks: Tuning, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` among the callbacks finds; None without such a callback."""

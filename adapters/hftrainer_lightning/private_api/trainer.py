@@ -69,6 +69,27 @@ def restore_keyboard_interrupts() -> Iterator[None]:
         raise carried.original from None
 
 
+#: Starts of Lightning's warnings that do not concern our users, as regular expressions.
+_HIDDEN_WARNINGS = (
+    # The Trainer chooses the device itself, and logs it.
+    "GPU available but not used",
+    "MPS available but not used",
+    # The training step sets training mode, as transformers does; code before it may see the model's own mode.
+    "Found .* in eval mode at the start of training",
+    # Intended with `prediction_loss_only`.
+    "predict returned None if it was on purpose",
+    # Metrics are gathered from all ranks before they are logged.
+    "It is recommended to use `self.log.*sync_dist=True",
+    # Manual optimization: the Trainer makes and announces the steps.
+    "SWA is currently only supported every epoch",
+    "When using `Trainer.accumulate_grad_batches != 1.` and overriding",
+    # Intended: without log lines, nothing is logged.
+    "The number of training batches .* is smaller than the logging",
+    # Lightning 2.6 uses a name that torch 2.13 deprecates; users cannot change that.
+    r".*isinstance\(treespec, LeafSpec\)",
+)
+
+
 @contextlib.contextmanager
 def hide_lightning_tips() -> Iterator[None]:
     """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay."""
@@ -81,24 +102,8 @@ def hide_lightning_tips() -> Iterator[None]:
         logger.addFilter(passes)  # not setLevel, which empties the caches of all loggers of the process
     try:
         with warnings.catch_warnings():
-            # The Trainer chooses the device itself, and logs it.
-            warnings.filterwarnings("ignore", message="GPU available but not used")
-            warnings.filterwarnings("ignore", message="MPS available but not used")
-            # The training step sets training mode, as transformers does; code before it may see the model's own mode.
-            warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
-            # Intended with `prediction_loss_only`.
-            warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
-            # Metrics are gathered from all ranks before they are logged.
-            warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
-            # Manual optimization: the Trainer makes and announces the steps.
-            warnings.filterwarnings("ignore", message="SWA is currently only supported every epoch")
-            warnings.filterwarnings(
-                "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
-            )
-            # Intended: without log lines, nothing is logged.
-            warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
-            # Lightning 2.6 uses a name that torch 2.13 deprecates; users cannot change that.
-            warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
+            for message in _HIDDEN_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
             yield
     finally:
         for logger in loggers:

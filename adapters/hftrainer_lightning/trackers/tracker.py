@@ -58,6 +58,11 @@ def arguments_of(args: BaseArguments) -> dict[str, Any]:
     return values
 
 
+def to_number(value: Any) -> Any:
+    """The number in a tensor of one element; any other value is returned as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
 class LogFolder:
     """The folder for trackers that write files; the same for all trackers of a run.
 
@@ -344,9 +349,7 @@ class CallbackMetricsLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Pass on the numbers, without the epoch that Lightning adds: every log line has it already."""
-        values = {
-            name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in metrics.items()
-        }
+        values = {name: to_number(value) for name, value in metrics.items()}
         numbers = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "epoch"}
         for name in values.keys() - numbers.keys() - {"epoch"}:
             logger.warning("%s=%r is not a number: it is left out of the log line.", name, values[name])
