@@ -17,6 +17,8 @@ def warnings_of_earlier_imports() -> Iterator[str]:
     """Warnings about modules that still use transformers' Trainer, and about its replaced methods."""
     loaded = [(sys.modules.get(module), name) for module, name in _TRAINERS.items()]
     originals = [vars(module)[name] for module, name in loaded if module is not None and name in vars(module)]
+    if not originals:
+        return
     derived = sorted({kind for original in originals for kind in _derived(original)}, key=_full_name)
     modules = {kind.__module__ for kind in derived}
     holders = sorted(modules | {name for name, module in list(sys.modules.items()) if _holds(name, module, originals)})
