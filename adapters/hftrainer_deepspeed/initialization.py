@@ -26,9 +26,13 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     }
     kind = type(optimizer)  # exact type: a subclass may step differently
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
+        adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given
+        )
+        return adam
     if kind is torch.optim.Adagrad:
-        return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+        adagrad: torch.optim.Optimizer = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+        return adagrad
     raise WrongConfig(
         f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
         f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."

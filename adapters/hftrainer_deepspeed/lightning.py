@@ -11,12 +11,12 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_deepspeed.run import DeepSpeedRun
-from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.base import Prepared
-from hftrainer_lightning.strategies.precision import PlainSteps
+from hftrainer_lightning.precision import PlainPrecision
+from hftrainer_lightning.private_api.trainer import announce_gradients
+from hftrainer_lightning.strategies import PreparedModelStrategy
 
 
-class EngineSteps(PlainSteps):
+class EnginePrecision(PlainPrecision):
     """Leaves backward, clipping and the step to DeepSpeed's engine.
 
     Args:
@@ -34,19 +34,19 @@ class EngineSteps(PlainSteps):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Run forward and backward, in which the engine steps."""
         closure()
-        private_api.announce_gradients(self, model, optimizer)
+        announce_gradients(self, model, optimizer)
         optimizer.step()  # torch's schedules count these calls
         self.skipped = self._run.skipped
 
 
-class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
+class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
     """A model that DeepSpeed's engine trains; the engine is made before Lightning begins."""
 
     def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
         self.plan = plan
         self._run = run
         super().__init__(config=run.config.config, process_group_backend=plan.process_group_backend)
-        self.precision_plugin = EngineSteps(run)
+        self.precision_plugin = EnginePrecision(run)
 
     def setup_environment(self) -> None:
         """Set up as for DDP; Lightning's DeepSpeed strategy refuses devices other than CUDA here."""

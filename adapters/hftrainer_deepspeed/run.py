@@ -265,7 +265,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups; with ZeRO their parameters are flat parts."""
-        return self._of_engine.param_groups
+        groups: list[dict[str, Any]] = self._of_engine.param_groups
+        return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
@@ -274,7 +275,8 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this process's part."""
-        return self._of_engine.state_dict()
+        state: dict[str, Any] = self._of_engine.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`."""

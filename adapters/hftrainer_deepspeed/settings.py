@@ -239,7 +239,7 @@ def begin_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
         return None
     set_hf_deepspeed_config(config)
     if config.is_zero3():
-        adapter().start_others(args._rank_info, args.ddp_timeout)
+        adapter().start_other_processes(args._rank_info, args.ddp_timeout)
         processes = Processes.at(args._rank_info)
         processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
         connect(processes, args.device, args.ddp_timeout_delta, config)

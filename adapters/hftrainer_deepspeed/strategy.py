@@ -58,9 +58,9 @@ class DeepSpeedStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy; DeepSpeed's engine decides about scaling and all-reduce."""
-        from hftrainer_deepspeed.lightning import PartitionedByDeepSpeed
+        from hftrainer_deepspeed.lightning import DeepSpeedEngineStrategy
 
-        return PartitionedByDeepSpeed(self.plan, self.run)
+        return DeepSpeedEngineStrategy(self.plan, self.run)
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
         """Refuse the script's optimizer or schedule if the configuration has its own.
@@ -147,7 +147,7 @@ class DeepSpeedStrategy(Strategy):
     @property
     def gathers_in_forward(self) -> bool:
         """True with ZeRO-3."""
-        return self.run.config.is_zero3()
+        return bool(self.run.config.is_zero3())
 
     def whole_weights(self, model: Any) -> dict[str, Any]:
         """Gather the full weights, of the engine's model or another."""
@@ -166,7 +166,8 @@ class DeepSpeedStrategy(Strategy):
         """The norm of the gradients, which DeepSpeed's engine has clipped already."""
         if not self.run.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        return self.run.grad_norm()
+        norm: torch.Tensor = self.run.grad_norm()
+        return norm
 
     def release(self) -> None:
         """Remove DeepSpeed's engine from the model."""

@@ -1,6 +1,58 @@
 """hftrainer's engine on PyTorch Lightning: the one place that imports `lightning`.
 
 Importing this package imports neither `lightning` nor `torch`; `import_lightning` and its modules do.
+
+Lightning imports two classes of torchmetrics. The package's `__init__` also imports every metric, SciPy and
+transformers' models, which takes longer than Lightning itself. The submodules of the two classes do not need it, so
+`import_lightning` defers torchmetrics' `__init__`: it runs in the same module object when other code uses another name.
 """
 
-from hftrainer_lightning.lean_import import import_lightning as import_lightning
+from __future__ import annotations
+
+import gc
+import importlib.util
+import logging
+import sys
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+#: Name that Lightning imports from torchmetrics → the submodule that defines it.
+_DEFINED_IN = {"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"}
+
+
+def import_lightning() -> None:
+    """Import Lightning, unless it has been imported."""
+    if "lightning.pytorch" not in sys.modules:
+        _defer_torchmetrics()
+        is_enabled = gc.isenabled()
+        gc.disable()  # during the import, since everything that it allocates survives
+        try:
+            importlib.import_module("lightning.pytorch")
+        finally:
+            if is_enabled:
+                gc.enable()
+
+
+def _defer_torchmetrics() -> None:
+    """Make a module of torchmetrics that runs its `__init__` when it is asked for a name that Lightning does not need.
+
+    Does nothing if torchmetrics has been imported, is missing, or is not an ordinary folder.
+    """
+    spec = None if "torchmetrics" in sys.modules else importlib.util.find_spec("torchmetrics")
+    if spec is None or type(spec.loader) is not SourceFileLoader:
+        return
+    package = sys.modules["torchmetrics"] = importlib.util.module_from_spec(spec)
+    names = vars(package)
+
+    def find(name: str) -> Any:
+        if name in _DEFINED_IN:
+            importlib.import_module("torchmetrics.utilities")  # first: it and the two submodules import each other
+            return getattr(importlib.import_module(f"torchmetrics.{_DEFINED_IN[name]}"), name)
+        # Debuggers and warnings look for other names of this kind in every module.
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'torchmetrics' has no attribute {name!r}")
+        names.pop("__getattr__", None)
+        importlib.reload(package)
+        return getattr(package, name)
+
+    names.update(__getattr__=find, _logger=logging.getLogger("torchmetrics"))  # submodules import `_logger`

@@ -3,35 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     Callback,
     Checkpoint,
+    GradientAccumulationScheduler,
     LearningRateFinder,
 )
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
 from hftrainer.strategies.strategy import Strategy
-from hftrainer_lightning import private_api
-from hftrainer_lightning.callbacks import finders as tuning, running as of_callbacks
-from hftrainer_lightning.callbacks.running import has_progress_bar, is_lightning_callback
-from hftrainer_lightning.hooks import EvaluationHooks, RunHooks, TuningHooks
+from hftrainer_lightning import callbacks as lightning_callbacks, finders
+from hftrainer_lightning.callbacks import find_callback, has_progress_bar, is_lightning_callback
+from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes
 from hftrainer_lightning.module import TrainerModule
-from hftrainer_lightning.strategies.base import StrategySettings, accelerator
-from hftrainer_lightning.strategies.launching import Launched, start_others
-from hftrainer_lightning.strategies.precision import precision_plugin
-from hftrainer_lightning.trackers.table import CallbackValues, is_lightning_logger, make_tracker, make_trackers
-from hftrainer_lightning.trackers.tracker import LogFolder
+from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
+from hftrainer_lightning.private_api.evaluation import (
+    SeenBatches,
+    ValidationGroup,
+    end_group,
+    install_fast_evaluation,
+    release_data,
+    validate_in_fit,
+)
+from hftrainer_lightning.private_api.trainer import (
+    NoProfiler,
+    TrainerWithoutSignals,
+    copy_profiler,
+    hide_lightning_tips,
+    restore_keyboard_interrupts,
+)
+from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
+from hftrainer_lightning.strategies import StrategySettings, accelerator
+from hftrainer_lightning.trackers.tracker import (
+    CallbackMetricsLogger,
+    LogFolder,
+    is_lightning_logger,
+    make_tracker,
+    make_trackers,
+)
+
+if TYPE_CHECKING:
+    from hftrainer.evaluation.evaluation_pass import EvaluationPass
+    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.planner import TrialSteps
 
 __all__ = [
     "LightningEngine",
@@ -41,7 +69,7 @@ __all__ = [
     "is_lightning_logger",
     "make_tracker",
     "make_trackers",
-    "start_others",
+    "start_other_processes",
 ]
 
 #: Lightning's loops over an evaluation or test set.
@@ -79,18 +107,18 @@ class LightningEngine:
         self.ignored_changes: dict[str, Any] = {}
         self.callbacks = callbacks
         self._loggers = loggers
-        self._values = CallbackValues(receive, plan.default_root_dir)
+        self._values = CallbackMetricsLogger(receive, plan.default_root_dir)
         self.trainer: pl.Trainer | None = None
         self.module: TrainerModule | None = None
         self.fitting = self.evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
-        self._group: private_api.ValidationGroup | None = None
+        self._group: ValidationGroup | None = None
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
         self,
-        hooks: RunHooks,
+        hooks: TrainingLoop,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -118,7 +146,7 @@ class LightningEngine:
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
             sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
-        with private_api.quiet():
+        with hide_lightning_tips():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 # Under manual optimization the module accumulates itself; Lightning refuses this argument.
@@ -132,9 +160,9 @@ class LightningEngine:
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
         module.attach(hooks, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
-        private_api.install_window_accumulation(trainer, hooks.micro_batches)
+        install_window_accumulation(trainer, hooks.micro_batches)
         if hooks.first_epoch or hooks.position:
-            private_api.restore_progress(
+            restore_progress(
                 trainer,
                 epoch=hooks.first_epoch,
                 batch=hooks.position,
@@ -142,10 +170,10 @@ class LightningEngine:
                 global_step=global_step,
             )
         self.fitting = True
-        private_api.reset_averages(self.callbacks)
+        reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
-            with private_api.keyboard_interrupts_restored(), private_api.quiet():
+            with restore_keyboard_interrupts(), hide_lightning_tips():
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
         except Exception as error:
@@ -155,11 +183,10 @@ class LightningEngine:
             self.fitting = False
             trainer.loggers = loggers
             module.detach()
-            private_api.release_callbacks(self.callbacks)
+            release_callbacks(self.callbacks)
+            # StochasticWeightAveraging leaves its own rate, with which the next run would begin.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
-                group["initial_lr"] = (
-                    rate  # StochasticWeightAveraging leaves its own rate, with which the next run would begin
-                )
+                group["initial_lr"] = rate
 
     def take(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
         """Update the arguments that may change between runs and within one.
@@ -198,7 +225,7 @@ class LightningEngine:
         block = getattr(strategy, "block_backward_sync", None)
         return contextlib.nullcontext() if block is None else block()
 
-    def evaluate(self, evaluation: EvaluationHooks, model: torch.nn.Module, stage: Stage = "validate") -> None:
+    def evaluate(self, evaluation: EvaluationPass, model: torch.nn.Module, stage: Stage = "validate") -> None:
         """Drive a pass over an evaluation or test set, alone or within `fit`.
 
         Args:
@@ -206,32 +233,34 @@ class LightningEngine:
             model: the model to evaluate.
             stage: which of Lightning's loops to run; within `fit` always the validation loop.
         """
-        batches = _Batches(evaluation, limited=self.plan.limits_by_share)
-        if of_callbacks.first_of(self._training_callbacks, BasePredictionWriter) is not None:
+        batches = _EvaluationBatches(evaluation, limited=self.plan.limits_by_share)
+        if find_callback(self._training_callbacks, BasePredictionWriter) is not None:
             seen = evaluation.record_batches()
-            batches.batch_sampler = None if seen is None else private_api.SeenBatches(seen)
+            batches.batch_sampler = None if seen is None else SeenBatches(seen)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
             all_batches = stage == "predict"  # limit_val_batches does not limit predictions
-            private_api.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
+            validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer = self.trainer, self.module, self.evaluating
-        with private_api.keyboard_interrupts_restored(), private_api.quiet():
+        with restore_keyboard_interrupts(), hide_lightning_tips():
             if self.trainer is None or self.evaluating:  # compute_metrics may start another evaluation
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
-                callback for callback in self._training_callbacks if not isinstance(callback, of_callbacks.OF_TRAINING)
+                callback
+                for callback in self._training_callbacks
+                if not isinstance(callback, lightning_callbacks.TRAINING_ONLY)
             ]
             # Lightning opens the loggers that it gets, which starts a run; only callbacks need them here.
             self.trainer.loggers = loggers = self._found_loggers() if self.callbacks else []
             self.module = module = TrainerModule(model)
-            module.evaluate_with(evaluation, getattr(self.trainer, f"{stage}_loop"))
+            module.attach_evaluation(evaluation, getattr(self.trainer, f"{stage}_loop"))
             self.evaluating = True
             options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
-                private_api.release_data(module.evaluating[1])
+                release_data(module.active_evaluation[1])
                 self.trainer.loggers = loggers
                 module.detach()
                 self.evaluating = outer[2]
@@ -249,13 +278,13 @@ class LightningEngine:
         if not self.fitting or self._group is not None:
             yield metrics
             return
-        group = self._group = private_api.ValidationGroup()
+        group = self._group = ValidationGroup()
         try:
             yield metrics
         finally:
             self._group = None
         assert self.trainer is not None and self.module is not None
-        private_api.end_group(self.trainer, self.module, group, metrics)
+        end_group(self.trainer, self.module, group, metrics)
 
     @contextlib.contextmanager
     def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
@@ -271,9 +300,10 @@ class LightningEngine:
             yield self._saving or (None, {})
             return
         assert self.trainer is not None and self.module is not None
-        weights, kept = of_callbacks.save(self.trainer, self.module, self._training_callbacks)
-        kept = of_callbacks.detached(kept) if weights is not None else kept
-        with of_callbacks.in_place(model, weights) as left:
+        weights, kept = lightning_callbacks.collect_state(self.trainer, self.module, self._training_callbacks)
+        # The tensors in the state may be the model's, which change while other weights are in it.
+        kept = copy.deepcopy(kept) if weights is not None else kept
+        with lightning_callbacks.put_weights_into_model(model, weights) as left:
             self._saving = left, kept
             try:
                 yield self._saving
@@ -290,22 +320,18 @@ class LightningEngine:
     @property
     def _training_callbacks(self) -> list[Callback]:
         """The callbacks, without the finders, which run before training."""
-        return [callback for callback in self.callbacks if not isinstance(callback, of_callbacks.FINDERS)]
+        return [callback for callback in self.callbacks if not isinstance(callback, lightning_callbacks.FINDERS)]
 
     @property
     def finds_batch_size(self) -> bool:
         """Whether a callback searches for the batch size."""
-        return of_callbacks.first_of(self.callbacks, BatchSizeFinder) is not None
+        return find_callback(self.callbacks, BatchSizeFinder) is not None
 
     def check_callbacks(self, **run: bool) -> list[str]:
-        """An error message for each callback that cannot work; keywords as in `callbacks.check_callbacks`."""
-        return of_callbacks.check_callbacks(
-            self.callbacks,
-            accumulate_grad_batches=self.plan.accumulate_grad_batches,
-            several=self.plan.processes.several,
-            strategy=self.strategy,
-            **run,
-        )
+        """An error message for each callback that cannot work; keywords as in `callbacks.RunFacts`."""
+        plan = self.plan
+        facts = lightning_callbacks.RunFacts(self.strategy, plan.processes.several, plan.accumulate_grad_batches, **run)
+        return lightning_callbacks.check_callbacks(self.callbacks, facts)
 
     @property
     def stops(self) -> bool:
@@ -324,22 +350,27 @@ class LightningEngine:
             epoch: passes over the data that are done.
             now: the arguments' current value; None takes their value when the run began.
         """
-        by_arguments = self.plan.accumulate_grad_batches if now is None else now
-        return of_callbacks.accumulation_at(self.callbacks, epoch, by_arguments)
+        scheduler = find_callback(self.callbacks, GradientAccumulationScheduler)
+        if scheduler is not None:
+            return int(scheduler.get_accumulate_grad_batches(epoch))
+        return self.plan.accumulate_grad_batches if now is None else now
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
         """Let callbacks that unfreeze the model gradually freeze it now; returns whether there are any."""
-        return of_callbacks.freeze_before_training(self.callbacks, TrainerModule(model))
+        freezing = [callback for callback in self.callbacks if isinstance(callback, BaseFinetuning)]
+        for callback in freezing:
+            callback.freeze_before_training(TrainerModule(model))
+        return bool(freezing)
 
-    def find_batch_size(self, hooks: TuningHooks, model: torch.nn.Module) -> int | None:
+    def find_batch_size(self, hooks: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` among the callbacks finds; None without such a callback."""
-        finder = of_callbacks.first_of(self.callbacks, BatchSizeFinder)
-        return None if finder is None else tuning.find_batch_size(self._build_trainer, finder, hooks, model)
+        finder = find_callback(self.callbacks, BatchSizeFinder)
+        return None if finder is None else finders.find_batch_size(self._build_trainer, finder, hooks, model)
 
-    def find_learning_rate(self, hooks: TuningHooks, model: torch.nn.Module) -> float | None:
+    def find_learning_rate(self, hooks: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without such a callback."""
-        finder = of_callbacks.first_of(self.callbacks, LearningRateFinder)
-        return None if finder is None else tuning.find_learning_rate(self._build_trainer, finder, hooks, model)
+        finder = find_callback(self.callbacks, LearningRateFinder)
+        return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, hooks, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward: through Lightning's strategy within `fit`, else `loss.backward()`."""
@@ -367,9 +398,9 @@ class LightningEngine:
         given = keywords.pop("plugins", None) or []
         plugins = given if isinstance(given, list) else [given]
         if cluster_environment(plugins) is None:
-            plugins = [Launched(self.plan.processes), *plugins]
-        keywords["profiler"] = private_api.copy_profiler(keywords.get("profiler", private_api.NoProfiler()))
-        trainer = private_api.Trainer(
+            plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
+        keywords["profiler"] = copy_profiler(keywords.get("profiler", NoProfiler()))
+        trainer = TrainerWithoutSignals(
             **keywords,
             strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
@@ -378,16 +409,16 @@ class LightningEngine:
             callbacks=callbacks,
             plugins=plugins,
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
-            enable_progress_bar=of_callbacks.has_progress_bar(callbacks),
+            enable_progress_bar=has_progress_bar(callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        private_api.install_bare_evaluation(trainer)
+        install_fast_evaluation(trainer)
         return trainer
 
 
-class _Batches:
+class _EvaluationBatches:
     """An iterable that Lightning leaves as it is: it would rebuild a `DataLoader` with other samplers.
 
     The iterator is made when the first batch is requested. Lightning calls `iter()` once more, to check that it can,
@@ -399,9 +430,9 @@ class _Batches:
     """
 
     #: Where prediction writers look for the indices of the samples in each batch.
-    batch_sampler: private_api.SeenBatches | None = None
+    batch_sampler: SeenBatches | None = None
 
-    def __init__(self, evaluation: EvaluationHooks, *, limited: bool) -> None:
+    def __init__(self, evaluation: EvaluationPass, *, limited: bool) -> None:
         self.evaluation = evaluation
         self._limited = limited
 

@@ -3,38 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hftrainer_lightning import private_api
-from hftrainer_lightning.callbacks import running as callbacks
-from hftrainer_lightning.hooks import EvaluationHooks, RunHooks
-from hftrainer_lightning.strategies.precision import PlainSteps
+from hftrainer_lightning import callbacks
+from hftrainer_lightning.precision import PlainPrecision
+from hftrainer_lightning.private_api.evaluation import can_be_logged
+from hftrainer_lightning.private_api.training import CURRENT_HOOK, WithoutBatchTransfer, switch_optimization
+
+if TYPE_CHECKING:
+    from hftrainer.evaluation.evaluation_pass import EvaluationPass
+    from hftrainer.training.loop import TrainingLoop
 
 #: Attributes that change with every hook and are not parameters, buffers or modules.
-_PLAIN_ATTRIBUTES = frozenset({private_api.CURRENT_HOOK, "_last_loss", "_last_batch"})
+_PLAIN_ATTRIBUTES = frozenset({CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes of the run, not of the model: copies of the module, which callbacks make, leave them out.
-_RUN_ATTRIBUTES = ("_hooks", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+_RUN_ATTRIBUTES = ("hooks", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
-class TrainerModule(private_api.KeepsBatches):
+class TrainerModule(WithoutBatchTransfer):
     """Wraps a model for the Trainer.
 
     Automatic optimization is the default, and every Lightning callback works with it. Manual optimization is for a
     `training_step` override that runs backward itself, which the Trainer's documentation allows.
 
+    The events of a run, in order, with the hook that calls each:
+
+    load_optimizer         on_fit_start
+    begin                  on_train_start
+    begin_epoch            on_train_epoch_start
+    around_epoch           (none: all calls below, up to end_epoch, run in its block)
+    begin_micro_batch      on_train_batch_start
+    loss / training_step   training_step (automatic / manual optimization)
+    end_micro_batch        on_after_backward
+    before_optimizer_step  configure_gradient_clipping
+    after_optimizer_step   optimizer_step
+    end_substep, end_step  on_train_batch_end
+    end_epoch              on_train_epoch_end
+
     Args:
         model: the user's model.
     """
 
+    #: The training run, while one is attached.
+    hooks: TrainingLoop
+
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._hooks: RunHooks | None = None
-        self.epoch_ended = self.in_validation = False
-        self.evaluating: tuple[EvaluationHooks | None, Any] = None, None
+        self.has_epoch_ended = self.is_validating = False
+        self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
@@ -51,7 +71,7 @@ class TrainerModule(private_api.KeepsBatches):
 
     def attach(
         self,
-        hooks: RunHooks,
+        hooks: TrainingLoop,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         resumed_from: Mapping[str, Any] | None,
@@ -59,7 +79,7 @@ class TrainerModule(private_api.KeepsBatches):
         automatic_optimization: bool,
     ) -> None:
         """Connect the training run that `fit` will drive, and the state that its callbacks resume from."""
-        self._hooks = hooks
+        self.hooks = hooks
         self._own_state = hooks.own_state
         self._resumed_from = resumed_from
         self._optimizer = optimizer
@@ -68,12 +88,13 @@ class TrainerModule(private_api.KeepsBatches):
 
     def detach(self) -> None:
         """Release the training run, and the last loss and batch."""
-        self._hooks = self._optimizer = self._scheduler = self._resumed_from = None
-        self.evaluating = None, None
+        vars(self).pop("hooks", None)
+        self._optimizer = self._scheduler = self._resumed_from = None
+        self.active_evaluation = None, None
         self._last_loss = self._last_batch = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), **dict.fromkeys(_RUN_ATTRIBUTES), "evaluating": (None, None)}
+        return {**super().__getstate__(), **dict.fromkeys(_RUN_ATTRIBUTES), "active_evaluation": (None, None)}
 
     @property
     def was_fitted(self) -> bool:
@@ -89,12 +110,6 @@ class TrainerModule(private_api.KeepsBatches):
                 return part
         raise AttributeError("the model has neither a backbone nor a base_model")
 
-    @property
-    def hooks(self) -> RunHooks:
-        """The training run."""
-        assert self._hooks is not None, "no training run is attached"
-        return self._hooks
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward pass."""
         return self.model(*args, **kwargs)
@@ -102,13 +117,13 @@ class TrainerModule(private_api.KeepsBatches):
     def setup(self, stage: str) -> None:
         """Restore the callbacks' states from the checkpoint."""
         if self._resumed_from is not None:
-            callbacks.restore(self.trainer, self, self._resumed_from)
+            callbacks.restore_state(self.trainer, self, self._resumed_from)
 
     def on_fit_start(self) -> None:
         """Load the optimizer's state, once callbacks have given it the parameter groups that it had."""
         assert self._optimizer is not None
         if self._resumed_from is not None:
-            callbacks.unfreeze_what_is_trained(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
+            callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.hooks.load_optimizer()
 
     def teardown(self, stage: str) -> None:
@@ -184,10 +199,10 @@ class TrainerModule(private_api.KeepsBatches):
     def on_train_start(self) -> None:
         """Begin the run. When it resumes within an epoch, Lightning does not announce that epoch, so this does."""
         if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
-            callbacks.end_epoch_before(self.trainer, self)
+            callbacks.run_missed_epoch_end(self.trainer, self)
         self.hooks.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
-            callbacks.begin_epoch_in_the_middle(self.trainer, self)
+            callbacks.announce_resumed_epoch(self.trainer, self)
             self.hooks.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
@@ -196,20 +211,25 @@ class TrainerModule(private_api.KeepsBatches):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch; automatic or manual optimization may change from one optimizer step to the next."""
-        self.hooks.begin_micro_batch()
-        if self.hooks.micro_batches.window.is_first and self.automatic_optimization is self.hooks.runs_backward:
-            private_api.switch_optimization(self.trainer, self)
+        hooks = self.hooks
+        hooks.begin_micro_batch()
+        window = hooks.micro_batches.window
+        assert window is not None
+        if window.is_first and self.automatic_optimization is hooks.runs_backward:
+            switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
+        hooks = self.hooks
+        window = hooks.micro_batches.window
+        assert window is not None
         if self.automatic_optimization:
             self._last_batch = batch
-            hooks = self.hooks
-            self._last_loss = hooks.loss(self.model, batch, hooks.micro_batches.window.num_items)
+            self._last_loss = hooks.loss(self.model, batch, window.num_items)
             return self._last_loss
-        loss = self.hooks.training_step(self.model, batch)
-        self.hooks.end_micro_batch(loss.detach(), batch)
-        if self.hooks.micro_batches.window.is_last:
+        loss = hooks.training_step(self.model, batch)
+        hooks.end_micro_batch(loss.detach(), batch)
+        if window.is_last:
             self._step_manually()
         return loss
 
@@ -229,25 +249,28 @@ class TrainerModule(private_api.KeepsBatches):
         self._after_optimizer_step()
 
     @property
-    def _precision(self) -> PlainSteps:
+    def _precision(self) -> PlainPrecision:
         plugin = self.trainer.precision_plugin
-        assert isinstance(plugin, PlainSteps)
+        assert isinstance(plugin, PlainPrecision)
         return plugin
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
-        if self.hooks.micro_batches.window.is_last:
-            self.hooks.end_step(self.model)
+        hooks = self.hooks
+        window = hooks.micro_batches.window
+        assert window is not None
+        if window.is_last:
+            hooks.end_step(self.model)
         else:
-            self.hooks.end_substep()
-        if self.hooks.should_stop:
+            hooks.end_substep()
+        if hooks.should_stop:
             self.trainer.should_stop = True
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
-        self.epoch_ended = True
+        self.has_epoch_ended = True
         self.hooks.end_epoch()
-        self.epoch_ended = False
+        self.has_epoch_ended = False
         if self.hooks.should_stop:
             self.trainer.should_stop = True
 
@@ -257,39 +280,39 @@ class TrainerModule(private_api.KeepsBatches):
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
-    def evaluate_with(self, evaluation: EvaluationHooks | None, loop: Any) -> None:
+    def attach_evaluation(self, evaluation: EvaluationPass | None, loop: Any) -> None:
         """Connect the evaluation pass that one of Lightning's loops will drive, and that loop."""
-        self.evaluating = evaluation, loop
+        self.active_evaluation = evaluation, loop
 
     @property
-    def evaluation(self) -> EvaluationHooks:
+    def evaluation(self) -> EvaluationPass:
         """The pass in progress."""
-        evaluation = self.evaluating[0]
+        evaluation = self.active_evaluation[0]
         assert evaluation is not None, "no evaluation is attached"
         return evaluation
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
         with torch.enable_grad():
-            self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
+            self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
         with torch.enable_grad():
-            return self.evaluation.step(batch, self.evaluating[1].batch_progress.is_last_batch)
+            return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
         """Remember that the start of validation has been announced to callbacks."""
-        self.in_validation = True
+        self.is_validating = True
 
     def on_validation_epoch_end(self) -> None:
         """Compute the metrics, and log the numeric ones where Lightning's callbacks look for them."""
-        self.in_validation = False
+        self.is_validating = False
         with torch.enable_grad():
             metrics = self.evaluation.finish()
-        numbers = {name: float(value) for name, value in metrics.items() if private_api.can_be_logged(name, value)}
+        numbers = {name: float(value) for name, value in metrics.items() if can_be_logged(name, value)}
         if numbers:
             # Each rank already has the metrics of all ranks, so there is nothing to synchronize.
             self.log_dict(numbers, logger=False, batch_size=1)

@@ -166,7 +166,7 @@ class RaySearch(SearchBackend):
         """Ray's id of the current trial."""
         from ray import tune
 
-        return tune.get_context().get_trial_id()
+        return str(tune.get_context().get_trial_id())
 
     def train(self, trainer: Trainer, trial: dict[str, Any]) -> None:
         """Train a trial. If Ray provides a checkpoint, of this trial or another one, resume from it."""
@@ -246,7 +246,7 @@ def _scope(args: Any) -> str:
         given, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
     if given not in _SCOPES:
         raise InvalidArgument(f"{name}={given!r}: give one of {', '.join(map(repr, _SCOPES))}.")
-    return given
+    return str(given)
 
 
 def _check_state(kwargs: Mapping[str, Any]) -> None:

@@ -46,15 +46,16 @@ class TFEngine(Trainer):
         rank, number = processes.data_rank, processes.data_processes
         return BatchLoader(Batches(pipeline, count, rank=rank, processes=number, **settings))
 
-    def get_train_dataloader(self) -> DataLoader:
+    def get_train_dataloader(self) -> BatchLoader:
         """The batches of the TFTrainer's `get_train_tfdataset`."""
-        return self.host._train_loader
+        loader: BatchLoader = self.host._train_loader
+        return loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, over all processes."""
         return self.host.total_train_batch_size
 
-    def num_examples(self, dataloader: DataLoader) -> int:
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Samples of a pass."""
         return self.host.num_train_examples if dataloader is self.host._train_loader else self.host._num_predicted
 

@@ -48,7 +48,7 @@ def _twin(model: Any) -> nn.Module:
     """The torch model of the same architecture, with the weights of a TensorFlow model."""
     transformers = importlib.import_module("transformers")
     name = type(model).__name__
-    twin = getattr(transformers, name.removeprefix("TF"), None)
+    twin: type[nn.Module] | None = getattr(transformers, name.removeprefix("TF"), None)
     if twin is None:
         raise UnsupportedArgument(
             f"model: transformers has no {name.removeprefix('TF')}, the torch model of the same architecture, which "

@@ -133,7 +133,7 @@ def to_torch(
     return made, schedule
 
 
-def _own_rate(optimizer: Any) -> Callable[[int], Any]:
+def _own_rate(optimizer: Any) -> Any:
     """The schedule or rate in an optimizer: Keras shows a schedule's current value only, except in these places."""
     rate: Any = getattr(optimizer, "_learning_rate", None)
     if rate is None:

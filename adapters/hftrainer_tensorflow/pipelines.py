@@ -200,7 +200,7 @@ def number_of_rows(values: Any) -> int:
     return number_of_rows(next(iter(values.values()))) if isinstance(values, Mapping) else len(values)
 
 
-class Batches(IterableDataset):
+class Batches(IterableDataset[Any]):
     """The part of one process in the batches of a pipeline, in micro-batches.
 
     Each is a dict: `features` and `labels` as tensors, `instances`: the labels of the whole batch that are not -100,
@@ -279,7 +279,7 @@ def share_of(outputs: Any, rank: int, processes: int) -> Any:
     return outputs[chosen]
 
 
-class BatchLoader(DataLoader):
+class BatchLoader(DataLoader[Any]):
     """A loader of `Batches`, which are told the epoch."""
 
     def __init__(self, batches: Batches) -> None:

@@ -80,7 +80,7 @@ def cores_in_this_process() -> int:
     """Number of cores that this process drives: two on TPU v2 and v3."""
     from torch_xla import runtime
 
-    return runtime.addressable_device_count()
+    return int(runtime.addressable_device_count())
 
 
 def move_model(model: torch.nn.Module, target: torch.device) -> None:
@@ -125,4 +125,4 @@ def to_host(data: Any) -> Any:
 def _identity(tensor: torch.Tensor) -> int:
     import torch_xla
 
-    return torch_xla._XLAC._xla_get_tensor_id(tensor)
+    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))

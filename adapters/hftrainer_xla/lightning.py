@@ -16,9 +16,9 @@ from torch import distributed
 from torch.overrides import TorchFunctionMode
 
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.base import StaysInPlace
-from hftrainer_lightning.strategies.precision import ForwardAutocast, FullPrecision, PlainSteps
+from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainPrecision
+from hftrainer_lightning.private_api.trainer import LaunchedXLA, PrecisionFromPlan
+from hftrainer_lightning.strategies import KeepDeviceStrategy
 from hftrainer_xla import devices as xla
 
 
@@ -55,7 +55,7 @@ class Accelerator(XLAAccelerator):
             return {}
 
 
-class _Steps(PlainSteps):
+class _ReplicaPrecision(PlainPrecision):
     """Averages the gradients over the replicas before they are clipped."""
 
     reduce: Callable[[Any], None] | None = None
@@ -66,11 +66,11 @@ class _Steps(PlainSteps):
             self.reduce(optimizer)
 
 
-class XLAFullPrecision(_Steps, FullPrecision):
+class XLAFullPrecision(_ReplicaPrecision, FullPrecision):
     """Float32 throughout."""
 
 
-class XLAForwardAutocast(_Steps, ForwardAutocast):
+class XLAForwardAutocast(_ReplicaPrecision, ForwardAutocast):
     """Autocast to bfloat16 around the model's `forward`, with float32 outputs."""
 
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
@@ -112,7 +112,7 @@ class _CpuCheckpointIO(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _OnXla(private_api.OwnPrecision, StaysInPlace):
+class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
     """Shared by one device and several: model and optimizer are on their devices before Lightning begins."""
 
     def setup(self, trainer: Any) -> None:
@@ -128,7 +128,7 @@ class _OnXla(private_api.OwnPrecision, StaysInPlace):
         """Nothing: moving the model again would untie tied weights."""
 
 
-class SingleXla(_OnXla, SingleDeviceXLAStrategy):
+class SingleXla(_XlaStrategy, SingleDeviceXLAStrategy):
     """One process on one XLA device, or on all devices by SPMD."""
 
     def __init__(self, precision: Precision) -> None:
@@ -136,7 +136,7 @@ class SingleXla(_OnXla, SingleDeviceXLAStrategy):
         self.precision_plugin = precision
 
 
-class XlaReplicas(_OnXla, private_api.LaunchedXLA):
+class XlaReplicas(_XlaStrategy, LaunchedXLA):
     """A replica of the model on each device; torch_xla has started the processes.
 
     Args:
@@ -146,7 +146,7 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
 
     sync_each_batch = False
 
-    def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
+    def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
         super().__init__(checkpoint_io=_CpuCheckpointIO())
         self.cluster_environment = None  # Lightning gets the ranks from us, as on other devices
         self._processes = plan.processes
@@ -193,7 +193,8 @@ class XlaReplicas(_OnXla, private_api.LaunchedXLA):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, without gradients: `(processes, ...)`."""
-        return self._processes.gather(tensor.detach().unsqueeze(0))
+        gathered: torch.Tensor = self._processes.gather(tensor.detach().unsqueeze(0))
+        return gathered
 
     def block_backward_sync(self) -> Any:
         """Nothing: gradients are local until the step averages them."""
@@ -210,7 +211,7 @@ class XLAFSDPStrategy(XlaReplicas):
 
     shards = True
 
-    def __init__(self, plan: LightningPlan, precision: _Steps) -> None:
+    def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
         super().__init__(plan, precision)
         precision.reduce = None
 

@@ -60,7 +60,8 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         return model
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
-    if isinstance(model, XlaFullyShardedDataParallel):
+    is_sharded: bool = isinstance(model, XlaFullyShardedDataParallel)
+    if is_sharded:
         return model
     if plan.processes.several:
         from hftrainer.parallel.fsdp_sharding import broadcast_weights
@@ -90,7 +91,8 @@ def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> n
         for name, child in list(parent.named_children()):
             if child in units:
                 setattr(parent, name, wrap(checkpoint_module(child) if of_xla.grad_ckpt else child))
-    return wrap(model)
+    wrapped: nn.Module = wrap(model)
+    return wrapped
 
 
 def _keywords(of_xla: XlaSettings) -> dict[str, Any]:

@@ -122,7 +122,8 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """Clip the gradients of the sharded model, whichever parameters are given."""
         if self._prepared is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        return self._prepared.clip_grad_norm_(max_norm, norm_type)
+        norm: torch.Tensor = self._prepared.clip_grad_norm_(max_norm, norm_type)
+        return norm
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
         """A block whose backward passes leave gradients local."""
@@ -184,7 +185,8 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         path = os.path.join(folder, self._part_name(kind))
         if not os.path.isfile(path):
             raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
-        return read_torch(path)[kind]
+        state: dict[str, Any] = read_torch(path)[kind]
+        return state
 
 
 def is_sharded(model: nn.Module) -> bool:

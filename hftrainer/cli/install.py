@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -26,11 +25,11 @@ def install() -> None:
     fields and defaults; names of other releases are still accepted as keywords and on the command line.
 
     Works before and after `import transformers`. A module that imported or subclassed the original `Trainer` before
-    keeps it: a warning names the module, and the line to move. Another warning names methods that were replaced before.
+    keeps it: a warning names the module. Another warning names methods that were replaced before.
     """
     if swap.is_installed():
         return
-    for sentence in warnings_of_earlier_imports(sys._getframe(1)):
+    for sentence in warnings_of_earlier_imports():
         warnings.warn(sentence, stacklevel=2)
     followed.follow(followed.installed_release())
     _set_defaults(installed.earlier_defaults())

@@ -1,12 +1,9 @@
-"""Finds modules that imported or changed transformers' Trainer before `install()`, and the lines to move."""
+"""Finds modules that imported or changed transformers' Trainer before `install()`."""
 
 from __future__ import annotations
 
-import ast
-import linecache
 import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 #: Module of transformers → the class in it that is swapped.
@@ -16,12 +13,8 @@ _OWN = ("transformers", "hftrainer", "torch", "contextlib", "functools", "huggin
 _SHOWN = 5
 
 
-def warnings_of_earlier_imports(caller: FrameType) -> Iterator[str]:
-    """A sentence about modules that still use transformers' Trainer, and one about its replaced methods.
-
-    Args:
-        caller: the frame that calls `install()`; the imports above that line can be moved.
-    """
+def warnings_of_earlier_imports() -> Iterator[str]:
+    """Warnings about modules that still use transformers' Trainer, and about its replaced methods."""
     loaded = [(sys.modules.get(module), name) for module, name in _TRAINERS.items()]
     originals = [vars(module)[name] for module, name in loaded if module is not None and name in vars(module)]
     if not originals:
@@ -33,14 +26,14 @@ def warnings_of_earlier_imports(caller: FrameType) -> Iterator[str]:
         yield (
             f"{_listed(holders)} imported transformers.Trainer before hftrainer.install(), and will continue to use it"
             + (f" ({_listed([_full_name(kind) for kind in derived])})" if derived else "")
-            + f": {_remedy(holders, caller)}, or run the script with `python -m hftrainer run`."
+            + ": call install() before that import, or run the script with `python -m hftrainer run`."
         )
     changed = {name: module for original in originals for name, module in _changed(original)}
     if changed:
         named = [f"{name} by {module}" for name, module in sorted(changed.items())]
         yield (
             f"Methods of transformers.Trainer were replaced before hftrainer.install(), which has no effect now: "
-            f"{_listed(named)}. To replace hftrainer's, {_remedy(sorted(set(changed.values())), caller)}."
+            f"{_listed(named)}. To replace hftrainer's, call install() before that import."
         )
 
 
@@ -68,7 +61,8 @@ def _derived(kind: type) -> Iterator[type]:
 
 def _holds(name: str, module: Any, originals: list[type]) -> bool:
     """Whether a module outside `_OWN` holds one of these. Compared by identity: some objects warn on any access."""
-    if module is None or _root(name) in _OWN or name == "__mp_main__":  # a second copy of __main__
+    # `__mp_main__` is a second copy of `__main__`.
+    if module is None or _root(name) in _OWN or name == "__mp_main__":
         return False
     return any(value is original for value in list(vars(module).values()) for original in originals)
 
@@ -80,32 +74,3 @@ def _changed(kind: type) -> Iterator[tuple[str, str]]:
         module = getattr(function, "__globals__", {}).get("__name__")
         if module is not None and _root(module) not in _OWN:
             yield name, module
-
-
-def _remedy(modules: list[str], caller: FrameType) -> str:
-    """The lines to move: those above the call that import one of these modules, or transformers itself."""
-    own = caller.f_globals.get("__name__")
-    wanted = {_root(module) for module in modules} | ({"transformers"} if own in modules else set())
-    path = caller.f_code.co_filename
-    lines = [
-        f"`{text}` ({path}:{number})"
-        for number, text, roots in _imports(path, caller.f_globals, before=caller.f_lineno)
-        if roots & wanted
-    ]
-    if not lines:
-        return "call install() first"
-    return f"move {_listed(lines)} below install(), which line {caller.f_lineno} calls"
-
-
-def _imports(path: str, module: dict[str, Any], before: int) -> Iterator[tuple[int, str, set[str]]]:
-    """The import statements of a file above a line: number, text, and imported packages."""
-    lines = linecache.getlines(path, module)
-    try:
-        tree = ast.parse("".join(lines))
-    except SyntaxError:  # a notebook cell with commands
-        return
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.Import, ast.ImportFrom)) or node.lineno >= before:
-            continue
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-        yield node.lineno, lines[node.lineno - 1].strip(), {_root(name) for name in names}

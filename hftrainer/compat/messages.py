@@ -26,6 +26,8 @@ LEVELS = {
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
 #: The loggers of transformers' modules that ours take the place of.
 _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
+#: Of a message that no handler displays, where transformers is not loaded.
+_FORMAT = logging.Formatter("[hftrainer] %(message)s")
 
 
 def _of_transformers() -> logging.Logger | None:
@@ -85,7 +87,9 @@ class _Terminal(logging.Handler):
         theirs = _of_transformers()
         if theirs is None:
             if not shown:
-                _to_stderr.handle(record)
+                to_stderr = logging.StreamHandler()  # the current sys.stderr
+                to_stderr.setFormatter(_FORMAT)
+                to_stderr.handle(record)
             return
         of_root = logging.getLogger().handlers if self._switches.propagate else []
         handlers = [handler for name in _MODULES for handler in logging.getLogger(name).handlers]
@@ -101,23 +105,6 @@ class _Terminal(logging.Handler):
 def _writes_to_terminal(handler: logging.Handler) -> bool:
     streams = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
     return getattr(handler, "stream", None) in streams
-
-
-class _Stderr(logging.StreamHandler):
-    """Writes to the current `sys.stderr`."""
-
-    @property
-    def stream(self) -> Any:
-        """The stream."""
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: Any) -> None:
-        """Ignored; the constructor of `StreamHandler` sets it."""
-
-
-_to_stderr = _Stderr()
-_to_stderr.setFormatter(logging.Formatter("[hftrainer] %(message)s"))
 
 
 def connect() -> None:

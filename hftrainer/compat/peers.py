@@ -58,7 +58,7 @@ def num_parameters(model: Any, **options: bool) -> int:
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     left_out = {id(weight) for weight in embeddings} if options.get("exclude_embeddings") else set()
     counted = [parameter for parameter in model.parameters() if id(parameter) not in left_out]
-    return model.num_parameters(**options) + sum(elements(each) - each.numel() for each in counted)
+    return int(model.num_parameters(**options) + sum(elements(each) - each.numel() for each in counted))
 
 
 def normalization_layers() -> list[type]:

@@ -124,7 +124,8 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
         UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.
     """
     if not path.endswith(".safetensors"):
-        return read_torch(path, mmap=True)
+        weights: dict[str, torch.Tensor] = read_torch(path, mmap=True)
+        return weights
     try:
         return safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:

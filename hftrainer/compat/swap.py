@@ -18,8 +18,14 @@ from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
-from hftrainer.compat import tensorflow_names
+from hftrainer.plugins import load
 
+#: Module that only transformers 4 has → our names. Where a release has a name of the last, its own stays.
+_OF_TENSORFLOW: dict[str, tuple[str, ...]] = {
+    "transformers.trainer_tf": ("TFTrainer",),
+    "transformers.training_args_tf": ("TFTrainingArguments",),
+    "transformers.optimization_tf": ("AdamWeightDecay", "WarmUp", "create_optimizer"),
+}
 #: Module of transformers → the names to replace. Its package exports all of them.
 NAMES: dict[str, tuple[str, ...]] = {
     "transformers.trainer": ("Trainer", "DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK"),
@@ -62,7 +68,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "WandbCallback",
         "WandbLogModel",
     ),
-    **tensorflow_names.MODULES,
+    **_OF_TENSORFLOW,
 }
 #: Module of transformers → our module, if the names differ.
 _OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
@@ -92,8 +98,6 @@ _TOKENIZERS = "transformers.tokenization_utils_base"
 #: Module or class, name, and original value.
 _originals: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
-#: Original class → what makes it as it was.
-_kept: dict[type, Any] = {}
 
 
 def begin() -> None:
@@ -110,11 +114,10 @@ def end() -> None:
     """Restore the original names of transformers."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for package in _packages():
-        tensorflow_names.take_back(package)
-    for name in tensorflow_names.MODULES:
-        if isinstance(
-            getattr(getattr(sys.modules.get(name), "__spec__", None), "loader", None), tensorflow_names.Absent
-        ):
+        _remove_tensorflow_names(package)
+    for name in _OF_TENSORFLOW:
+        spec = getattr(sys.modules.get(name), "__spec__", None)
+        if isinstance(getattr(spec, "loader", None), _MissingModuleLoader):
             del sys.modules[name]
     for module, name, original in reversed(_originals):
         if original is _ABSENT:
@@ -123,9 +126,6 @@ def end() -> None:
         else:
             setattr(module, name, original)
     _originals.clear()
-    for kind, before in _kept.items():
-        let_go(kind, before)
-    _kept.clear()
 
 
 def is_installed() -> bool:
@@ -154,7 +154,7 @@ def _swap(module: ModuleType) -> None:
     replaced: list[tuple[Any, Any]] = []
     for name, ours in _names_in(module.__name__):
         # The package loads a name at its first access: names not accessed yet must not be loaded now.
-        if tensorflow_names.stays(sys.modules.get("transformers", module), name):
+        if _has_own_name(sys.modules.get("transformers", module), name):
             continue
         before = vars(module).get(name, _ABSENT)
         if before is _ABSENT and module.__name__ not in _PACKAGES:
@@ -165,7 +165,7 @@ def _swap(module: ModuleType) -> None:
         _put(module, table, {key: ours_of.get(kind, kind) for key, kind in vars(module)[table].items()})
 
     if module.__name__ == "transformers":
-        tensorflow_names.lend(module)
+        _add_tensorflow_names(module)
     if module.__name__ == _TOKENIZERS:
         kind = module.PreTrainedTokenizerBase
         if not hasattr(kind, "batch_encode_plus"):  # gone in v5; each script for TFTrainer is of v4
@@ -174,10 +174,11 @@ def _swap(module: ModuleType) -> None:
 
 def _put(module: Any, name: str, value: Any) -> Any:
     before = vars(module).get(name, _ABSENT)
-    _originals.append((module, name, before))
+    is_class = isinstance(before, type) and isinstance(value, type)
     # A module that is loaded after its package was changed has ours already.
-    if isinstance(before, type) and isinstance(value, type) and before is not value and before not in _kept:
-        _kept[before] = keep_picklable(before)
+    if is_class and before is not value and not any(before is changed for changed, _, _ in _originals):
+        _keep_picklable(before)
+    _originals.append((module, name, before))
     setattr(module, name, value)
     return value
 
@@ -201,8 +202,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
-        if spec is None and fullname in tensorflow_names.MODULES:
-            return importlib.machinery.ModuleSpec(fullname, tensorflow_names.Absent())
+        if spec is None and fullname in _OF_TENSORFLOW:
+            return importlib.machinery.ModuleSpec(fullname, _MissingModuleLoader())
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
         return spec
@@ -226,57 +227,93 @@ class _Loader(importlib.abc.Loader):
         return getattr(self.inner, name)
 
 
-# Keeps the originals picklable: a script that imported the original Trainer before `install()` keeps it, with its
-# arguments. It pickles these into each checkpoint (`training_args.bin`), and pickle refuses a class whose module has
-# another one under its name.
-_METHOD = "__reduce_ex__"
+# ---- Replaced classes stay picklable ---------------------------------------------------------------------------------
+#
+# A script that imported the original Trainer before `install()` keeps it, with its arguments. It pickles these into
+# each checkpoint (`training_args.bin`), and pickle refuses a class whose module has another one under its name.
 
 
-class _Class:
-    """A class in a pickle: whatever has its name when that is read, with and without hftrainer."""
+class _ClassByName:
+    """Pickles a class by its name, so that the file loads with and without hftrainer."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
 
     def __call__(self, *args: Any) -> Any:
-        """For copies, which stay of the class."""
+        """Called by `copy`, which keeps the original class."""
         return self.kind(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, (f"{self.kind.__module__}:{self.kind.__qualname__}",)
 
 
-class _Empty(_Class):
+class _Uninitialized(_ClassByName):
     """Makes an object of a class without calling its `__init__`."""
 
     def __call__(self, *args: Any) -> Any:
         return object.__new__(self.kind)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (object.__new__, _Class(self.kind))
+        return functools.partial, (object.__new__, _ClassByName(self.kind))
 
 
-def keep_picklable(kind: Any) -> Any:
-    """Make objects of an original class name their class in a pickle; returns what `let_go` needs."""
-    before = vars(kind).get(_METHOD, _ABSENT)
+def _keep_picklable(kind: Any) -> None:
+    """Make objects of an original class pickle it by its name."""
+    before = vars(kind).get("__reduce_ex__")
 
     def reduce(self: Any, protocol: Any) -> Any:
-        if type(self) is not kind:  # a subclass has a name of its own
-            return super(kind, self).__reduce_ex__(protocol) if before is _ABSENT else before(self, protocol)
+        # pickle finds a subclass under its own name.
+        if type(self) is not kind:
+            return super(kind, self).__reduce_ex__(protocol) if before is None else before(self, protocol)
         if isinstance(self, enum.Enum):
-            return _Class(kind), (self.value,)
+            return _ClassByName(kind), (self.value,)
         if isinstance(self, tuple):
-            return _Class(kind), tuple(self)
+            return _ClassByName(kind), tuple(self)
         own_state = getattr(self, "__getstate__", None)  # each object has one since Python 3.11
-        return _Empty(kind), (), dict(vars(self)) if own_state is None else own_state()
+        return _Uninitialized(kind), (), dict(vars(self)) if own_state is None else own_state()
 
-    setattr(kind, _METHOD, reduce)
-    return before
+    _put(kind, "__reduce_ex__", reduce)
 
 
-def let_go(kind: type, before: Any) -> None:
-    """Undo `keep_picklable`."""
-    if before is _ABSENT:
-        delattr(kind, _METHOD)
-    else:
-        setattr(kind, _METHOD, before)
+# ---- TensorFlow's names, where this release of transformers has none -------------------------------------------------
+
+
+def _has_own_name(package: ModuleType, name: str) -> bool:
+    """Whether transformers has a name for optimizers of Keras itself."""
+    return name in _OF_TENSORFLOW["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {})
+
+
+def _add_tensorflow_names(package: ModuleType) -> None:
+    """Add names to the package such as `TFAutoModelForCausalLM` and `TFBertModel`, of torch's models.
+
+    Names that the package has itself are not touched: this is asked only for those that it cannot find.
+    """
+    kind: Any = type(package)
+    if hasattr(kind, "_original_class"):
+        return
+
+    def find(self: Any, name: str) -> Any:
+        try:
+            return kind.__getattr__(self, name)
+        except AttributeError:
+            made = load("tensorflow", "model_names").torch_class(self, name)
+            if made is None:
+                raise
+            return made
+
+    package.__class__ = type(kind.__name__, (kind,), {"__getattr__": find, "_original_class": kind})
+
+
+def _remove_tensorflow_names(package: ModuleType) -> None:
+    """Undo `_add_tensorflow_names`."""
+    if hasattr(type(package), "_original_class"):
+        package.__class__ = vars(type(package))["_original_class"]
+
+
+class _MissingModuleLoader(importlib.abc.Loader):
+    """Makes a module that this release of transformers lacks, with our names."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        ours = importlib.import_module(module.__name__.replace("transformers", "hftrainer"))
+        for name in _OF_TENSORFLOW[module.__name__]:
+            setattr(module, name, getattr(ours, name))

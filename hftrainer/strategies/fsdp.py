@@ -54,7 +54,7 @@ class FsdpStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for FSDP1 or FSDP2."""
-        return load("lightning", "strategies.fsdp").build(self.plan, settings)
+        return load("lightning", "fsdp").build(self.plan, settings)
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler; FSDP1's finds infinite gradients in the parts of all processes."""

@@ -268,7 +268,7 @@ class ReplicasStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
-        return load("lightning", "strategies.replicas").build(self.plan, settings)
+        return load("lightning", "strategies").build_replicas(self.plan, settings)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """The optimizer's state."""

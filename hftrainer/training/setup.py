@@ -272,7 +272,7 @@ class TrainerSetup:
         """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
         args = self.trainer.args
         resolved = self.components.resolved
-        adapter().start_others(resolved.rank_info, args.ddp_timeout)
+        adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)

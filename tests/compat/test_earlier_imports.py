@@ -1,8 +1,7 @@
-"""What took or changed transformers' Trainer before `install()` is named, with the line to move; nothing else is."""
+"""What took or changed transformers' Trainer before `install()` is named; nothing else is."""
 
 import importlib.util
 import json
-import sys
 
 import pytest
 
@@ -84,33 +83,27 @@ CASES = {
         [
             "lib.trainers imported transformers.Trainer before hftrainer.install()",
             "(lib.trainers.Further, lib.trainers.SFTTrainer)",
-            "move `from lib import SFTTrainer` (",
-            "_train.py:2) below install(), which line 5 calls",
-            "`python -m hftrainer run`",
+            "call install() before that import, or run the script with `python -m hftrainer run`",
         ],
-    ),
-    "a library in a function": (
-        "import hftrainer\ndef main():\n    import lib as used\n    hftrainer.install()\nmain()\n",
-        ["move `import lib as used` (", "_train.py:3) below install(), which line 4 calls"],
     ),
     "only derived": (
         "import only_derives, hftrainer\nhftrainer.install()\n",
-        ["(only_derives.Generates, only_derives.Own)", "_train.py:1) below"],
+        ["(only_derives.Generates, only_derives.Own)"],
     ),
     "the script itself": (
         "import torch\nfrom transformers import Seq2SeqTrainer\nimport hftrainer\nhftrainer.install()\n",
-        ["__main__ imported transformers.Trainer", "move `from transformers import Seq2SeqTrainer` (", "_train.py:2)"],
+        ["__main__ imported transformers.Trainer"],
     ),
     "imported by another": (
         "import importlib, hftrainer\nimportlib.import_module('early')\nhftrainer.install()\n",
-        ["early imported transformers.Trainer before hftrainer.install()", "it: call install() first, or run"],
+        ["early imported transformers.Trainer before hftrainer.install()"],
     ),
     "replaced methods": (
         "import patches\nimport hftrainer\nhftrainer.install()\n",
         [
             "Methods of transformers.Trainer were replaced before hftrainer.install(), which has no effect now",
             "training_step by patches",
-            "To replace hftrainer's, move `import patches` (",
+            "To replace hftrainer's, call install() before that import.",
         ],
     ),
 }
@@ -127,7 +120,7 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_named_with_the_line(found, case):
+def test_named(found, case):
     script, expected = CASES[case]
     ((file, line, warning),) = found[case]
     for part in expected:
@@ -139,21 +132,6 @@ def test_named_with_the_line(found, case):
 @pytest.mark.parametrize("case", SILENT)
 def test_no_false_alarm(found, case):
     assert found[case] == []
-
-
-def test_a_notebook_cell_that_is_no_python(tmp_path, monkeypatch):
-    """A cell with commands cannot be parsed: the sentence is without a line."""
-    import linecache
-
-    import transformers
-
-    from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
-
-    kind = type("Own", (transformers.Trainer,), {"__module__": "somewhere"})
-    monkeypatch.setattr(linecache, "getlines", lambda *_: ["!pip install x\n", "import somewhere\n"])
-    sentence = next(warnings_of_earlier_imports(sys._getframe()))
-    assert "somewhere.Own" in sentence and "call install() first" in sentence
-    del kind
 
 
 LATE = """

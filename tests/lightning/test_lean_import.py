@@ -52,8 +52,8 @@ assert sys.modules["torchmetrics"] is torchmetrics and "__getattr__" not in vars
     # a release of Lightning may ask for more while it is imported
     "any other name makes it whole": """
 import sys
-from hftrainer_lightning import lean_import
-lean_import._defer_torchmetrics()
+import hftrainer_lightning
+hftrainer_lightning._defer_torchmetrics()
 from torchmetrics import Metric
 assert "torchmetrics.functional" not in sys.modules
 from torchmetrics import SumMetric

@@ -34,7 +34,7 @@ def release_callbacks(callbacks: Iterable[Callback]) -> None:
             callback._average_model = None
 
 
-def state_of(callback: Callback) -> dict[str, Any]:
+def checkpoint_state(callback: Callback) -> dict[str, Any]:
     """A callback's state for a checkpoint; the averaging schedule's state without its function.
 
     The schedule recreates that function. torch 2.6 keeps it in the schedule's state, where only unsafe unpickling could
@@ -93,6 +93,6 @@ def updates_learning_rate(finder: LearningRateFinder) -> bool:
     return finder._update_attr
 
 
-def end_when_found(finder: BatchSizeFinder | LearningRateFinder) -> None:
+def skip_training_after_search(finder: BatchSizeFinder | LearningRateFinder) -> None:
     """Set the flag by which Lightning's Tuner skips training after the search; it has no public name."""
     finder._early_exit = True

@@ -15,10 +15,10 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import is_watched
+from hftrainer_lightning.private_api.trainer import has_listeners
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.hooks import EvaluationHooks
+    from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer_lightning.module import TrainerModule
 
 
@@ -35,20 +35,20 @@ class ValidationGroup:
         self.begun = False
 
 
-class _BareEvaluationLoop(_EvaluationLoop):
+class _FastEvaluationLoop(_EvaluationLoop):
     """Skips hook dispatch when there are no callbacks and no profiler; Lightning reads its state 40 times a batch."""
 
     def _on_before_fetch(self) -> None:
-        if is_watched(self.trainer):
+        if has_listeners(self.trainer):
             super()._on_before_fetch()
 
     def _on_after_fetch(self) -> None:
-        if is_watched(self.trainer):
+        if has_listeners(self.trainer):
             super()._on_after_fetch()
 
     def _evaluation_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         trainer = self.trainer
-        if is_watched(trainer):
+        if has_listeners(trainer):
             super()._evaluation_step(batch, batch_idx, dataloader_idx, dataloader_iter)
             return
         progress = self.batch_progress
@@ -62,13 +62,13 @@ class _BareEvaluationLoop(_EvaluationLoop):
         self._seen_batches_per_dataloader[dataloader_idx] += 1
 
 
-def install_bare_evaluation(trainer: pl.Trainer) -> None:
+def install_fast_evaluation(trainer: pl.Trainer) -> None:
     """Make evaluations without Lightning callbacks skip the work that only informs callbacks."""
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
-        loop.__class__ = _BareEvaluationLoop
+        loop.__class__ = _FastEvaluationLoop
 
 
-class _GroupedLoop(_BareEvaluationLoop):
+class _GroupedLoop(_FastEvaluationLoop):
     """Announces the start at the group's first evaluation, and leaves the end to `end_group`."""
 
     group: ValidationGroup
@@ -86,7 +86,7 @@ def validate_in_fit(
     trainer: pl.Trainer,
     module: TrainerModule,
     dataloader: Any,
-    evaluation: EvaluationHooks,
+    evaluation: EvaluationPass,
     group: ValidationGroup | None = None,
     all_batches: bool = False,
 ) -> None:
@@ -96,8 +96,8 @@ def validate_in_fit(
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer, kind, limit = module.evaluating, loop.__class__, trainer.limit_val_batches
-    module.evaluate_with(evaluation, loop)
+    outer, kind, limit = module.active_evaluation, loop.__class__, trainer.limit_val_batches
+    module.attach_evaluation(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
     loop.restarting = False
@@ -109,8 +109,8 @@ def validate_in_fit(
         with _validating(trainer, module):
             loop.run()
     except BaseException:
-        if module.in_validation:  # restore the weights that it has swapped out: a checkpoint may follow
-            module.in_validation = False
+        if module.is_validating:  # restore the weights that it has swapped out: a checkpoint may follow
+            module.is_validating = False
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
                     callback.on_validation_epoch_end(trainer, module)
@@ -118,7 +118,7 @@ def validate_in_fit(
     finally:
         loop.__class__, trainer.limit_val_batches = kind, limit
         release_data(loop)
-        module.evaluate_with(*outer)
+        module.attach_evaluation(*outer)
 
 
 class SeenBatches(_IndexBatchSamplerWrapper):

@@ -1,4 +1,4 @@
-"""The Lightning trainer, and its signals, log lines, profilers and process launcher."""
+"""Lightning's trainer with its signals, log lines, profilers and process launcher, and private names of strategies."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from lightning.pytorch.strategies.launchers import subprocess_script
+from lightning.pytorch.strategies.xla import XLAStrategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+from hftrainer.parallel.process_group import device_mesh
 
 
 class _Interrupted(BaseException):
@@ -24,7 +29,7 @@ class _Interrupted(BaseException):
         self.original = original
 
 
-class _NoSignals(_SignalConnector):
+class _WithoutSignalHandlers(_SignalConnector):
     """Leaves signals to the script: Lightning would end training at SIGTERM, and requeue a SLURM job at SIGUSR1."""
 
     def register_signal_handlers(self) -> None:
@@ -35,37 +40,58 @@ class _NoSignals(_SignalConnector):
 
 
 @contextlib.contextmanager
-def _keyboard_interrupts_carried() -> Iterator[None]:
+def _carry_keyboard_interrupts() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
         raise _Interrupted(interrupt) from None
 
 
-class Trainer(pl.Trainer):
+class TrainerWithoutSignals(pl.Trainer):
     """A Lightning trainer that leaves Ctrl-C and all other signals to its caller."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._signal_connector.__class__ = _NoSignals
+        self._signal_connector.__class__ = _WithoutSignalHandlers
 
-    _fit_impl = _keyboard_interrupts_carried()(pl.Trainer._fit_impl)
-    _validate_impl = _keyboard_interrupts_carried()(pl.Trainer._validate_impl)
-    _test_impl = _keyboard_interrupts_carried()(pl.Trainer._test_impl)
-    _predict_impl = _keyboard_interrupts_carried()(pl.Trainer._predict_impl)
+    _fit_impl = _carry_keyboard_interrupts()(pl.Trainer._fit_impl)
+    _validate_impl = _carry_keyboard_interrupts()(pl.Trainer._validate_impl)
+    _test_impl = _carry_keyboard_interrupts()(pl.Trainer._test_impl)
+    _predict_impl = _carry_keyboard_interrupts()(pl.Trainer._predict_impl)
 
 
 @contextlib.contextmanager
-def keyboard_interrupts_restored() -> Iterator[None]:
-    """Turn what `Trainer` carried past Lightning back into the user's KeyboardInterrupt."""
+def restore_keyboard_interrupts() -> Iterator[None]:
+    """Turn what `TrainerWithoutSignals` carried past Lightning back into the user's KeyboardInterrupt."""
     try:
         yield
     except _Interrupted as carried:
         raise carried.original from None
 
 
+#: Starts of Lightning's warnings that do not concern our users, as regular expressions.
+_HIDDEN_WARNINGS = (
+    # The Trainer chooses the device itself, and logs it.
+    "GPU available but not used",
+    "MPS available but not used",
+    # The training step sets training mode, as transformers does; code before it may see the model's own mode.
+    "Found .* in eval mode at the start of training",
+    # Intended with `prediction_loss_only`.
+    "predict returned None if it was on purpose",
+    # Metrics are gathered from all ranks before they are logged.
+    "It is recommended to use `self.log.*sync_dist=True",
+    # Manual optimization: the Trainer makes and announces the steps.
+    "SWA is currently only supported every epoch",
+    "When using `Trainer.accumulate_grad_batches != 1.` and overriding",
+    # Intended: without log lines, nothing is logged.
+    "The number of training batches .* is smaller than the logging",
+    # Lightning 2.6 uses a name that torch 2.13 deprecates; users cannot change that.
+    r".*isinstance\(treespec, LeafSpec\)",
+)
+
+
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def hide_lightning_tips() -> Iterator[None]:
     """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay."""
     loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
 
@@ -76,24 +102,8 @@ def quiet() -> Iterator[None]:
         logger.addFilter(passes)  # not setLevel, which empties the caches of all loggers of the process
     try:
         with warnings.catch_warnings():
-            # The Trainer chooses the device itself, and logs it.
-            warnings.filterwarnings("ignore", message="GPU available but not used")
-            warnings.filterwarnings("ignore", message="MPS available but not used")
-            # The training step sets training mode, as transformers does; code before it may see the model's own mode.
-            warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
-            # Intended with `prediction_loss_only`.
-            warnings.filterwarnings("ignore", message="predict returned None if it was on purpose")
-            # Metrics are gathered from all ranks before they are logged.
-            warnings.filterwarnings("ignore", message="It is recommended to use `self.log.*sync_dist=True")
-            # Manual optimization: the Trainer makes and announces the steps.
-            warnings.filterwarnings("ignore", message="SWA is currently only supported every epoch")
-            warnings.filterwarnings(
-                "ignore", message="When using `Trainer.accumulate_grad_batches != 1.` and overriding"
-            )
-            # Intended: without log lines, nothing is logged.
-            warnings.filterwarnings("ignore", message="The number of training batches .* is smaller than the logging")
-            # Lightning 2.6 uses a name that torch 2.13 deprecates; users cannot change that.
-            warnings.filterwarnings("ignore", message=".*isinstance\\(treespec, LeafSpec\\)")
+            for message in _HIDDEN_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
             yield
     finally:
         for logger in loggers:
@@ -127,7 +137,7 @@ class NoProfiler(PassThroughProfiler):
 _NOTHING = contextlib.nullcontext()
 
 
-def is_watched(trainer: pl.Trainer) -> bool:
+def has_listeners(trainer: pl.Trainer) -> bool:
     """Whether a callback or a profiler follows the loops; if not, they need not announce each hook."""
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
@@ -142,3 +152,58 @@ def copy_profiler(profiler: Any) -> Any:
     copied = object.__new__(type(profiler))  # copy.copy would drop settings of AdvancedProfiler
     vars(copied).update(vars(profiler))
     return copied
+
+
+# ---- Strategies and precision plugins -------------------------------------------------------------------------------
+
+
+def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None:
+    """Announce the gradients to callbacks and module, and clip them; for plugins with their own optimizer step.
+
+    Lightning's plugins do this between closure and step, under a private name.
+    """
+    if has_listeners(model.trainer):
+        precision._after_closure(model, optimizer)
+    elif model.automatic_optimization:
+        model.configure_gradient_clipping(optimizer)
+
+
+class PrecisionFromPlan(Strategy):
+    """Uses the plan's precision plugin where Lightning's strategy requires its own.
+
+    Lightning's plugin for FSDP has autocast on CUDA only, and does not clip norms; that for XLA casts by environment
+    variables. Lightning's trainer reads the private attribute before the public one.
+    """
+
+    _precision_plugin: Precision | None = None
+
+    @property
+    def precision_plugin(self) -> Any:
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = precision_plugin
+
+
+class SharedMeshStrategy(ModelParallelStrategy):
+    """Has the device mesh of earlier runs of this process: Lightning makes one for each, whose process groups stay."""
+
+    def setup_environment(self) -> None:
+        super(ModelParallelStrategy, self).setup_environment()
+        self._setup_distributed()
+        sizes = int(self._data_parallel_size), int(self._tensor_parallel_size)
+        self._device_mesh = device_mesh(self.root_device.type, sizes, ("data_parallel", "tensor_parallel"))
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+
+class LaunchedXLA(XLAStrategy):
+    """Skips Lightning's launcher: torch_xla's launcher has started the processes already."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._launched = True
+
+    def _configure_launcher(self) -> None:
+        pass

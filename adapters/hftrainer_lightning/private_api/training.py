@@ -15,14 +15,14 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from lightning.pytorch.trainer.states import RunningStage
 
-from hftrainer_lightning.private_api.trainer import is_watched
+from hftrainer_lightning.private_api.trainer import has_listeners
 
 if TYPE_CHECKING:
-    from hftrainer_lightning.hooks import MicroBatches
+    from hftrainer.data.accumulation import MicroBatchIterator
     from hftrainer_lightning.module import TrainerModule
 
 
-class _ScaledLoss(ClosureResult):
+class _UndividedLoss(ClosureResult):
     """Leaves the loss undivided.
 
     Lightning divides it by `accumulate_grad_batches`; the Trainer has already divided it by the micro-batches really
@@ -34,7 +34,7 @@ class _ScaledLoss(ClosureResult):
             self.loss = self.closure_loss.detach()
 
     @classmethod
-    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> _ScaledLoss:
+    def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> _UndividedLoss:
         return cls(training_step_output)
 
 
@@ -45,7 +45,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     fills the last, incomplete window.
     """
 
-    micro_batches: MicroBatches
+    micro_batches: MicroBatchIterator
 
     def _should_accumulate(self) -> bool:
         window = self.micro_batches.window
@@ -57,7 +57,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     def advance(self, data_fetcher: Any) -> None:
         """Run a micro-batch; if nobody watches, by the module's own hooks alone."""
         trainer: Any = self.trainer
-        if self.restarting or is_watched(trainer):
+        if self.restarting or has_listeners(trainer):
             super().advance(data_fetcher)
             return
         batch, _, _ = next(data_fetcher)
@@ -107,19 +107,19 @@ class _AnnouncedFitLoop(_FitLoop):
         """Nothing: the epoch has ended within `advance`."""
 
 
-class _BareOptimization(_AutomaticOptimization):
+class _FastOptimization(_AutomaticOptimization):
     """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step.
 
     If no callback and no profiler watches, forward and backward run before the optimizer step instead of in closures
     within it, and no copy of the loss is kept.
     """
 
-    output_result_cls = _ScaledLoss
+    output_result_cls = _UndividedLoss
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
         """Run forward, backward and, at the end of the window, the optimizer step."""
         trainer: Any = self.trainer
-        if is_watched(trainer):
+        if has_listeners(trainer):
             return super().run(optimizer, batch_idx, kwargs)
         strategy, progress = trainer.strategy, self.optim_progress.optimizer.step
         accumulates = trainer.fit_loop._should_accumulate()
@@ -163,13 +163,13 @@ class _LazyLoggerConnector(_LoggerConnector):
             super().update_train_step_metrics()
 
 
-def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatches) -> None:
+def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIterator) -> None:
     """Step the optimizer and divide the loss by the accumulation windows, not by Lightning's batch count."""
     trainer.fit_loop.__class__ = _AnnouncedFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
     epoch_loop.micro_batches = micro_batches
-    epoch_loop.automatic_optimization.__class__ = _BareOptimization
+    epoch_loop.automatic_optimization.__class__ = _FastOptimization
     trainer._logger_connector.__class__ = _LazyLoggerConnector
 
 
@@ -224,7 +224,7 @@ def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
 CURRENT_HOOK = "_current_fx_name"
 
 
-class KeepsBatches(pl.LightningModule):
+class WithoutBatchTransfer(pl.LightningModule):
     """Does not move batches: the loader and the Trainer's `_prepare_inputs`, which users override, have moved them.
 
     Overriding the public `transfer_batch_to_device` would do too, but Lightning looks up three hooks to call it.

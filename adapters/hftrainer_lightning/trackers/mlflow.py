@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger
 
 from hftrainer.parallel.config_files import env_flag
-from hftrainer_lightning.trackers.tracker import LogFolder, Tracker, arguments_of, config_of
+from hftrainer_lightning.trackers.tracker import LogFolder, Tracker, arguments_of, config_of, to_number
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
@@ -97,7 +96,7 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        numbers = self.numbers({name: _number(value) for name, value in logs.items()})
+        numbers = self.numbers({name: to_number(value) for name, value in logs.items()})
         metrics = [Metric(_NOT_IN_NAMES.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
         self.logger.experiment.log_batch(self.logger.run_id, metrics=metrics)
 
@@ -117,10 +116,6 @@ class MLflow(Tracker):
 
         if self._begun is not None and mlflow.active_run() is not None:
             mlflow.end_run()
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

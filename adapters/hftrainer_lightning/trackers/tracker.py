@@ -1,15 +1,17 @@
-"""What the Trainer writes to a Lightning logger, and when, with the names, steps and texts of transformers."""
+"""Trackers: what the Trainer writes to a Lightning logger, and when, with the names and texts of transformers."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Metrics of a run's last log line: one number for the whole run, not a curve.
-OF_THE_WHOLE_RUN = frozenset(
+SUMMARY_METRICS = frozenset(
     {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 )
 
@@ -54,6 +56,11 @@ def arguments_of(args: BaseArguments) -> dict[str, Any]:
     """The arguments as values that every tracker can write: a subclass's fields may hold any object."""
     values: dict[str, Any] = json.loads(args.to_json_string())
     return values
+
+
+def to_number(value: Any) -> Any:
+    """The number in a tensor of one element; any other value is returned as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 class LogFolder:
@@ -199,7 +206,7 @@ class _LateWriter:
         return getattr(self._make(), name)
 
 
-class _WithWriter(TensorBoardLogger):
+class _WriterLogger(TensorBoardLogger):
     """Writes with the callback's `tb_writer`, which is made when something is first written.
 
     Args:
@@ -236,7 +243,7 @@ class TensorBoard(Tracker):
 
     def open(self) -> Logger:
         """Write directly to the folder, without the scalar that Lightning adds for its hyperparameter table."""
-        return _WithWriter(lambda **how: self.make_writer(**how), self.path())
+        return _WriterLogger(lambda **how: self.make_writer(**how), self.path())
 
     def describe(self, model: Any, state: TrainerState) -> None:
         """Write the arguments and the configuration as JSON."""
@@ -267,3 +274,86 @@ class CSV(Tracker):
     def open(self) -> Logger:
         """Write next to TensorBoard's files."""
         return CSVLogger(self.folder.path(self.trial), name="csv")
+
+
+#: Name in `report_to` → the class that writes to it.
+TRACKERS = {
+    "comet_ml": "comet.Comet",
+    "csv": "tracker.CSV",
+    "mlflow": "mlflow.MLflow",
+    "tensorboard": "tracker.TensorBoard",
+    "wandb": "wandb.Wandb",
+}
+
+
+def is_lightning_logger(candidate: Any) -> bool:
+    """Whether `candidate` is a Lightning logger, as an instance or as a class."""
+    return issubclass(candidate, Logger) if isinstance(candidate, type) else isinstance(candidate, Logger)
+
+
+def make_tracker(name: str, args: BaseArguments, folder: LogFolder | None = None) -> Tracker:
+    """The tracker for a name in `TRACKERS`.
+
+    Args:
+        name: its name.
+        args: the run's arguments.
+        folder: where the trackers of a Trainer write files; default a new one.
+    """
+    module, _, kind = TRACKERS[name].partition(".")
+    make: type[Tracker] = getattr(importlib.import_module(f"hftrainer_lightning.trackers.{module}"), kind)
+    return make(args, LogFolder(args) if folder is None else folder)
+
+
+def make_trackers(
+    names: Iterable[str], loggers: Iterable[Logger], args: BaseArguments, folder: LogFolder
+) -> list[Tracker]:
+    """The trackers that do not have a callback class of their own.
+
+    Args:
+        names: names in `TRACKERS`.
+        loggers: the user's own loggers.
+        args: the run's arguments.
+        folder: where they write files.
+    """
+    own = [make_tracker(name, args, folder) for name in names]
+    return [*own, *(Tracker(args, folder, given) for given in loggers)]
+
+
+class CallbackMetricsLogger(Logger):
+    """Receives what Lightning's callbacks log when there is no logger; some callbacks refuse to run without one.
+
+    Args:
+        receive: called with the numbers by name.
+        folder: for callbacks that write to their logger's folder.
+    """
+
+    def __init__(self, receive: Callable[[Mapping[str, float]], None], folder: str) -> None:
+        super().__init__()
+        self._receive = receive
+        self._folder = folder
+
+    @property
+    def name(self) -> str:
+        """Empty, so that it does not become a folder."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty, so that it does not become a folder."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The output folder."""
+        return self._folder
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass on the numbers, without the epoch that Lightning adds: every log line has it already."""
+        values = {name: to_number(value) for name, value in metrics.items()}
+        numbers = {name: value for name, value in values.items() if isinstance(value, (int, float)) and name != "epoch"}
+        for name in values.keys() - numbers.keys() - {"epoch"}:
+            logger.warning("%s=%r is not a number: it is left out of the log line.", name, values[name])
+        self._receive(numbers)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the hyperparameters are in `training_args.bin`."""

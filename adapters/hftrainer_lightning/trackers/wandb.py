@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 
 from hftrainer.compat import peers
 from hftrainer_lightning.trackers.tracker import (
-    OF_THE_WHOLE_RUN,
+    SUMMARY_METRICS,
     Tracker,
     adapters_of,
     arguments_of,
@@ -31,7 +31,7 @@ STEP = "train/global_step"
 _SIZE = "model/num_parameters"
 
 
-class _OnTrainSteps(WandbLogger):
+class _TrainStepLogger(WandbLogger):
     """Plots over the Trainer's steps; Lightning's own logger uses an axis of another name."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Wandb(Tracker):
             run = wandb.init(project=project, **{key: value for key, value in naming.items() if value is not None})
         run.define_metric(STEP)
         run.define_metric("*", step_metric=STEP, step_sync=True)
-        return _OnTrainSteps(experiment=run)
+        return _TrainStepLogger(experiment=run)
 
     def start_trial(self, name: str | None) -> None:
         """Start a new run for the trial, and end the previous one. In a sweep, the agent has started it already."""
@@ -85,9 +85,9 @@ class Wandb(Tracker):
     def write(self, logs: Mapping[str, Any], state: TrainerState) -> None:
         """Write the line; values of the whole run go into its summary."""
         run = self.logger.experiment
-        for name in OF_THE_WHOLE_RUN & logs.keys():
+        for name in SUMMARY_METRICS & logs.keys():
             run.summary[name] = logs[name]
-        curves = {name: value for name, value in logs.items() if name not in OF_THE_WHOLE_RUN}
+        curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
         self.logger.log_metrics(renamed(curves), step=state.global_step)
 
     def predicted(self, metrics: Mapping[str, Any], model: Any, state: TrainerState) -> None:

@@ -102,7 +102,7 @@ def test_names(found):
         "clipping": 1.0,
         "unwrapped": True,
         "engine": "DeepSpeedEngine",
-        "strategy": "StaysInPlace",
+        "strategy": "KeepDeviceStrategy",
         "shown": True,
     }
 

@@ -14,7 +14,7 @@ from hftrainer.data import randomness
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.parallel import devices
 from hftrainer.strategies.strategy import ReplicasStrategy
-from hftrainer_lightning.strategies.precision import precision_plugin
+from hftrainer_lightning.precision import precision_plugin
 from tests.support.checks import assert_refused, make, plan_of, problems
 from tests.support.processes import ROOT
 from tests.support.releases import TORCH

@@ -5,21 +5,29 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from hftrainer_lightning import private_api
-from hftrainer_lightning.hooks import TuningHooks
+from hftrainer_lightning.private_api.callbacks import (
+    name_of_batch_size,
+    name_of_learning_rate,
+    skip_training_after_search,
+    updates_learning_rate,
+)
+from hftrainer_lightning.private_api.trainer import hide_lightning_tips, restore_keyboard_interrupts
+
+if TYPE_CHECKING:
+    from hftrainer.training.planner import TrialSteps
 
 
-class _Trial(pl.LightningModule):
+class _FinderModule(pl.LightningModule):
     """The model as Lightning's finders need it: with attributes that they change, and loaders that read them."""
 
-    def __init__(self, model: torch.nn.Module, hooks: TuningHooks, size_name: str, rate_name: str) -> None:
+    def __init__(self, model: torch.nn.Module, hooks: TrialSteps, size_name: str, rate_name: str) -> None:
         super().__init__()
         self.model = model
         self._hooks = hooks
@@ -45,32 +53,32 @@ _LIGHTNING = logging.getLogger("lightning.pytorch")
 Build = Callable[..., pl.Trainer]
 
 
-def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TuningHooks, model: torch.nn.Module) -> int:
+def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TrialSteps, model: torch.nn.Module) -> int:
     """The largest batch that fits into memory, in samples, found by `finder`."""
-    name = private_api.name_of_batch_size(finder)
-    trial = _Trial(model, hooks, name, "learning_rate")
+    name = name_of_batch_size(finder)
+    trial = _FinderModule(model, hooks, name, "learning_rate")
     _run(build, finder, hooks, trial)
     return int(getattr(trial, name))
 
 
 def find_learning_rate(
-    build: Build, finder: LearningRateFinder, hooks: TuningHooks, model: torch.nn.Module
+    build: Build, finder: LearningRateFinder, hooks: TrialSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None when it finds none, or with `update_attr=False`.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
-    _run(build, finder, hooks, _Trial(model, hooks, "batch_size", private_api.name_of_learning_rate(finder)))
+    _run(build, finder, hooks, _FinderModule(model, hooks, "batch_size", name_of_learning_rate(finder)))
     found = finder.optimal_lr
-    return found.suggestion() if found is not None and private_api.updates_learning_rate(finder) else None
+    return found.suggestion() if found is not None and updates_learning_rate(finder) else None
 
 
 def _run(
-    build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TuningHooks, trial: pl.LightningModule
+    build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TrialSteps, trial: pl.LightningModule
 ) -> None:
     """Fit until the finder is done. Lightning restores model and optimizer; this restores the random states."""
-    private_api.end_when_found(finder)
-    with isolate_rng(), private_api.quiet(), private_api.keyboard_interrupts_restored(), warnings.catch_warnings():
+    skip_training_after_search(finder)
+    with isolate_rng(), hide_lightning_tips(), restore_keyboard_interrupts(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
         level = _LIGHTNING.level

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -28,19 +28,27 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.compat.reading import fitting
-from hftrainer_lightning import private_api
+from hftrainer_lightning.private_api.callbacks import (
+    checkpoint_state,
+    checks_on_train_epoch_end,
+    first_layers,
+    leaves_masks,
+    pruned_module,
+    starts_at_fraction,
+)
+from hftrainer_lightning.private_api.training import in_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
-    from hftrainer_lightning.hooks import RunHooks
+    from hftrainer.training.loop import TrainingLoop
     from hftrainer_lightning.module import TrainerModule
 
 #: Lightning's own keys in a checkpoint; all others come from callbacks.
-_KEPT_ELSEWHERE = ("state_dict", "epoch", "global_step")
+_LIGHTNING_KEYS = ("state_dict", "epoch", "global_step")
 #: Callbacks that search for a setting before training, and do not run during it.
 FINDERS = (BatchSizeFinder, LearningRateFinder)
 #: Callbacks that run during training only.
-OF_TRAINING = (StochasticWeightAveraging, WeightAveraging)
+TRAINING_ONLY = (StochasticWeightAveraging, WeightAveraging)
 #: Callbacks that change weights when an epoch ends: after the checkpoint of its last step.
 _AT_EPOCH_END = (ModelPruning, WeightAveraging)
 _HOOKS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_fit_start"]
@@ -58,77 +66,119 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-def check_callbacks(callbacks: Sequence[Callback], **run: Any) -> list[str]:
-    """An error message for each callback that cannot work; keywords as in `_refusal`."""
-    found = [reason for callback in callbacks if (reason := _refusal(callback, **run)) is not None]
-    if first_of(callbacks, ModelPruning) and first_of(callbacks, WeightAveraging):
-        found.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
-    return found
+class RunFacts(NamedTuple):
+    """What decides whether a callback can work.
 
-
-def _refusal(
-    callback: Callback,
-    *,
-    accumulate_grad_batches: int,
-    finds_batch_size: bool,
-    evaluates: bool,
-    automatic_optimization: bool,
-    knows_epochs: bool,
-    several: bool,
-    strategy: Strategy,
-) -> str | None:
-    """Why a callback cannot work with the arguments of the run; None when it can.
-
-    Args:
-        callback: the callback.
+    Attributes:
+        strategy: how the processes share the model.
+        has_several_processes: whether the run has several processes.
         accumulate_grad_batches: micro-batches per optimizer step.
         finds_batch_size: whether the Trainer searches for the batch size itself.
         evaluates: whether the run evaluates.
         automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
-        several: whether the run has several processes.
-        strategy: how the processes share the model.
     """
-    name = type(callback).__name__
-    if strategy.shards and isinstance(callback, (ModelPruning, *OF_TRAINING)):
-        by = strategy.argument
-        return f"{name} changes full weights, and {by} shards them: train without {by}, or without {name}."
-    if strategy.fixes_accumulation and isinstance(callback, GradientAccumulationScheduler):
-        return (
-            f"{name} cannot tell {strategy.argument} how many micro-batches a step has: set "
-            "gradient_accumulation_steps instead."
-        )
-    if isinstance(callback, ModelPruning) and private_api.leaves_masks(callback):
-        return (
-            f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
-            "from_pretrained cannot read: leave it at True."
-        )
-    if isinstance(callback, GradientAccumulationScheduler):
-        if not automatic_optimization:
-            return f"{name} cannot work with a training_step of your own: set gradient_accumulation_steps instead."
-        if accumulate_grad_batches != 1:
-            return (
-                f"gradient_accumulation_steps={accumulate_grad_batches} and {name} both set the accumulation: leave "
-                "the argument at 1."
-            )
-    share = isinstance(callback, StochasticWeightAveraging) and private_api.starts_at_fraction(callback)
-    if share and not knows_epochs:
-        return f"{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer."
-    if isinstance(callback, EarlyStopping) and not (evaluates or private_api.checks_on_train_epoch_end(callback)):
-        return f"{name}(monitor={callback.monitor!r}) reads evaluations, and the run has none: set eval_strategy."
-    if isinstance(callback, ModelCheckpoint) and not evaluates and str(callback.monitor).startswith("eval_"):
-        return f"{name}(monitor={callback.monitor!r}) waits for evaluations, and the run has none: set eval_strategy."
-    if isinstance(callback, FINDERS):
-        if several:
-            return f"{name} is not supported yet in several processes: run it in one, and set its result."
-        if isinstance(callback, BatchSizeFinder) and finds_batch_size:
-            return f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
-        if own := [hook for hook in _HOOKS if _overrides(callback, hook, *FINDERS)]:
-            return (
-                f"{name}.{own[0]} would run trial steps during training, which would be counted and logged: "
-                f"a {FINDERS[isinstance(callback, LearningRateFinder)].__name__} searches once, before training."
-            )
-    return None
+
+    strategy: Strategy
+    has_several_processes: bool
+    accumulate_grad_batches: int
+    finds_batch_size: bool
+    evaluates: bool
+    automatic_optimization: bool
+    knows_epochs: bool
+
+
+def _waits_for_evaluations(callback: Any, run: RunFacts) -> bool:
+    return not run.evaluates and str(callback.monitor).startswith("eval_")
+
+
+#: Kind of callback, when it cannot work, and the message. The first that holds for a callback is shown.
+_CHECKS: tuple[tuple[Any, Callable[[Any, RunFacts], bool], str], ...] = (
+    (
+        (ModelPruning, *TRAINING_ONLY),
+        lambda _, run: run.strategy.shards,
+        "{name} changes full weights, and {strategy} shards them: train without {strategy}, or without {name}.",
+    ),
+    (
+        GradientAccumulationScheduler,
+        lambda _, run: run.strategy.fixes_accumulation,
+        "{name} cannot tell {strategy} how many micro-batches a step has: set gradient_accumulation_steps instead.",
+    ),
+    (
+        ModelPruning,
+        lambda pruning, _: leaves_masks(pruning),
+        "{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
+        "from_pretrained cannot read: leave it at True.",
+    ),
+    (
+        GradientAccumulationScheduler,
+        lambda _, run: not run.automatic_optimization,
+        "{name} cannot work with a training_step of your own: set gradient_accumulation_steps instead.",
+    ),
+    (
+        GradientAccumulationScheduler,
+        lambda _, run: run.accumulate_grad_batches != 1,
+        "gradient_accumulation_steps={accumulation} and {name} both set the accumulation: leave the argument at 1.",
+    ),
+    (
+        StochasticWeightAveraging,
+        lambda averaging, run: starts_at_fraction(averaging) and not run.knows_epochs,
+        "{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer.",
+    ),
+    (
+        EarlyStopping,
+        lambda stopping, run: not (run.evaluates or checks_on_train_epoch_end(stopping)),
+        "{name}(monitor={monitor!r}) reads evaluations, and the run has none: set eval_strategy.",
+    ),
+    (
+        ModelCheckpoint,
+        _waits_for_evaluations,
+        "{name}(monitor={monitor!r}) waits for evaluations, and the run has none: set eval_strategy.",
+    ),
+    (
+        FINDERS,
+        lambda _, run: run.has_several_processes,
+        "{name} is not supported yet in several processes: run it in one, and set its result.",
+    ),
+    (
+        BatchSizeFinder,
+        lambda _, run: run.finds_batch_size,
+        "auto_find_batch_size and {name} both search for the batch size: use only one of them.",
+    ),
+    (
+        FINDERS,
+        lambda finder, _: bool(_own_hooks(finder)),
+        "{name}.{hook} would run trial steps during training, which would be counted and logged: a {finder} searches "
+        "once, before training.",
+    ),
+)
+
+
+def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
+    """An error message for each callback that cannot work."""
+    found = [message for callback in callbacks for message in _problems(callback, run)[:1]]
+    if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):
+        found.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
+    return found
+
+
+def _problems(callback: Callback, run: RunFacts) -> list[str]:
+    words = {
+        "name": type(callback).__name__,
+        "strategy": run.strategy.argument,
+        "accumulation": run.accumulate_grad_batches,
+        "monitor": getattr(callback, "monitor", None),
+        "hook": next(iter(_own_hooks(callback)), None),
+        "finder": next((kind.__name__ for kind in FINDERS if isinstance(callback, kind)), None),
+    }
+    return [
+        text.format(**words) for kind, fails, text in _CHECKS if isinstance(callback, kind) and fails(callback, run)
+    ]
+
+
+def _own_hooks(finder: Callback) -> list[str]:
+    """Hooks that a subclass of a finder overrides."""
+    return [hook for hook in _HOOKS if _overrides(finder, hook, *FINDERS)]
 
 
 def _overrides(callback: Callback, hook: str, *besides: type) -> bool:
@@ -140,26 +190,28 @@ def _overrides(callback: Callback, hook: str, *besides: type) -> bool:
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def save(trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callback]) -> tuple[Any, dict[str, Any]]:
+def collect_state(
+    trainer: pl.Trainer, module: TrainerModule, callbacks: Sequence[Callback]
+) -> tuple[Any, dict[str, Any]]:
     """The callbacks' contribution to a checkpoint.
 
     Returns:
         The weights to save instead of the model's own, by the names of the model's state dict (None: the model's own);
         and the state to save besides: `{"callbacks": states by state_key, ...}`, empty when there is none.
     """
-    states = {callback.state_key: state for callback in callbacks if (state := private_api.state_of(callback))}
+    states = {callback.state_key: state for callback in callbacks if (state := checkpoint_state(callback))}
     kept: dict[str, Any] = {"callbacks": states} if states else {}
-    if first_of(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-        kept["epoch_ended"] = module.epoch_ended
-    if (pruning := first_of(callbacks, ModelPruning)) is not None:
-        kept["pruning"] = keep_pruning(pruning, module)
+    if find_callback(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        kept["epoch_ended"] = module.has_epoch_ended
+    if (pruning := find_callback(callbacks, ModelPruning)) is not None:
+        kept["pruning"] = _pruning_state(pruning, module)
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
         return None, kept
     own = _weights_shown(trainer, module)
     checkpoint = {"state_dict": own, "epoch": trainer.current_epoch, "global_step": trainer.global_step, **kept}
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
-    kept = {name: value for name, value in checkpoint.items() if name not in _KEPT_ELSEWHERE}
+    kept = {name: value for name, value in checkpoint.items() if name not in _LIGHTNING_KEYS}
     if (weights := checkpoint["state_dict"]) is own:
         return None, kept
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
@@ -170,13 +222,8 @@ def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]
     return {} if trainer.strategy.shards else module.state_dict()  # type: ignore[attr-defined]
 
 
-def detached(kept: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the state with its own tensors: the model's change while other weights are in it."""
-    return copy.deepcopy(kept)
-
-
 @contextlib.contextmanager
-def in_place(
+def put_weights_into_model(
     model: torch.nn.Module, weights: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
     """Put the weights to save into the model, so that any code that saves it saves them; then restore its own.
@@ -205,13 +252,13 @@ def _swap(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
             other[name].copy_(kept)
 
 
-def restore(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any]) -> None:
-    """Restore callbacks from what `save` returned, after `setup` and before `on_fit_start`, as Lightning does.
+def restore_state(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any]) -> None:
+    """Restore callbacks from what `collect_state` returned, after `setup` and before `on_fit_start`, as Lightning does.
 
     The model must hold the checkpoint's weights already.
     """
-    if (pruning := first_of(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
-        restore_pruning(pruning, module, kept["pruning"])
+    if (pruning := find_callback(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
+        _restore_pruning(pruning, module, kept["pruning"])
     checkpoint = {"state_dict": _weights_shown(trainer, module), "callbacks": {}, **copy.deepcopy(dict(kept))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -227,34 +274,20 @@ def restore(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any])
 # ---- Schedules, and parameters that are frozen -----------------------------------------------------------------------
 
 
-def first_of(callbacks: Iterable[Callback], kind: type[Any] | tuple[type[Any], ...]) -> Any:
+def find_callback(callbacks: Iterable[Callback], kind: type[Any] | tuple[type[Any], ...]) -> Any:
     """The first callback of a kind, or None."""
     return next((callback for callback in callbacks if isinstance(callback, kind)), None)
 
 
-def accumulation_at(callbacks: Iterable[Callback], epoch: int, default: int) -> int:
-    """Micro-batches per optimizer step in an epoch."""
-    scheduler = first_of(callbacks, GradientAccumulationScheduler)
-    return default if scheduler is None else scheduler.get_accumulate_grad_batches(epoch)
-
-
-def freeze_before_training(callbacks: Iterable[Callback], module: TrainerModule) -> bool:
-    """Let callbacks that unfreeze gradually freeze their layers before the optimizer is made; whether any did."""
-    freezing = [callback for callback in callbacks if isinstance(callback, BaseFinetuning)]
-    for callback in freezing:
-        callback.freeze_before_training(module)
-    return bool(freezing)
-
-
-def unfreeze_what_is_trained(callbacks: Iterable[Callback], optimizer: torch.optim.Optimizer) -> None:
+def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torch.optim.Optimizer) -> None:
     """Unfreeze the parameters in the optimizer: on resume Lightning freezes them and leaves them frozen."""
-    if first_of(callbacks, BaseFinetuning) is not None:
+    if find_callback(callbacks, BaseFinetuning) is not None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.requires_grad_(True)
 
 
-def begin_epoch_in_the_middle(trainer: pl.Trainer, module: TrainerModule) -> None:
+def announce_resumed_epoch(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Announce an epoch that is resumed in the middle to callbacks that prepare each epoch: Lightning does not."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
@@ -262,20 +295,20 @@ def begin_epoch_in_the_middle(trainer: pl.Trainer, module: TrainerModule) -> Non
             callback.on_train_epoch_start(trainer, module)
 
 
-def end_epoch_before(trainer: pl.Trainer, module: TrainerModule) -> None:
+def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Run callbacks that change weights at an epoch's end, when resuming from a checkpoint of its last step."""
-    with private_api.in_previous_epoch(trainer):
+    with in_previous_epoch(trainer):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, _AT_EPOCH_END):
                 callback.on_train_epoch_end(trainer, module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: RunHooks) -> None:
+def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: TrainingLoop) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
     Lightning does it in an extra epoch, which would exceed the Trainer's number of steps.
     """
-    averaging = first_of(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
+    averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     averaged = averaging is not None and averaging.n_averaged is not None
     if averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
         update_bn(hooks.batches(), _Forward(module.model, hooks))
@@ -284,7 +317,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: RunHook
 class _Forward(torch.nn.Module):
     """A model whose forward takes a batch, as the Trainer's loss does."""
 
-    def __init__(self, model: torch.nn.Module, hooks: RunHooks) -> None:
+    def __init__(self, model: torch.nn.Module, hooks: TrainingLoop) -> None:
         super().__init__()
         self.model = model
         self._hooks = hooks
@@ -294,41 +327,31 @@ class _Forward(torch.nn.Module):
         self._hooks.evaluate_loss(self.model, batch)
 
 
-def keep_pruning(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, Any]:
-    """The state for a resumed run: masks, the values that they hide, and the values before training."""
-    first_values = [layer["data"].state_dict() for layer in private_api.first_layers(pruning)]
-    return {"masks": _masks(module), "first_values": first_values}
+# ---- Pruning ---------------------------------------------------------------------------------------------------------
 
 
-def restore_pruning(pruning: ModelPruning, module: torch.nn.Module, kept: Mapping[str, Any]) -> None:
-    """Restore what `keep_pruning` returned, after the callback's `setup`."""
-    _put_masks(module, kept["masks"])
-    _restore_first_values(pruning, kept["first_values"])
-
-
-def _restore_first_values(pruning: ModelPruning, first_values: Sequence[Any]) -> None:
-    for layer, values in zip(private_api.first_layers(pruning), first_values, strict=True):
-        layer["data"].load_state_dict(values)
-        for index, name in layer["names"]:
-            first = getattr(layer["data"], name)
-            live = getattr(private_api.pruned_module(pruning, index), f"{name}_orig", None)
-            if live is not None and torch.equal(first, live):
-                # After Lightning has reset weights to them, it trains on their storage, so training changes them too.
-                first.data = live.data
-
-
-def _masks(module: torch.nn.Module) -> dict[str, Any]:
-    """The masks of pruned parameters, and the unmasked values, with which training continues."""
-    return {
+def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, Any]:
+    """The masks, the values that they hide, with which training continues, and the values before training."""
+    masks = {
         name: {"mask": mask, "original": module.get_parameter(f"{name}_orig").data}
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
+    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in first_layers(pruning)]}
 
 
-def _put_masks(module: torch.nn.Module, masks: Mapping[str, Any]) -> None:
-    for path, saved in masks.items():
+def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Restore what `_pruning_state` returned, after the callback's `setup`."""
+    for path, saved in state["masks"].items():
         parent, _, name = path.rpartition(".")
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, saved["mask"])
         getattr(owner, f"{name}_orig").data.copy_(saved["original"])
+    for layer, values in zip(first_layers(pruning), state["first_values"], strict=True):
+        layer["data"].load_state_dict(values)
+        for index, name in layer["names"]:
+            first = getattr(layer["data"], name)
+            live = getattr(pruned_module(pruning, index), f"{name}_orig", None)
+            if live is not None and torch.equal(first, live):
+                # After Lightning has reset weights to them, it trains on their storage, so training changes them too.
+                first.data = live.data

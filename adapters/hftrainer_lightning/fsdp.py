@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from hftrainer.checkpointing import distributed
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer_lightning import private_api
-from hftrainer_lightning.strategies.base import Prepared, StrategySettings
-from hftrainer_lightning.strategies.precision import precision_plugin
+from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api.trainer import PrecisionFromPlan, SharedMeshStrategy
+from hftrainer_lightning.strategies import PreparedModelStrategy, StrategySettings
 
 
-class _Sharded(Prepared):
+class _FsdpStrategy(PreparedModelStrategy):
     """What both versions of FSDP share."""
 
     sync_each_batch = False
@@ -44,7 +44,7 @@ class _Sharded(Prepared):
         return distributed.optimizer_state(self.model, optimizer, whole=True)
 
 
-class ShardedByFsdp1(private_api.OwnPrecision, _Sharded, FSDPStrategy):
+class Fsdp1Strategy(PrecisionFromPlan, _FsdpStrategy, FSDPStrategy):
     """A model sharded by FSDP1."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
@@ -53,7 +53,7 @@ class ShardedByFsdp1(private_api.OwnPrecision, _Sharded, FSDPStrategy):
         self.precision_plugin = precision
 
 
-class ShardedByFsdp2(_Sharded, private_api.SharesMesh):
+class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
     """A model sharded by FSDP2, or split by tensor parallelism."""
 
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
@@ -71,6 +71,6 @@ class ShardedByFsdp2(_Sharded, private_api.SharesMesh):
 def build(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy."""
     first = plan.sharding is not None and plan.sharding.version == 1
-    sharded = (ShardedByFsdp1 if first else ShardedByFsdp2)(plan, precision_plugin(plan, settings.scaler))
+    sharded = (Fsdp1Strategy if first else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
     sharded.sync_each_batch = settings.sync_each_batch
     return sharded

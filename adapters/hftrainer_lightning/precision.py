@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer_lightning import private_api
+from hftrainer_lightning.private_api.trainer import announce_gradients, has_listeners
 
 
-class PlainSteps(Precision):
+class PlainPrecision(Precision):
     """Steps as in a plain loop: no context around them, and backward before the optimizer is called.
 
     Lightning nests two contexts around each step, and passes backward to the optimizer as a closure: the optimizer's
@@ -35,13 +35,13 @@ class PlainSteps(Precision):
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Scale the loss, and announce it to who watches."""
-        if private_api.is_watched(module.trainer):
+        if has_listeners(module.trainer):
             return super().pre_backward(tensor, module)
         return tensor if self.scaler is None else self.scaler.scale(tensor)
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
         """Announce the end of the backward pass."""
-        if private_api.is_watched(module.trainer):
+        if has_listeners(module.trainer):
             return super().post_backward(tensor, module)
         module.on_after_backward()
         return tensor.detach()
@@ -53,7 +53,7 @@ class PlainSteps(Precision):
         closure()
         if model.automatic_optimization:
             self.unscale(optimizer)
-        private_api.announce_gradients(self, model, optimizer)
+        announce_gradients(self, model, optimizer)
         if hasattr(optimizer, "fused_backward"):
             return None
         kind: Any = type(optimizer)
@@ -79,11 +79,11 @@ def _no_closure(kind: Any) -> tuple[None, ...]:
     return (None,) * len(needed)
 
 
-class FullPrecision(PlainSteps):
+class FullPrecision(PlainPrecision):
     """Float32 throughout."""
 
 
-class ForwardAutocast(PlainSteps, MixedPrecision):
+class ForwardAutocast(PlainPrecision, MixedPrecision):
     """Autocast around the model's `forward` only, with float32 outputs, as in accelerate.
 
     Lightning's own plugin wraps the whole training step, so a loss computed outside the model (`compute_loss`,

@@ -1,18 +1,21 @@
-"""What our strategies share: model and optimizer stay where the Trainer put them; and which accelerator they use."""
+"""Lightning's strategies for one device and for replicas (DDP), what all of ours share, and the accelerator."""
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.plugins import load
+from hftrainer_lightning.precision import precision_plugin
 
 
 class StrategySettings(NamedTuple):
@@ -29,7 +32,7 @@ class StrategySettings(NamedTuple):
     sync_each_batch: bool = False
 
 
-class StaysInPlace(Strategy):
+class KeepDeviceStrategy(Strategy):
     """Keeps model and optimizer on their device when a run ends, and leaves a `device_map` model where it is.
 
     Lightning moves both to the CPU; Trainer users then call `evaluate()` and `generate()` on the device.
@@ -52,7 +55,7 @@ class StaysInPlace(Strategy):
         self.checkpoint_io.teardown()
 
 
-class Prepared(StaysInPlace, ParallelStrategy):
+class PreparedModelStrategy(KeepDeviceStrategy, ParallelStrategy):
     """A model that is sharded before Lightning begins, because its optimizer is made before."""
 
     plan: LightningPlan
@@ -74,10 +77,68 @@ class Prepared(StaysInPlace, ParallelStrategy):
         return torch.device(self.plan.device)
 
 
+class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
+    """One process on one device."""
+
+
+class Replicas(KeepDeviceStrategy, DDPStrategy):
+    """A replica of the model in each process.
+
+    Args:
+        device: of this process. Lightning counts visible devices, but a launcher may show each process only its own.
+        settings: keywords of `DDPStrategy`.
+    """
+
+    def __init__(self, device: torch.device, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._device = device
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self._device
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        """The index of a GPU; on other devices None, for which Lightning would open a CUDA stream."""
+        return super().determine_ddp_device_ids() if self.root_device.type == "cuda" else None
+
+    sync_each_batch = False
+
+    def block_backward_sync(self) -> Any:
+        """Skip the all-reduce for all micro-batches of a step but the last, unless `sync_each_batch`."""
+        return contextlib.nullcontext() if self.sync_each_batch else super().block_backward_sync()
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
+
+        DDP's wrapper would give all processes the buffers of the first.
+        """
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context():
+            return self.lightning_module.validation_step(*args, **kwargs)
+
+
+def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
+    """The strategy for one device, or for replicas."""
+    device, precision = torch.device(plan.device), precision_plugin(plan, settings.scaler)
+    if not plan.processes.several:
+        return SingleDevice(device=device, precision_plugin=precision)
+    replicas = Replicas(
+        device,
+        precision_plugin=precision,
+        process_group_backend=plan.process_group_backend,
+        timeout=timedelta(seconds=plan.timeout),
+        **{"find_unused_parameters": settings.find_unused_parameters, **plan.ddp},
+    )
+    replicas.sync_each_batch = settings.sync_each_batch
+    return replicas
+
+
 def accelerator(kind: str) -> str | Accelerator:
     """Lightning's accelerator: its name, or one of our own."""
     if kind == "xla":
-        return load("xla", "lightning").Accelerator()
+        own: Accelerator = load("xla", "lightning").Accelerator()
+        return own
     if kind not in UNSUPPORTED_BY_LIGHTNING:
         return kind
     module = device_module(kind)
@@ -92,7 +153,7 @@ def accelerator(kind: str) -> str | Accelerator:
             module.empty_cache()
 
         def get_device_stats(self, device: Any) -> dict[str, Any]:
-            return module.memory_stats(device)
+            return dict(module.memory_stats(device))
 
         @staticmethod
         def parse_devices(devices: Any) -> Any:
@@ -104,11 +165,11 @@ def accelerator(kind: str) -> str | Accelerator:
 
         @staticmethod
         def auto_device_count() -> int:
-            return module.device_count()
+            return int(module.device_count())
 
         @staticmethod
         def is_available() -> bool:
-            return module.is_available()
+            return bool(module.is_available())
 
         @staticmethod
         def name() -> str:

@@ -16,7 +16,7 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from hftrainer.parallel.environment import STARTED_BY, RankInfo
 from hftrainer.parallel.process_group import disconnect_at_exit
-from hftrainer_lightning import private_api
+from hftrainer_lightning.private_api.trainer import start_script_again
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _GRACE_AFTER_FAILURE = 3.0
 _SECONDS_BETWEEN_LOOKS = 0.5
 
 
-class Launched(ClusterEnvironment):
+class LaunchedEnvironment(ClusterEnvironment):
     """Gives Lightning this process's ranks, for any launcher, without reading or writing `os.environ`.
 
     Lightning guesses which of its own environments applies, and some clear the launcher's variables when a run ends.
@@ -81,7 +81,7 @@ class Launched(ClusterEnvironment):
         return self._rank_info.rank // self._rank_info.local_world_size
 
 
-def start_others(rank_info: RankInfo, timeout: float) -> None:
+def start_other_processes(rank_info: RankInfo, timeout: float) -> None:
     """Start the script once more for each further device, when it uses several without a launcher.
 
     No process is left running: the others end with this one, and this one ends with the first of them that fails, also
@@ -95,15 +95,15 @@ def start_others(rank_info: RankInfo, timeout: float) -> None:
     if rank_info.started:
         starter = int(os.environ.get(STARTED_BY, os.getpid()))
         if starter != os.getpid():
-            _follow(starter)
+            _exit_with_parent(starter)
         return
     os.environ[STARTED_BY] = str(os.getpid())
-    launcher = private_api.start_script_again(LightningEnvironment(), rank_info.world_size)
+    launcher = start_script_again(LightningEnvironment(), rank_info.world_size)
     disconnect_at_exit()  # after the others have ended: the store through which they meet is in this process
-    atexit.register(_wait_for, launcher.procs, timeout)
+    atexit.register(_wait_for_others, launcher.procs, timeout)
 
 
-def _wait_for(others: list[subprocess.Popen[Any]], timeout: float) -> None:
+def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> None:
     """Wait for the others to end; only briefly when this process ends by an exception.
 
     Lightning kills this process when another fails, but looks only every few seconds.
@@ -127,9 +127,9 @@ def _wait_for(others: list[subprocess.Popen[Any]], timeout: float) -> None:
         os._exit(1)  # an exception in a function of `atexit` would leave the status at 0
 
 
-def _follow(starter: int) -> None:
+def _exit_with_parent(starter: int) -> None:
     """End this process when the one that started it ends, for any reason. Starts one thread per process."""
-    if any(thread.name == _follow.__name__ for thread in threading.enumerate()):
+    if any(thread.name == _exit_with_parent.__name__ for thread in threading.enumerate()):
         return
 
     def watch() -> None:
@@ -137,4 +137,4 @@ def _follow(starter: int) -> None:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
         os._exit(1)
 
-    threading.Thread(target=watch, name=_follow.__name__, daemon=True).start()
+    threading.Thread(target=watch, name=_exit_with_parent.__name__, daemon=True).start()

@@ -1,1 +1,0 @@
-"""Support for Lightning's callbacks beyond their hooks: checkpoints, schedules, finders, pruning."""

@@ -1,1 +1,0 @@
-"""From the plan to Lightning's strategy, precision plugin and accelerator."""
