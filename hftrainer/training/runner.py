@@ -15,8 +15,8 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.folders import complete_rotation, keep_only
+from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.folder import clear_stale, complete_rotation, keep_only
 from hftrainer.compat.overrides import has_length, is_overridden, make_scheduler, runs_backward
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -113,7 +113,7 @@ class TrainingRunner:
         trainer = self.trainer
         output_dir, processes = str(trainer.args.output_dir), trainer.accelerator.processes
         if trainer.args.should_save:
-            staging.clear_stale(output_dir)
+            clear_stale(output_dir)
         processes.barrier()
         if not is_reference(resume_from_checkpoint):
             return processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
@@ -328,7 +328,7 @@ class TrainingRunner:
         if trainer.args.should_save:
             asks_later = is_overridden(self.trainer, "_get_output_dir")
             run_dir = None if asks_later else trainer._get_output_dir(trial)
-            self.components.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
+            self.components.checkpoint_writer.added.begin_run(run_dir)
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume from the checkpoint of a complete run: load, announce and upload it, without training."""
