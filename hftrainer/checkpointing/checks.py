@@ -6,6 +6,7 @@ Wrong values would otherwise raise an error later, in a step of training, that d
 from __future__ import annotations
 
 import json
+import os
 import reprlib
 import zipfile
 from collections.abc import Mapping
@@ -90,13 +91,16 @@ def _why_not_begun(path: Path) -> str | None:
 
 
 def _why_not_loaded(path: Path) -> str | None:
-    archive = _is_archive(path)
-    if archive and not _ends_as_archive(path):
-        return "has extra bytes at its end"
+    is_archive = _is_archive(path)
+    if is_archive:
+        with path.open("rb") as file:
+            file.seek(-_END_LENGTH, os.SEEK_END)
+            if not file.read().startswith(_END_OF_ARCHIVE):
+                return "has extra bytes at its end"
     try:
         read_torch(str(path), mmap=True)
     except UnsafeCheckpoint:  # such as training_args.bin: the archive can be checked without unpickling its objects
-        damaged = _damaged_member(path) if archive else None
+        damaged = _damaged_member(path) if is_archive else None
         return None if damaged is None else f"is damaged at {damaged}"
     except DamagedCheckpoint as error:
         return f"cannot be read ({error.__cause__})"
@@ -110,12 +114,6 @@ def _is_archive(path: Path) -> bool:
         return False
 
 
-def _ends_as_archive(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-_END_LENGTH, 2)
-        return file.read().startswith(_END_OF_ARCHIVE)
-
-
 def _damaged_member(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
@@ -126,21 +124,17 @@ def _damaged_member(path: Path) -> str | None:
 
 def _why_not_text(path: Path) -> str | None:
     """Files of other formats are read as text: vocabularies, templates, model cards."""
-    content = path.read_bytes()
-    if not content:
-        return "is empty"
     try:
-        content.decode("utf-8")
+        return None if path.read_text(encoding="utf-8") else "is empty"
     except UnicodeDecodeError:
         return "is not text, and its format cannot be checked"
-    return None
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------
 
 
 def check_values(found: Any, now: Any, name: str = "the state") -> None:
-    """Check that plain values have the types of those that they replace; nothing is said of further ones.
+    """Check that plain values have the types of those that they replace; further values are not checked.
 
     Raises:
         TypeError: names the value.
@@ -152,19 +146,19 @@ def check_values(found: Any, now: Any, name: str = "the state") -> None:
             raise TypeError(f"{name} lacks {missing[0]!r}")
         for key, value in now.items():
             check_values(found[key], value, str(key))
-    elif not _like(found, now):
+    elif not _is_like(found, now):
         raise TypeError(f"{name} is {reprlib.repr(found)}, not such as {reprlib.repr(now)}")
 
 
-def _like(found: Any, now: Any) -> bool:
+def _is_like(found: Any, now: Any) -> bool:
     if now is None or (found is None and (isinstance(now, bool) or not isinstance(now, _NEEDED))):  # such as `fused`
         return not isinstance(found, torch.Tensor) or found.numel() == 1
     if isinstance(now, list):  # of parameter groups, which callbacks add to
         enough = isinstance(found, (list, tuple)) and len(found) >= len(now)
-        return enough and all(_like(each, now[0]) for each in found if now)
+        return enough and all(_is_like(each, now[0]) for each in found if now)
     if isinstance(now, tuple):
         same = isinstance(found, (list, tuple)) and len(found) == len(now)
-        return same and all(_like(one, each) for one, each in zip(found, now, strict=True))
+        return same and all(_is_like(one, each) for one, each in zip(found, now, strict=True))
     if isinstance(now, _NUMBERS) and not isinstance(now, bool):
         return isinstance(found, _NUMBERS) and (not isinstance(found, torch.Tensor) or found.numel() == 1)
     return isinstance(found, type(now))

@@ -54,10 +54,11 @@ def save(value: Any, path: str) -> Entry | None:
         file: Any = _StreamedFile(path, opened, thread)
         try:
             torch.save(value, file)
-            return file.finish()
+            entry: Entry | None = file.finish()
         except BaseException as error:
             # torch ends its archive after an error too, and raises that this fails.
             raise (file.error or error) from None
+    return entry
 
 
 class _StreamedFile:

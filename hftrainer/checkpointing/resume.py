@@ -146,7 +146,8 @@ def _read_optimizer(path: str) -> dict[str, Any]:
     """The state of an optimizer, as torch numbers it."""
     projectors = [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
     with torch.serialization.safe_globals(projectors):
-        return read_torch(path)
+        state: dict[str, Any] = read_torch(path)
+    return state
 
 
 def load_optimizer_and_scheduler(
@@ -201,12 +202,15 @@ def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer
         )
 
 
-def _load_plain(target: Any, path: str) -> None:
-    """Load the state of a scheduler or a scaler: plain values, of the types that it has now."""
+def _load_plain(target: Any, path: str) -> bool:
+    """Load the state of a scheduler or a scaler, plain values of the types that it has now, if the file is there."""
+    if not os.path.isfile(path):
+        return False
     state = read_torch(path)
     with fitting(path):
         check_values(state, target.state_dict())
         target.load_state_dict(state)
+    return True
 
 
 def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -220,19 +224,13 @@ def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict
 
 def load_scheduler(folder: str, scheduler: Any) -> None:
     """Load the scheduler's state, in place."""
-    path = os.path.join(folder, names.SCHEDULER_NAME)
-    if os.path.isfile(path):
-        _load_plain(scheduler, path)
-    else:
+    if not _load_plain(scheduler, os.path.join(folder, names.SCHEDULER_NAME)):
         logger.warning("%s lacks the scheduler state: the scheduler starts from scratch.", folder)
 
 
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
     """Load the loss scale, in place."""
-    path = os.path.join(folder, names.SCALER_NAME)
-    if os.path.isfile(path):
-        _load_plain(scaler, path)
-    else:
+    if not _load_plain(scaler, os.path.join(folder, names.SCALER_NAME)):
         logger.warning("%s lacks the loss scale: the scaler starts from scratch.", folder)
 
 
@@ -241,7 +239,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     if folder is None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
-    states = read_torch(path) if os.path.isfile(path) else {}
+    states: dict[str, Any] = read_torch(path) if os.path.isfile(path) else {}
     with fitting(path):
         check_values(states, {"callbacks": {}} if "callbacks" in states else {})
     return states

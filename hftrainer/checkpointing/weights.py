@@ -205,7 +205,8 @@ def shards_in(index: str) -> list[str]:
 
 def _read_index(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        index: dict[str, Any] = json.load(file)
+    return index
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
