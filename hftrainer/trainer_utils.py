@@ -20,7 +20,7 @@ from hftrainer.arguments.choices import (
     SchedulerType,
     spelled,
 )
-from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.checkpointing.folder import get_last_checkpoint
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.compat.overrides import has_length, is_measured, number_of_arguments
 from hftrainer.data.randomness import enable_full_determinism, seed_worker, set_seed

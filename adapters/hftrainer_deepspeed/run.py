@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.checkpointing.deepspeed_parts import has_states, read_tag, write_tag
+from hftrainer.checkpointing.weights import has_states, read_tag, write_tag
 from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
 from hftrainer.parallel.plan import LightningPlan

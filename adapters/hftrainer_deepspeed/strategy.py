@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.distributed import to_be_written
-from hftrainer.checkpointing.weights import load_sharded_weights
+from hftrainer.checkpointing.sharded import load_sharded_weights, to_be_written
 from hftrainer.compat import peers
 from hftrainer.errors import UnsupportedArgument, WrongConfig
 from hftrainer.parallel.plan import LightningPlan

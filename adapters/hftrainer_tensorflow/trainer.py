@@ -17,7 +17,7 @@ import torch
 
 from hftrainer import integrations
 from hftrainer.arguments import legacy
-from hftrainer.checkpointing.folders import get_last_checkpoint
+from hftrainer.checkpointing.folder import get_last_checkpoint
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import create_optimizer

@@ -327,7 +327,7 @@ class CurrentArguments:
         500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.", "4.1", "trainer_callback"
     )
     save_total_limit: int | None = arg(
-        None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1", "checkpointing.folders"
+        None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1", "checkpointing.folder"
     )
     save_only_model: bool = arg(
         False, "Save no optimizer, scheduler and random states; not resumable.", "4.40", "trainer: _save_checkpoint"

@@ -1,5 +1,7 @@
 """File names in a checkpoint folder, as `transformers.Trainer` reads and writes them."""
 
+import os
+
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
@@ -9,6 +11,11 @@ SCALER_NAME = "scaler.pt"
 #: Written under FSDP: one file each for the whole weights and the whole optimizer state, or a folder of parts for each.
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 FSDP_OPTIMIZER_NAME = "optimizer"
+#: State of a sharded model → the folder of the parts from each process.
+PARTS = {"model": f"{FSDP_MODEL_NAME}_0", "optimizer": f"{FSDP_OPTIMIZER_NAME}_0"}
+LIST_OF_PARTS = ".metadata"
+#: State of a sharded model → the file with the whole of it.
+WHOLES = {"model": f"{FSDP_MODEL_NAME}.bin", "optimizer": f"{FSDP_OPTIMIZER_NAME}.bin"}
 #: Only ours: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 #: Only ours: sizes and checksums of all other files.
@@ -30,3 +37,8 @@ def progress_name(process_index: int, world_size: int) -> str:
 def rng_name(process_index: int, world_size: int) -> str:
     """The file with the random states of one process."""
     return "rng_state.pth" if world_size <= 1 else f"rng_state_{process_index}.pth"
+
+
+def holds(files: dict[str, str], kind: str, folder: str) -> bool:
+    """Whether a checkpoint holds the 'model' or the 'optimizer' in the layout `files`, `PARTS` or `WHOLES`."""
+    return os.path.exists(os.path.join(folder, files[kind]))

@@ -16,7 +16,7 @@ import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.plausible import check_values
+from hftrainer.checkpointing.checks import check_values
 from hftrainer.compat.reading import check_fields, fitting, read_torch
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import numpy_state_types

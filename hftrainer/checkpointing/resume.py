@@ -14,11 +14,10 @@ import torch
 
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
-from hftrainer.checkpointing import distributed, names
-from hftrainer.checkpointing.distributed import WHOLES
-from hftrainer.checkpointing.folders import get_last_checkpoint
-from hftrainer.checkpointing.manifest import Changes, changes
-from hftrainer.checkpointing.plausible import check_optimizer_state, check_values
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.checks import check_optimizer_state, check_values
+from hftrainer.checkpointing.folder import CheckpointFolder, Inspection, get_last_checkpoint
+from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.compat.reading import fitting, read_torch
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
@@ -73,14 +72,14 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
             f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint: it lacks "
             f"{names.TRAINER_STATE_NAME}.{hint}"
         )
-    found = changes(folder)
-    if (reason := found.damage(folder)) is not None:
+    found = CheckpointFolder(folder).inspect()
+    if (reason := found.why_unusable) is not None:
         accepting = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True takes the newest whole "
             f"one){accepting if found.can_be_accepted else '.'}"
         )
-    _warn_of(found, folder)
+    _warn_of_changes(found)
     return folder
 
 
@@ -89,13 +88,13 @@ def _accept_command(folder: str) -> str:
     return f"python -m hftrainer checkpoint --accept {shlex.quote(folder)}"
 
 
-def _warn_of(found: Changes, folder: str) -> None:
-    if found:
+def _warn_of_changes(found: Inspection) -> None:
+    if found.changes:
         logger.warning(
             "%s was changed since it was written (%s). It is used in its current state. To accept it permanently: %s",
-            folder,
-            found,
-            _accept_command(folder),
+            found.folder,
+            found.changes,
+            _accept_command(str(found.folder)),
         )
 
 
@@ -104,11 +103,10 @@ def why_not_loaded(best: str) -> str | None:
 
     A callback may have converted them after saving, so readable changes are accepted here too.
     """
-    found = changes(best, only_weights=True)
-    reason = found.damage(best)
-    if reason is None:
-        _warn_of(found, best)
-    return reason
+    found = CheckpointFolder(best).inspect(only_weights=True)
+    if found.why_unusable is None:
+        _warn_of_changes(found)
+    return found.why_unusable
 
 
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
@@ -144,8 +142,12 @@ _PROJECTORS = {
 }
 
 
-def _projectors() -> list[Any]:
-    return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
+def _read_optimizer(path: str) -> dict[str, Any]:
+    """The state of an optimizer, as torch numbers it."""
+    projectors = [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
+    with torch.serialization.safe_globals(projectors):
+        state: dict[str, Any] = read_torch(path)
+    return state
 
 
 def load_optimizer_and_scheduler(
@@ -162,24 +164,20 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    parts, whole = (distributed.holds(files, "optimizer", folder) for files in (distributed.PARTS, distributed.WHOLES))
-    if not ((os.path.isfile(optimizer_file) or parts or whole) and os.path.isfile(scheduler_file)):
+    has_parts, has_whole = (holds(files, "optimizer", folder) for files in (PARTS, WHOLES))
+    if not ((os.path.isfile(optimizer_file) or has_parts or has_whole) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     before = [dict(group) for group in optimizer.param_groups]
-    if parts:
-        distributed.load_optimizer_parts(model, optimizer, folder)
-    elif whole:
-        _load_whole(folder, model, optimizer)
+    if sharded or has_parts or has_whole:
+        from hftrainer.checkpointing.sharded import load_optimizer  # imports torch's FSDP
+
+        load_optimizer(model, optimizer, folder, lambda: _read_optimizer(optimizer_file))
     else:
-        with torch.serialization.safe_globals(_projectors()):
-            state = read_torch(optimizer_file)
-        if sharded:
-            distributed.load_whole_optimizer(model, optimizer, distributed.by_name(state, model, optimizer))
-        else:
-            with fitting(optimizer_file):
-                check_optimizer_state(state, optimizer)
-                optimizer.load_state_dict(_for_device(state, optimizer))
+        state = _read_optimizer(optimizer_file)
+        with fitting(optimizer_file):
+            check_optimizer_state(state, optimizer)
+            optimizer.load_state_dict(_for_device(state, optimizer))
     _load_plain(scheduler, scheduler_file)
     _warn_of_kept(before, optimizer)
 
@@ -204,12 +202,15 @@ def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer
         )
 
 
-def _load_plain(target: Any, path: str) -> None:
-    """Load the state of a scheduler or a scaler: plain values, of the types that it has now."""
+def _load_plain(target: Any, path: str) -> bool:
+    """Load the state of a scheduler or a scaler, plain values of the types that it has now, if the file is there."""
+    if not os.path.isfile(path):
+        return False
     state = read_torch(path)
     with fitting(path):
         check_values(state, target.state_dict())
         target.load_state_dict(state)
+    return True
 
 
 def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -221,26 +222,15 @@ def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict
     return state
 
 
-def _load_whole(folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    path = os.path.join(folder, distributed.WHOLES["optimizer"])
-    distributed.load_whole_optimizer(model, optimizer, read_torch(path) if distributed.is_first() else {})
-
-
 def load_scheduler(folder: str, scheduler: Any) -> None:
     """Load the scheduler's state, in place."""
-    path = os.path.join(folder, names.SCHEDULER_NAME)
-    if os.path.isfile(path):
-        _load_plain(scheduler, path)
-    else:
+    if not _load_plain(scheduler, os.path.join(folder, names.SCHEDULER_NAME)):
         logger.warning("%s lacks the scheduler state: the scheduler starts from scratch.", folder)
 
 
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
     """Load the loss scale, in place."""
-    path = os.path.join(folder, names.SCALER_NAME)
-    if os.path.isfile(path):
-        _load_plain(scaler, path)
-    else:
+    if not _load_plain(scaler, os.path.join(folder, names.SCALER_NAME)):
         logger.warning("%s lacks the loss scale: the scaler starts from scratch.", folder)
 
 
@@ -249,7 +239,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     if folder is None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
-    states = read_torch(path) if os.path.isfile(path) else {}
+    states: dict[str, Any] = read_torch(path) if os.path.isfile(path) else {}
     with fitting(path):
         check_values(states, {"callbacks": {}} if "callbacks" in states else {})
     return states

@@ -7,24 +7,29 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
-from hftrainer.checkpointing import distributed, names
-from hftrainer.checkpointing.deepspeed_parts import has_states, holds_parts, missing_part
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.compat import peers
-from hftrainer.compat.reading import fitting, read_weights
+from hftrainer.compat.reading import fitting, plain_name, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.releases.followed import installed_release
 
 logger = logging.getLogger(__name__)
 
-
 #: Maximum size of a file of a plain module's weights; libraries' `save_pretrained` has its own limit.
 MAX_SHARD_SIZE = "5GB"
+#: DeepSpeed's files with the name of the folder of the newest states.
+_LATEST, _UNIVERSAL = "latest", "latest_universal"
+#: A process's part of parameters or optimizer states: its rank, and what it shares with the parts of other ranks.
+_PART = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_(\w+\.pt)$")
+_MODEL_STATES = "model_states.pt"
 
 
 def save_weights(
@@ -92,7 +97,7 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
     for name, tensor in tensors.items():
         same.setdefault(id(tensor), []).append(name)
     weight_map: dict[str, str] = {}
-    safe_files = _weights_files(folder, [names.SAFE_WEIGHTS_NAME], [names.SAFE_WEIGHTS_INDEX_NAME])
+    safe_files = weights_files(folder, [names.SAFE_WEIGHTS_NAME], [names.SAFE_WEIGHTS_INDEX_NAME])
     for path in safe_files or [os.path.join(folder, names.ADAPTER_SAFE_WEIGHTS_NAME)]:
         written = {name: tensor.clone() for name, tensor in read_weights(path).items()}
         for name in [name for name in written if name in tensors]:
@@ -102,7 +107,7 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
         torch.save(written, os.path.join(folder, file))
         weight_map.update(dict.fromkeys(written, file))
         os.remove(path)
-    if (index := _first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME)) is not None:
+    if (index := first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME)) is not None:
         metadata = _read_index(index)["metadata"]
         with open(os.path.join(folder, names.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as opened:
             json.dump({"metadata": metadata, "weight_map": weight_map}, opened, indent=2, sort_keys=True)
@@ -111,14 +116,14 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    by_fsdp = any(distributed.holds(files, "model", folder) for files in (distributed.PARTS, distributed.WHOLES))
-    return by_fsdp or holds_parts(folder) or bool(_weights_files(folder) or _adapter_folders(folder))
+    by_fsdp = any(holds(files, "model", folder) for files in (PARTS, WHOLES))
+    return by_fsdp or holds_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
     """The first missing file of weights that are in several: shards of an index, or parts; None if none is missing."""
-    lists = [os.path.join(folder, parts, ".metadata") for parts in distributed.PARTS.values()]
-    needed = [*_weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
+    lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in PARTS.values()]
+    needed = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in needed if not os.path.isfile(path)), None) or missing_part(folder)
 
 
@@ -134,47 +139,6 @@ class LoadResult(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_sharded_weights(model: torch.nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
-    """Load the weights in `folder` into a model that is sharded over processes; all processes must call it.
-
-    Args:
-        model: the model.
-        folder: written by a sharded model, or by any other.
-        only_trained: do not load frozen weights, as with adapters.
-
-    Returns:
-        Missing and unexpected weights; None for a folder of parts, where all must match.
-
-    Raises:
-        CheckpointNotFound: when there are none, or only adapters, which a sharded model cannot load.
-    """
-    if distributed.holds(distributed.PARTS, "model", folder):
-        distributed.load_model_parts(model, folder, only_trained=only_trained)
-        return None
-    whole = _first_file(folder, distributed.WHOLES["model"])
-    paths = _weights_files(folder) if whole is None else [whole]
-    if not paths:
-        raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
-    paths = paths if distributed.needs_whole_weights(model) else []
-    weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if whole is None and paths and not distributed.names_of(model) <= weights.keys():
-        weights = _converted(model, folder) or weights
-    missing, unexpected = distributed.load_whole_model(model, weights)
-    return LoadResult([] if only_trained else missing, unexpected)
-
-
-def _converted(model: torch.nn.Module, folder: str) -> dict[str, torch.Tensor]:
-    """The weights in a folder under the names of a transformers model; empty for other models."""
-    from torch.distributed.fsdp import FSDPModule
-
-    bare: Any = getattr(model, "_fsdp_wrapped_module", model)
-    if not peers.is_pretrained(bare):
-        return {}
-    # FSDP2 makes a new class; find the original one.
-    own: Any = next(kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule))
-    return own.from_pretrained(folder, config=bare.config).state_dict()
-
-
 def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     """Load the weights in `folder` into `model`, in place.
 
@@ -184,13 +148,15 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     Raises:
         CheckpointNotFound: when there are none.
     """
-    if distributed.holds(distributed.PARTS, "model", folder):
-        distributed.load_model_parts(model, folder, only_trained=peers.is_peft(model))
-    elif paths := _weights_files(folder):
+    if holds(PARTS, "model", folder):
+        from hftrainer.checkpointing.sharded import load_model_parts  # imports torch's FSDP
+
+        load_model_parts(model, folder, only_trained=peers.is_peft(model))
+    elif paths := weights_files(folder):
         return _load_files(model, paths) if _names_fit(model, paths) else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
-    elif (whole := _first_file(folder, distributed.WHOLES["model"])) is not None:
+    elif (whole := first_file(folder, WHOLES["model"])) is not None:
         return _load_files(model, [whole])
     elif has_states(folder):
         raise CheckpointNotFound(
@@ -205,20 +171,21 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     return None
 
 
-def _first_file(folder: str, *candidates: str) -> str | None:
+def first_file(folder: str, *candidates: str) -> str | None:
+    """The path of the first of these files that is in a folder."""
     paths = (os.path.join(folder, candidate) for candidate in candidates)
     return next((path for path in paths if os.path.isfile(path)), None)
 
 
-def _weights_files(
+def weights_files(
     folder: str,
     wholes: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
     indices: Sequence[str] = (names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME),
 ) -> list[str]:
     """The file with the weights, or the shards that an index lists: the first kind found."""
-    if (whole := _first_file(folder, *wholes)) is not None:
+    if (whole := first_file(folder, *wholes)) is not None:
         return [whole]
-    if (index := _first_file(folder, *indices)) is None:
+    if (index := first_file(folder, *indices)) is None:
         return []
     with fitting(index):
         return shards_in(index)
@@ -238,7 +205,8 @@ def shards_in(index: str) -> list[str]:
 
 def _read_index(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
-        return json.load(file)
+        index: dict[str, Any] = json.load(file)
+    return index
 
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
@@ -252,7 +220,7 @@ def _adapter_folders(folder: str) -> dict[str | None, str]:
 
 
 def _adapter_file(folder: str) -> str | None:
-    return _first_file(folder, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
+    return first_file(folder, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
 
 
 def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
@@ -268,7 +236,7 @@ def _load_converted(model: Any, folder: str) -> LoadResult:
     `from_pretrained` can convert them back.
     """
     if not peers.is_pretrained(model):
-        return _load_files(model, _weights_files(folder))
+        return _load_files(model, weights_files(folder))
     converted, found = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
     missing = sorted(found["missing_keys"])
     # The model keeps its own values of these; the converted one has new random values.
@@ -307,3 +275,62 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
         read_weights(str(_adapter_file(path)))  # its error for an unreadable file is clearer than PEFT's
         known = adapter in model.peft_config  # keeps its trainability and precision; a new adapter is frozen
         model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)
+
+
+# ---- Parts in DeepSpeed's files; they are read without DeepSpeed -----------------------------------------------------
+
+
+def has_states(folder: str, *, universal: bool = False) -> bool:
+    """Whether a checkpoint holds DeepSpeed states."""
+    return os.path.isfile(os.path.join(folder, _UNIVERSAL if universal else _LATEST))
+
+
+def read_tag(folder: str, *, universal: bool = False) -> str:
+    """The name of the folder of the newest states, in a checkpoint; '' if nothing names it.
+
+    Raises:
+        DamagedCheckpoint: if the name is not that of a folder in the checkpoint.
+    """
+    path = os.path.join(folder, _UNIVERSAL if universal else _LATEST)
+    if not os.path.isfile(path):
+        return ""
+    with fitting(path), open(path, encoding="utf-8") as file:
+        return plain_name(file.read().strip())
+
+
+def write_tag(folder: str, tag: str) -> None:
+    """Name the newest states of a checkpoint, as DeepSpeed does."""
+    with open(os.path.join(folder, _LATEST), "w", encoding="utf-8") as file:
+        file.write(tag)
+
+
+def holds_parts(folder: str) -> bool:
+    """Whether a checkpoint holds the model in DeepSpeed's files, as far as they name each other."""
+    tags = (read_tag(folder, universal=universal) for universal in (False, True))
+    return any(name.endswith(_MODEL_STATES) for tag in tags if tag for name in _names_in(os.path.join(folder, tag)))
+
+
+def missing_part(folder: str) -> str | None:
+    """The first missing file of the states that are there; None if none is missing, or if there are no states."""
+    if not (tag := read_tag(folder)):
+        return None
+    states = os.path.join(folder, tag)
+    found = _names_in(states)
+    if not found:
+        return None
+    if not any(name.endswith(_MODEL_STATES) for name in found):
+        return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
+    missing = [name for name in _all_parts(found) if name not in found]
+    return os.path.join(states, missing[0]) if missing else None
+
+
+def _names_in(folder: str) -> list[str]:
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def _all_parts(found: Iterable[str]) -> list[str]:
+    """The parts that ranks 0 to the highest write, if each writes what any of them has written."""
+    parts = [(name, match) for name in found if (match := _PART.match(name))]
+    ranks = range(1 + max((int(match[1]) for _, match in parts), default=-1))
+    kinds = {(name[: match.start(1)], match[2]) for name, match in parts}
+    return [f"{before}{rank}_{after}" for rank in ranks for before, after in sorted(kinds)]

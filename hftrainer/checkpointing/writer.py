@@ -8,16 +8,19 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
-from hftrainer.checkpointing import staging, streamed
-from hftrainer.checkpointing.staging import AddedFiles
+from hftrainer.checkpointing import files, names
+from hftrainer.checkpointing.files import Entry
+from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotWritten
 
 logger = logging.getLogger(__name__)
@@ -52,22 +55,46 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
     )
 
 
-@contextlib.contextmanager
-def _discarding_partial(path: str) -> Iterator[None]:
-    """Remove a partially written checkpoint after an error in the block.
+@dataclass(eq=False)
+class CheckpointInProgress:
+    """A checkpoint from its first file until it is announced.
 
-    Raises:
-        OSError: if the disk is full, but torch or safetensors raised another error for it.
+    Attributes:
+        folder: where it is written.
+        then: called when it is complete.
+        if_failed: called in the caller's thread if the storage fails.
+        writes: left to the background, until the checkpoint is filled.
+        written: path → manifest entry, for large files that the writer has written.
+        futures: writes that another thread does while the checkpoint is filled.
+        announcements: called in the caller's thread when it is complete.
+        published: done when it is complete; None if it is not written in the background.
     """
-    try:
-        yield
-    except BaseException as error:
-        folder = staging.staging_folder(path)
-        full = folder.is_dir() and shutil.disk_usage(folder).free < _FULL_BELOW
-        staging.discard(path)
-        if full and not isinstance(error, OSError) and is_storage_error(error, os.path.dirname(path)):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-        raise
+
+    folder: CheckpointFolder
+    then: Callable[[], None]
+    if_failed: Callable[[], None]
+    writes: list[Callable[[], None]] = field(default_factory=list)
+    written: dict[str, Entry] = field(default_factory=dict)
+    futures: list[Future[None]] = field(default_factory=list)
+    announcements: list[Callable[[], None]] = field(default_factory=list)
+    published: Future[None] | None = None
+
+    @contextlib.contextmanager
+    def discarding_partial(self) -> Iterator[None]:
+        """Remove a partially written checkpoint after an error in the block.
+
+        Raises:
+            OSError: if the disk is full, but torch or safetensors raised another error for it.
+        """
+        try:
+            yield
+        except BaseException as error:
+            folder = self.folder
+            full = folder.staging.is_dir() and shutil.disk_usage(folder.staging).free < _FULL_BELOW
+            folder.discard()
+            if full and not isinstance(error, OSError) and is_storage_error(error, str(folder.path.parent)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
 
 
 class CheckpointWriter:
@@ -93,22 +120,18 @@ class CheckpointWriter:
     ) -> None:
         self.in_background = in_background
         self.stop_on_error = stop_on_error
-        self._to_cpu = to_cpu
         self.added = AddedFiles()
         self.failed = False
-        self._jobs: list[Callable[[], None]] | None = None
-        self._in_other_thread = False
-        self._meanwhile: list[Future[None]] = []
-        self._pending: Future[None] | None = None
-        self._path = ""
-        self._announcements: list[Callable[[], None]] = []
-        self._if_failed: Callable[[], None] | None = None
+        self._to_cpu = to_cpu
+        self._filled: CheckpointInProgress | None = None
+        self._pending: CheckpointInProgress | None = None
+        self._uses_other_thread = False
         self._thread: ThreadPoolExecutor | None = None
         self._stager: Any = None
 
     @contextlib.contextmanager
     def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
-        """Write a checkpoint; yields the folder to fill, or None if the storage has no room for one.
+        """Write a checkpoint; yields the folder to fill, or None if the storage cannot hold one.
 
         Args:
             path: its folder.
@@ -119,72 +142,73 @@ class CheckpointWriter:
             CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
         """
         self.wait()
-        self.failed, self._if_failed = False, if_failed
-        folder = staging.staging_folder(path)
-        with self._reporting(path), _discarding_partial(path):
-            staging.begin(folder)
+        current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
+        self.failed = False
+        with self._reporting(path, if_failed), current.discarding_partial():
+            current.folder.begin()
         if self.failed:
             yield None
             return
-        with self._reporting(path):
-            with _discarding_partial(path), self._collecting() as jobs:
-                yield str(folder)
+        with self._reporting(path, if_failed):
+            with current.discarding_partial():
+                self._filled = current
+                try:
+                    yield str(current.folder.staging)
+                finally:
+                    self._filled = None
+                    # Otherwise the other thread would go on writing into a folder that is discarded.
+                    wait(current.futures)
+                for future in current.futures:
+                    future.result()
             if self.in_background:
-                self._path = path
-                self._pending = self._executor.submit(self._finish, path, jobs, then)
+                current.published = self._executor.submit(self._publish, current)
+                self._pending = current
             else:
-                self._finish(path, jobs, then)
+                self._publish(current)
 
-    @contextlib.contextmanager
-    def _collecting(self) -> Iterator[list[Callable[[], None]]]:
-        """Collect the writes in the block, if they are for the background; wait for those of the other thread."""
-        jobs: list[Callable[[], None]] = []
-        self._jobs = jobs if self.in_background else None
+    def _publish(self, current: CheckpointInProgress) -> None:
+        """Do the writes that were left, rename the folder, and call `then`."""
+        with current.discarding_partial():
+            for write in current.writes:
+                write()
+            self.added.copy_to(current.folder)
+            current.folder.publish(current.written)
         try:
-            yield jobs
-        finally:
-            self._jobs = None
-            written, self._meanwhile = self._meanwhile, []
-            wait(written)
-        for each in written:
-            each.result()
-
-    def _finish(self, path: str, jobs: list[Callable[[], None]], then: Callable[[], None]) -> None:
-        """Do the collected writes, rename the folder, and call `then`."""
-        with _discarding_partial(path):
-            for job in jobs:
-                job()
-            self.added.take(Path(path), staging.staging_folder(path))
-            staging.publish(path)
-        try:
-            then()
+            current.then()
         except OSError as error:
             logger.warning("Older checkpoints could not be deleted: %s", error)
 
     @property
     def collects(self) -> bool:
-        """Whether writes are collected for later, and so need a copy."""
-        return self._jobs is not None
+        """Whether writes are left for later, and so need a copy."""
+        return self.in_background and self._filled is not None
 
     def when_done(self, announce: Callable[[], None]) -> None:
         """Call `announce` once the last checkpoint is complete, now or in a `poll` or `wait`; never if it failed."""
         if self._pending is not None:
-            self._announcements.append(announce)
+            self._pending.announcements.append(announce)
         elif not self.failed:
             announce()
 
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
-        self.call(lambda values: streamed.save(values, path), value)
+        # An override may rewrite a file that is written now, so its checksum is computed later.
+        written = self._filled.written if self._filled and (self.collects or self._uses_other_thread) else {}
+
+        def write(values: Any) -> None:
+            if (entry := files.save(values, path)) is not None:
+                written[path] = entry
+
+        self.call(write, value)
 
     def call(self, write: Callable[[Any], None], values: Any) -> None:
         """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
         values = self._to_cpu(values)
-        if self._jobs is not None:
+        if self._filled is not None and self.in_background:
             copied = self._copied(values)
-            self._jobs.append(lambda: write(copied))
-        elif self._in_other_thread:
-            self._meanwhile.append(self._executor.submit(write, values))
+            self._filled.writes.append(lambda: write(copied))
+        elif self._filled is not None and self._uses_other_thread:
+            self._filled.futures.append(self._executor.submit(write, values))
         else:
             write(values)
 
@@ -194,20 +218,20 @@ class CheckpointWriter:
 
         Their values must not change until then, and devices must have computed them.
         """
-        self._in_other_thread = True
+        self._uses_other_thread = True
         try:
             yield
         finally:
-            self._in_other_thread = False
+            self._uses_other_thread = False
 
     def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""
-        self.failed, self._if_failed = False, None
-        return self._reporting(path)
+        self.failed = False
+        return self._reporting(path, lambda: None)
 
     def poll(self) -> None:
         """Announce a checkpoint that was finished in the background."""
-        if self._pending is not None and self._pending.done():
+        if self._pending is not None and self._pending.published is not None and self._pending.published.done():
             self.wait()
 
     def wait(self) -> None:
@@ -217,14 +241,13 @@ class CheckpointWriter:
             CheckpointNotWritten: with `stop_on_error`, when it could not be written.
         """
         pending, self._pending = self._pending, None
-        if pending is None:
+        if pending is None or pending.published is None:
             return
-        announcements, self._announcements = self._announcements, []
         self.failed = False
-        with self._reporting(self._path):
-            pending.result()
+        with self._reporting(str(pending.folder.path), pending.if_failed):
+            pending.published.result()
         if not self.failed:
-            for announce in announcements:
+            for announce in pending.announcements:
                 announce()
 
     def wait_ignoring_errors(self) -> None:
@@ -244,7 +267,8 @@ class CheckpointWriter:
             self._thread = self._stager = None
 
     @contextlib.contextmanager
-    def _reporting(self, path: str) -> Iterator[None]:
+    def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
+        """Skip the checkpoint after an error of the storage in the block, or raise it with `stop_on_error`."""
         try:
             yield
         except Exception as error:
@@ -252,8 +276,7 @@ class CheckpointWriter:
                 raise
             self.failed = True
             reason = error.strerror if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS else str(error)
-            if self._if_failed is not None:
-                self._if_failed()
+            if_failed()
             message = f"{path} could not be written ({reason}); its partial files were removed."
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
@@ -280,3 +303,64 @@ class CheckpointWriter:
                 )
             )
         return self._stager.stage({"values": values})["values"]
+
+
+#: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.
+_Stamp = tuple[int, int]
+#: File times may lag behind the clock by this many ns.
+_COARSE = 2_000_000_000
+
+
+class AddedFiles:
+    """Finds the files that a script writes into checkpoint folders itself, to add them to the checkpoint.
+
+    Overrides write them before they call `super()._save_checkpoint`. A killed process may have left an incomplete
+    folder; its files are not part of the checkpoint that this run writes there.
+    """
+
+    def __init__(self) -> None:
+        self._oldest: int | None = None
+        self._known: dict[Path, _Stamp] = {}
+
+    def begin_run(self, run_dir: str | None) -> None:
+        """Record the files in the folders that a run may write.
+
+        Args:
+            run_dir: the folder of its checkpoints; None when a subclass decides it only when saving: files older than
+                the run then count as those of earlier runs.
+        """
+        self._oldest = time.time_ns() - _COARSE if run_dir is None else 0
+        folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
+        self._known = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
+
+    def copy_to(self, checkpoint: CheckpointFolder) -> None:
+        """Copy the script's new files from the final folder to the staging folder, where the Trainer has no such file.
+
+        Does nothing outside a run. Links are copied as links; the manifest does not check them.
+        """
+        if self._oldest is None:
+            return
+        of_trainer = _stamps(checkpoint.staging)
+        for name, stamp in _stamps(checkpoint.path).items():
+            is_new = stamp != self._known.get(checkpoint.path / name) and stamp[0] >= self._oldest
+            if is_new and name not in of_trainer:
+                target = checkpoint.staging / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(checkpoint.path / name, target)
+        # If the step is saved again, what the Trainer has written now is not the script's.
+        self._known |= {checkpoint.path / name: stamp for name, stamp in of_trainer.items()}
+
+
+def _stamps(folder: Path) -> dict[Path, _Stamp]:
+    """The files in a folder, by relative path; nothing for a missing folder."""
+    own = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
+    paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in own]
+    return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link `target` to `source`, which may be large; copy it where the file system has no links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        shutil.copy2(source, target, follow_symlinks=False)

@@ -25,15 +25,15 @@ def add(commands: Any) -> None:
 
 
 def _accept(parser: Parser, options: argparse.Namespace) -> None:
-    from hftrainer.checkpointing.manifest import accept
+    from hftrainer.checkpointing.folder import CheckpointFolder
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
     folder = options.accept
     try:
-        found = accept(folder)
+        changes = CheckpointFolder(folder).accept().changes
     except (CheckpointNotFound, DamagedCheckpoint, OSError) as error:
         parser.fail(error, status=1)
     if options.json:
-        print(json.dumps({"folder": folder, "changes": str(found) if found else None}, indent=2))
+        print(json.dumps({"folder": folder, "changes": changes or None}, indent=2))
     else:
-        print(f"{folder} is accepted" + (f" ({found})." if found else ", all its files can be read."))
+        print(f"{folder} is accepted" + (f" ({changes})." if changes else ", all its files can be read."))

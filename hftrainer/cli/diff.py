@@ -182,7 +182,7 @@ def _data_pairs(a: str, b: str) -> Iterator[Parting]:
 
 def _folders(run: str) -> list[str]:
     """The folder itself and its checkpoints, newest first."""
-    from hftrainer.checkpointing.folders import by_step
+    from hftrainer.checkpointing.folder import by_step
 
     return [run, *by_step(run)]
 

@@ -8,6 +8,7 @@ files in the output folder, such as logs, are copied if they are small.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -17,7 +18,8 @@ from typing import Any
 
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from hftrainer.checkpointing import names, staging
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folder import clear_stale, staging_folder
 from hftrainer.hub.repository import IGNORED
 
 #: Files of at least this many bytes are linked, not copied.
@@ -31,6 +33,8 @@ _MODEL = (
     *(names.WEIGHTS_NAME, names.SAFE_WEIGHTS_NAME),
     *("adapter_config.json", names.ADAPTER_WEIGHTS_NAME, names.ADAPTER_SAFE_WEIGHTS_NAME),
 )
+#: Counts the Trainers of this process that upload.
+_trainers = itertools.count()
 
 
 def model_files(checkpoint: str) -> list[str]:
@@ -77,8 +81,9 @@ class UploadSnapshots:
     processing_class: Any = None
 
     def __post_init__(self) -> None:
-        staging.remove_stale_uploads(self.output_dir)
-        self._root = staging.new_uploads_folder(self.output_dir)
+        clear_stale(self.output_dir)
+        # A process that is killed leaves its folder, which `clear_stale` then removes.
+        self._root = staging_folder(Path(self.output_dir) / f"uploads-{next(_trainers)}")
 
     def create(self, commit: Commit) -> str:
         """Create the folder to upload for a commit.
@@ -117,16 +122,12 @@ class UploadSnapshots:
     def delete(self, snapshot: str) -> None:
         """Delete one snapshot."""
         shutil.rmtree(snapshot, ignore_errors=True)
-        self._remove_empty_folders()
+        with contextlib.suppress(OSError):  # it holds other snapshots
+            self._root.rmdir()
 
     def delete_all(self) -> None:
         """Delete all snapshots of this Trainer."""
         shutil.rmtree(self._root, ignore_errors=True)
-        self._remove_empty_folders()
-
-    def _remove_empty_folders(self) -> None:
-        for folder in (self._root, self._root.parent):
-            staging.remove_if_empty(folder)
 
 
 def _files(folder: str) -> list[str]:

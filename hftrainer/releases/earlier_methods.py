@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folders import by_step, rotate_checkpoints, sort_checkpoints
+from hftrainer.checkpointing.folder import by_step, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.resume import warn_of_changed
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.changes import add_noise_to_embeddings

@@ -15,7 +15,7 @@ from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.callbacks.progress import in_notebook
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folders import by_step
+from hftrainer.checkpointing.folder import by_step
 from hftrainer.compat.overrides import is_measured
 from hftrainer.errors import InvalidArgument, MissingPackage
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hftrainer.checkpointing import distributed, resume
-from hftrainer.checkpointing.weights import load_sharded_weights
+from hftrainer.checkpointing import names, resume, sharded
 from hftrainer.compat import peers
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
@@ -69,7 +68,7 @@ class FsdpStrategy(Strategy):
     def prepare_evaluation(self, trainer: Any) -> None:
         """Shard the model, and broadcast the buffers of rank 0, as replicas would have them."""
         super().prepare_evaluation(trainer)
-        distributed.share_buffers(trainer.model)
+        sharded.share_buffers(trainer.model)
 
     def prepare_another(self, model: nn.Module) -> nn.Module:
         """Shard a model besides the Trainer's; with tensor parallelism alone, replicate it."""
@@ -77,7 +76,7 @@ class FsdpStrategy(Strategy):
 
     def whole_weights(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full weights by name."""
-        return distributed.model_state(model, whole=True)
+        return sharded.model_state(model, whole=True)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters in the block, where the model's methods do not do it."""
@@ -113,31 +112,31 @@ class FsdpStrategy(Strategy):
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, its state."""
-        distributed.share_buffers(model)
+        sharded.share_buffers(model)
         whole = not self.writes_parts
         only_trained = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
-        self._gathered = {"model": distributed.model_state(model, whole=whole, only_trained=only_trained)}
+        self._gathered = {"model": sharded.model_state(model, whole=whole, only_trained=only_trained)}
         if optimizer is not None:
-            self._gathered["optimizer"] = distributed.optimizer_state(model, optimizer(), whole=whole)
+            self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), whole=whole)
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
         gathered = None if self.writes_parts else self._gathered.get("model")
         # A copy of the mapping: transformers empties the one that it writes.
-        return dict(gathered) if gathered is not None else distributed.model_state(model, whole=True)
+        return dict(gathered) if gathered is not None else sharded.model_state(model, whole=True)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """The whole states that were gathered."""
         for kind, state in self._gathered.items():
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
-                yield distributed.WHOLES[kind], state
+                yield names.WHOLES[kind], state
 
     def _write_parts(self, folder: str) -> None:
-        distributed.save_parts(self._gathered, folder)
+        sharded.save_parts(self._gathered, folder)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
         """Load the weights of any checkpoint, each process its part."""
-        return load_sharded_weights(model, folder, only_trained=only_trained)
+        return sharded.load_sharded_weights(model, folder, only_trained=only_trained)
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any

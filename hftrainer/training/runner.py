@@ -17,8 +17,8 @@ from torch import nn
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.folders import complete_rotation, keep_only
+from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.folder import clear_stale, complete_rotation, keep_only
 from hftrainer.compat.overrides import has_length, is_overridden, runs_backward
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
@@ -97,7 +97,7 @@ class TrainingRunner:
         output_dir = str(self.trainer.args.output_dir)
         processes = self.trainer.accelerator.processes
         if self.trainer.args.should_save:
-            staging.clear_stale(output_dir)
+            clear_stale(output_dir)
         processes.barrier()
         folder: str | None
         if not is_reference(resume_from_checkpoint):
@@ -308,7 +308,7 @@ class TrainingRunner:
                 callback.start_trial(trainer.args, trainer.state.trial_name)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
-            self.components.checkpoint_writer.added.begin_run(run_dir, trainer.state.global_step)
+            self.components.checkpoint_writer.added.begin_run(run_dir)
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume from the checkpoint of a complete run: load, announce and upload it, without training."""

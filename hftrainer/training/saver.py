@@ -16,8 +16,8 @@ from torch import nn
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.state import drop_from_json, export_states
-from hftrainer.checkpointing import names, resume, staging
-from hftrainer.checkpointing.folders import rotate_checkpoints
+from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
@@ -222,7 +222,7 @@ class CheckpointSaver:
         """
         os.makedirs(folder, exist_ok=True)
         model = self.components.bare_model
-        logger.info("Saving the model to %s.", staging.final_folder(folder))
+        logger.info("Saving the model to %s.", final_folder(folder))
         write = functools.partial(save_weights, model, folder, safe=legacy.value(self.trainer.args, "save_safetensors"))
         on_device = self.trainer.args.device.type == "xla"  # files cannot be written from there
         if weights == {}:  # DeepSpeed's weights stay in shards
@@ -304,7 +304,7 @@ class CheckpointSaver:
         processes = trainer.accelerator.processes
         others = self._gather_files_of_other_ranks()
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
-        staged = str(staging.staging_folder(path)) if trainer.args.should_save else None
+        staged = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staged])
         strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.made_optimizer)
         try:

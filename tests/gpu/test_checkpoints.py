@@ -47,15 +47,15 @@ class Copies(TrainerCallback):
 @pytest.mark.parametrize("held", [False, True], ids=["written at once", "written two steps later"])
 def test_background_save(tmp_path, monkeypatch, held):
     """It has the weights of its step: what is written at once was copied whole, what is written later is a copy."""
-    copies, threads, finish = Copies(), [], writer.CheckpointWriter._finish
+    copies, threads, publish = Copies(), [], writer.CheckpointWriter._publish
 
     def observed(self, *args):
         threads.append(threading.current_thread())
         if held:
             copies.later.wait()
-        finish(self, *args)
+        publish(self, *args)
 
-    monkeypatch.setattr(writer.CheckpointWriter, "_finish", observed)
+    monkeypatch.setattr(writer.CheckpointWriter, "_publish", observed)
     settings = {**HERE, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": True}
     background = {"lightning_config": {"async_checkpoint": True}, "trainer": {"callbacks": [copies]}}
     trainer, _ = build("hftrainer", "wide", tmp_path, **settings, **background)

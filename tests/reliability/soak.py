@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hftrainer.checkpointing.manifest import why_unusable
+from hftrainer.checkpointing.folder import CheckpointFolder
 from tests.reliability.search_job import check
 from tests.support import faults, processes
 from tests.support.checkpoints import BACKGROUND
@@ -219,7 +219,9 @@ class Run:
             excused = name in faults.OF_DISKS and any(words in printed[0] for words in FULL)
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
         for checkpoint in self.folder.glob("checkpoint-*") if "adds" in self.scenario.settings else ():
-            if why_unusable(checkpoint) is None:  # then what the script has added is whole too
+            if (
+                CheckpointFolder(checkpoint).inspect().why_not_whole is None
+            ):  # then what the script has added is whole too
                 assert (checkpoint / "before.txt").read_text() == f"{checkpoint.name}/before.txt " * 1000
         self._check_processes(group)
 
@@ -231,7 +233,8 @@ class Run:
 
     def _damage(self):
         """Harm the newest whole checkpoint, if there is another one and the best is elsewhere."""
-        whole = (folder for folder in self.folder.glob("checkpoint-*") if why_unusable(folder) is None)
+        found = self.folder.glob("checkpoint-*")
+        whole = (folder for folder in found if CheckpointFolder(folder).inspect().why_not_whole is None)
         folders = sorted(whole, key=step_of)
         if len(folders) < 2 or "load_best_model_at_end" in self.scenario.settings:
             return

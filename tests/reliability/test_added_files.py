@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 
 import hftrainer
-from hftrainer.checkpointing import staging
-from hftrainer.checkpointing.manifest import read_manifest, why_unusable
+from hftrainer.checkpointing import folder as folder_module, writer
+from hftrainer.checkpointing.files import read_manifest
+from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
 from tests.support.checkpoints import BACKGROUND, OnSave, finished
 from tests.support.differences import files_in
 from tests.support.parity import alike, assert_equal, assert_same_weights, build
@@ -62,7 +63,11 @@ def make(folder, library="hftrainer", trainer_class=WRITING, model="plain", **se
 
 def listed(folder):
     """What is in the manifest."""
-    return {path.relative_to(folder).as_posix() for path in read_manifest(folder)}
+    return set(read_manifest(folder))
+
+
+def why_not_whole(folder):
+    return CheckpointFolder(folder).inspect().why_not_whole
 
 
 @pytest.mark.parametrize("settings", [{}, {"save_only_model": True}, {"save_total_limit": 1}, BACKGROUND], ids=str)
@@ -81,7 +86,7 @@ def test_same_files_as_transformers(tmp_path, model, settings):
             assert (folder / f"{name}.txt").read_text() == f"{name} {folder.name}"
         assert {"before.txt", "deeper/before.txt"} <= listed(folder)
         assert not {"after.txt", "on_save.txt"} & listed(folder)
-        assert why_unusable(folder) is None
+        assert why_not_whole(folder) is None
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -116,14 +121,14 @@ def test_leftovers_of_a_killed_run_are_not_taken(tmp_path):
     assert (half / "before.txt").read_text() == "before checkpoint-4"
     assert {*files_in(half)} >= {"before.txt", "deeper/before.txt", "model.safetensors"}
     assert not {*files_in(half)} & stale
-    assert why_unusable(half) is None
+    assert why_not_whole(half) is None
 
 
 def test_files_of_an_earlier_checkpoint_are_not_taken(tmp_path):
     """A run in a used folder replaces its checkpoints, in which damage to the script's files is found."""
     make(tmp_path).train()
     (tmp_path / "checkpoint-4" / "before.txt").write_text("broken!!")
-    assert "before.txt" in str(why_unusable(tmp_path / "checkpoint-4"))
+    assert "before.txt" in str(why_not_whole(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "old.txt").write_text("old")
     make(tmp_path, trainer_class=saving()).train()
     assert not {"old.txt", "before.txt", "after.txt"} & {*files_in(tmp_path / "checkpoint-4")}
@@ -154,14 +159,14 @@ def test_hyperparameter_trials(tmp_path):
     for number in (0, 1):
         folder = tmp_path / f"run-{number}" / "checkpoint-4"
         assert (folder / "before.txt").read_text() == "before checkpoint-4"
-        assert why_unusable(folder) is None
+        assert why_not_whole(folder) is None
 
 
 def test_copied_where_files_cannot_be_linked(tmp_path, monkeypatch):
-    monkeypatch.setattr(staging.os, "link", mock.Mock(side_effect=OSError("no links here")))
+    monkeypatch.setattr(writer.os, "link", mock.Mock(side_effect=OSError("no links here")))
     make(tmp_path).train()
     assert (tmp_path / "checkpoint-4" / "deeper" / "before.txt").read_text() == "deeper"
-    assert why_unusable(tmp_path / "checkpoint-4") is None
+    assert why_not_whole(tmp_path / "checkpoint-4") is None
 
 
 def test_links_are_taken_as_links(tmp_path):
@@ -174,7 +179,7 @@ def test_links_are_taken_as_links(tmp_path):
 
 
 def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch, caplog):
-    original, staged = Path.rename, staging.staging_folder(tmp_path / "checkpoint-4")
+    original, staged = Path.rename, staging_folder(tmp_path / "checkpoint-4")
 
     def full(self, target):
         if self == staged:
@@ -182,11 +187,11 @@ def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch
         return original(self, target)
 
     monkeypatch.setattr(Path, "rename", full)
-    monkeypatch.setattr(staging, "_copy_in_order", lambda source, target: full(source, target))
+    monkeypatch.setattr(folder_module, "_copy_in_order", lambda source, target: full(source, target))
     make(tmp_path, trainer_class=BEFORE).train()
     assert "could not be written" in caplog.text
     assert files_in(tmp_path / "checkpoint-4") == ["before.txt", "config.json", "deeper/before.txt"]
-    assert why_unusable(tmp_path / "checkpoint-6") is None
+    assert why_not_whole(tmp_path / "checkpoint-6") is None
 
 
 def test_outside_a_run(tmp_path):

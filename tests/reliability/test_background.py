@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from safetensors.torch import load_file
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.checkpointing import manifest, staging, streamed
-from hftrainer.checkpointing.manifest import damage
+from hftrainer.checkpointing import files, folder
+from hftrainer.checkpointing.folder import CheckpointFolder, staging_folder
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotWritten
@@ -94,7 +94,7 @@ class Notes(TrainerCallback):
 )
 def test_training_does_not_wait(tmp_path, hold_back, config):
     """Lightning's plugin means the same."""
-    notes, threads = Notes(), hold_back(staging, "publish")
+    notes, threads = Notes(), hold_back(folder, "write_manifest")
     make_trainer(tmp_path, callbacks=[notes], max_steps=8, lightning_config=config).train()
     assert len(threads) == 3
     assert threading.main_thread() not in threads
@@ -121,7 +121,7 @@ def test_two_runs_with_one_trainer(tmp_path):
 
 
 def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
-    hold_back(staging, "publish")
+    hold_back(folder, "write_manifest")
     fails_once = mock.Mock(side_effect=[RuntimeError("my own bug"), None])
     trainer = make_trainer(tmp_path, callbacks=[At(4, fails_once, "on_pre_optimizer_step")], **BACKGROUND)
     with pytest.raises(RuntimeError, match="my own bug"):
@@ -162,7 +162,7 @@ def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path)
     assert found == [3, 6, 9]
     for step in found:
         assert torch.load(tmp_path / f"checkpoint-{step}" / "optimizer.pt")["mine"] == step
-        assert damage(tmp_path / f"checkpoint-{step}") is None
+        assert CheckpointFolder(tmp_path / f"checkpoint-{step}").inspect().changes == ""
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path)
 
 #: Each but the last is in a thread of its own also without `async_checkpoint`.
 PLACES = {
-    "writing": (streamed, "save", "optimizer.pt"),
-    "flushing": (manifest, "flush_to_disk", "model.safetensors"),
-    "checksum": (manifest, "_crc32", "optimizer.pt"),
-    "publishing": (staging, "publish", "checkpoint-3"),
+    "writing": (files, "save", "optimizer.pt"),
+    "flushing": (files, "flush_to_disk", "model.safetensors"),
+    "checksum": (files, "crc32_of_file", "optimizer.pt"),
+    "publishing": (folder, "write_manifest", staging_folder("checkpoint-3").name),
 }
 
 
@@ -201,7 +201,7 @@ def test_an_error(tmp_path, monkeypatch, caplog, place, background, kind):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_an_error_that_stops(tmp_path, monkeypatch, background):
-    FailsOnce(monkeypatch, staging, "publish", OSError(errno.ENOSPC, "No space left on device"))
+    FailsOnce(monkeypatch, folder, "write_manifest", OSError(errno.ENOSPC, "No space left on device"))
     trainer = make_trainer(tmp_path, lightning_config={"async_checkpoint": background, "on_save_error": "stop"})
     with pytest.raises(CheckpointNotWritten, match="checkpoint-3 could not be written"):
         trainer.train()
@@ -211,21 +211,22 @@ def test_an_error_that_stops(tmp_path, monkeypatch, background):
 
 def test_a_failed_checkpoint_waits_for_its_other_thread(tmp_path, monkeypatch, caplog):
     """Otherwise that thread would go on writing into a folder that is removed, or belongs to the next checkpoint."""
-    events, save, discard = [], streamed.save, staging.discard
+    events, save, discard = [], files.save, CheckpointFolder.discard
     # called as the weights are about to be written
-    staged = staging.staging_folder("checkpoint-3").name
-    fails = FailsOnce(monkeypatch, staging, "final_folder", OSError(errno.ENOSPC, "No space left"), staged)
+    staged = staging_folder("checkpoint-3").name
+    fails = FailsOnce(monkeypatch, saver, "final_folder", OSError(errno.ENOSPC, "No space left"), staged)
 
     def save_after_it(values, path):
         is_optimizer = "checkpoint-3" in path and path.endswith("optimizer.pt")
         if is_optimizer:
             fails.failed.wait()
-        save(values, path)
+        entry = save(values, path)
         if is_optimizer:
             events.append("written")
+        return entry
 
-    monkeypatch.setattr(streamed, "save", save_after_it)
-    monkeypatch.setattr(staging, "discard", lambda folder: events.append("discarded") or discard(folder))
+    monkeypatch.setattr(files, "save", save_after_it)
+    monkeypatch.setattr(CheckpointFolder, "discard", lambda folder: events.append("discarded") or discard(folder))
     make_trainer(tmp_path).train()
     assert fails.thread is threading.main_thread()
     assert events == ["written", "discarded"]

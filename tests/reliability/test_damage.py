@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hftrainer.__main__ import main
-from hftrainer.checkpointing import readable
-from hftrainer.checkpointing.manifest import changes
+from hftrainer.checkpointing.checks import why_unreadable
+from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
@@ -246,14 +246,14 @@ def test_every_byte_of_the_manifest(checkpoint):
     whole = manifest.read_bytes()
     for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
         flip(manifest, place, 0x01)
-        found = changes(checkpoint)
-        assert not found, place
-        assert found.damage(checkpoint) == f"{manifest} cannot be read", place
+        assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint, fault=f"{manifest} cannot be read"), (
+            place
+        )
         manifest.write_bytes(whole)
     earlier = json.loads(whole)
     del earlier["crc32"]  # as it was written before
     manifest.write_text(json.dumps(earlier))
-    assert changes(checkpoint).damage(checkpoint) is None
+    assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint)
 
 
 def test_forms(tmp_path):
@@ -261,12 +261,12 @@ def test_forms(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "vocab.txt").write_text("wörter\n")
     for name in ("old.pt", "vocab.txt"):
-        assert readable.why_unreadable(tmp_path / name) is None
+        assert why_unreadable(tmp_path / name) is None
     truncate(tmp_path / "old.pt")
     (tmp_path / "vocab.txt").write_bytes("wörter".encode()[:2])
     (tmp_path / "part.distcp").write_bytes(b"\xff\x00")
     (tmp_path / "empty.txt").touch()
-    reasons = {path.name: readable.why_unreadable(path) for path in tmp_path.iterdir()}
+    reasons = {path.name: why_unreadable(path) for path in tmp_path.iterdir()}
     assert "cannot be read" in reasons.pop("old.pt")
     assert reasons.pop("empty.txt") == "is empty"
     assert set(reasons.values()) == {"is not text, and its format cannot be checked"}

@@ -16,9 +16,9 @@ import torch
 from hypothesis import strategies as st
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
-from hftrainer.checkpointing.manifest import _crc32_of_list
-from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.checkpointing.files import crc32_of_list
+from hftrainer.checkpointing.names import MANIFEST_NAME, PARTS
+from hftrainer.checkpointing.sharded import load_model_parts, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
@@ -132,7 +132,7 @@ def load(kind):
         if kind == "model":
             load_model_parts(model, str(folder))
         else:
-            load_optimizer_parts(model, optimizer, str(folder))
+            load_optimizer(model, optimizer, str(folder), read_numbered=dict)
 
     return load_parts
 
@@ -178,7 +178,7 @@ def of_index(shard):
 
 def of_manifest(name):
     files = {name: {"size": 1, "crc32": 1}}
-    return MANIFEST_NAME, {"files": files, "crc32": _crc32_of_list(files)}
+    return MANIFEST_NAME, {"files": files, "crc32": crc32_of_list(files)}
 
 
 OUTSIDE = [

@@ -180,7 +180,7 @@ def test_uploads_called_off(hub, tmp_path):
     hub.disturb(hub.hold, "PUT")
     trainer.train()
     assert messages(hub) == [*steps(2), *steps(4, checkpoint=True)]
-    assert not list(tmp_path.rglob("_hub_uploads"))
+    assert not list(tmp_path.rglob("_tmp_*"))
 
 
 def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
@@ -207,7 +207,7 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
     trainer._finish_current_push()
     # The current model, then the pending checkpoints, oldest first.
     assert messages(hub)[2:] == ["End of training", *(f"{message}, checkpoint" for message in steps(4, 6))]
-    assert not list(tmp_path.rglob("_hub_uploads"))
+    assert not list(tmp_path.rglob("_tmp_*"))
     expected = (folder / "checkpoint-6" / "model.safetensors").read_bytes()
     assert last(hub).files["model.safetensors"] == last(hub).files["checkpoint-6/model.safetensors"] == expected
     assert "checkpoint-4/model.safetensors" in last(hub).files
@@ -314,7 +314,7 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
     assert f"the model, 'Training in progress, step 6': {words}" in caplog.text
     assert f"To upload it: hf upload me/run {tmp_path}/run/checkpoint-6" in caplog.text
     assert not messages(hub)
-    assert not (tmp_path / "run" / "_hub_uploads").exists()
+    assert not list((tmp_path / "run").glob("_tmp_*"))
     assert uploads.commits_for(deleted, "every_save", by_steps=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
@@ -349,8 +349,8 @@ def test_snapshots(tmp_path, links, monkeypatch):
     (tmp_path / "link.txt").symlink_to("_elsewhere")
     (tmp_path / "to-nothing").symlink_to("nothing")
     os.mkfifo(tmp_path / "pipe")
-    gone = "-".join([socket.gethostname(), "999999999", "1", "0"])
-    (tmp_path / "_hub_uploads" / gone / "0").mkdir(parents=True)  # of a process that was killed
+    gone = socket.gethostname().replace("-", "~")
+    (tmp_path / f"_tmp_{gone}.999999999.1_uploads-0" / "0").mkdir(parents=True)  # of a process that was killed
     made = snapshots.UploadSnapshots(str(tmp_path), SimpleNamespace(save_pretrained=save_pretrained))
     with open(tmp_path / "log.txt", "a") as log:
         snapshot = Path(made.create(snapshots.Commit(0, str(tmp_path / "checkpoint-1"), "", "message")))
@@ -364,7 +364,7 @@ def test_snapshots(tmp_path, links, monkeypatch):
     linked = {name for name in ("best.pt", "log.txt", "old.txt") if found[name].samefile(tmp_path / name)}
     assert linked == ({"best.pt"} if links else set())
     made.delete(str(snapshot))
-    assert not (tmp_path / "_hub_uploads").exists()
+    assert not list(tmp_path.glob("_tmp_*"))
 
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
     print(process.stderr)
     assert make_uploading(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
     assert not messages(hub)
-    assert not (tmp_path / "run" / "_hub_uploads").exists()  # the next run has removed it
+    assert not list((tmp_path / "run").glob("_tmp_*"))  # the next run has removed it
 
 
 # ---- At the start --------------------------------------------------------------------------------------------------

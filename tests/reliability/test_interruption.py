@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from hftrainer import Trainer
-from hftrainer.checkpointing import staging
+from hftrainer.checkpointing import folder
 from tests.reliability import job
 from tests.support.checkpoints import BACKGROUND, BEST, At, assert_same_end, finished, make_trainer
 from tests.support.faults import FailsOnce
@@ -157,7 +157,7 @@ def test_a_signal_after_the_last_step(tmp_path):
 
 
 def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
-    FailsOnce(monkeypatch, staging, "publish", OSError(28, "No space left on device"))
+    FailsOnce(monkeypatch, folder, "write_manifest", OSError(28, "No space left on device"))
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, callbacks=[at(3, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-3"]

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.checkpointing import staging
-from hftrainer.checkpointing.folders import rotate_checkpoints
+from hftrainer.checkpointing import folder as folder_module
+from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, rotate_checkpoints, staging_folder
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, At, OnSave, finished, make_trainer, truncate
 from tests.support.faults import Disk
@@ -72,7 +72,7 @@ def test_links_and_foreign_manifests(tmp_path):
     assert get_last_checkpoint(str(tmp_path / "out")) == str(checkpoint)
     shutil.move(checkpoint, tmp_path / "elsewhere")
     checkpoint.symlink_to(tmp_path / "elsewhere")
-    staging.remove(checkpoint)
+    CheckpointFolder(checkpoint).remove()
     assert names(tmp_path / "out") == []
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
@@ -101,8 +101,8 @@ def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
     """A run that begins and writes the same step leaves alone what a living process stages."""
     with monkeypatch.context() as other:
         other.setattr(os, "getpid", os.getppid)
-        theirs = staging.staging_folder(tmp_path / "checkpoint-3")
-    staging.begin(theirs)
+        theirs = staging_folder(tmp_path / "checkpoint-3")
+    theirs.mkdir()
     (theirs / "config.json").write_text("{}")
     make_trainer(tmp_path, max_steps=3).train()
     assert (theirs / "config.json").is_file()
@@ -112,13 +112,13 @@ def test_another_run_in_the_same_folder_keeps_its_own(tmp_path, monkeypatch):
 def test_what_another_machine_left(tmp_path):
     """Whether its process still runs cannot be known, so that it is removed when nobody has written there for a day."""
     folder = tmp_path / "_tmp_node~7.lan.12.3456_checkpoint-3"
-    staging.begin(folder)
+    folder.mkdir()
     (folder / "config.json").write_text("{}")
-    staging.clear_stale(str(tmp_path))
+    clear_stale(str(tmp_path))
     assert folder.is_dir()
     for path in (folder / "config.json", folder):
         os.utime(path, (0, 0))
-    staging.clear_stale(str(tmp_path))
+    clear_stale(str(tmp_path))
     assert names(tmp_path) == []
 
 
@@ -151,8 +151,8 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
     with contextlib.suppress(KeyboardInterrupt):
         make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.undo()
-    monkeypatch.setattr(staging, "is_left_behind", lambda *_: True)
-    staging.clear_stale(str(tmp_path))
+    monkeypatch.setattr(folder_module, "is_left_behind", lambda *_: True)
+    clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
     assert names(tmp_path) == ["checkpoint-3"]
 
@@ -160,10 +160,10 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
 def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
     """Where folders cannot be renamed, a process may die with half of the target there."""
     make_trainer(tmp_path, max_steps=3).train()
-    monkeypatch.setattr(staging, "is_left_behind", lambda *_: True)
-    shutil.copytree(tmp_path / "checkpoint-3", staging.staging_folder(tmp_path / "checkpoint-3"))
+    monkeypatch.setattr(folder_module, "is_left_behind", lambda *_: True)
+    shutil.copytree(tmp_path / "checkpoint-3", staging_folder(tmp_path / "checkpoint-3"))
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
-    staging.clear_stale(str(tmp_path))
+    clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
 
 

@@ -9,18 +9,26 @@ import signal
 import threading
 import zipfile
 import zlib
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from hftrainer.checkpointing import manifest, staging, streamed
-from hftrainer.checkpointing.folders import get_last_checkpoint
-from hftrainer.checkpointing.manifest import damage, write_manifest
+from hftrainer import Trainer
+from hftrainer.checkpointing import files
+from hftrainer.checkpointing.files import write_manifest
+from hftrainer.checkpointing.folder import CheckpointFolder, clear_stale, get_last_checkpoint
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from tests.support.checkpoints import finished, flip, make_trainer
 from tests.support.faults import FailsOnce
 from tests.support.jobs import names
 from tests.support.parity import assert_same_weights, leaves
+
+
+def damage(folder):
+    return CheckpointFolder(folder).inspect().why_not_whole
+
 
 LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no multiple of it
 
@@ -89,7 +97,7 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
     write_manifest(tmp_path)
     assert_listed(tmp_path)
     flip(tmp_path / name, place, 1)
-    assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written"
+    assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written, not its size"
 
 
 # ---- Streamed files --------------------------------------------------------------------------------------------------
@@ -98,18 +106,21 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
 @pytest.fixture
 def small_windows(monkeypatch):
     """The optimizer's state of a tiny model is streamed."""
-    monkeypatch.setattr(streamed, "WINDOW", 1000)
-    monkeypatch.setattr(manifest, "_LARGE", 0)
+    monkeypatch.setattr(files, "WINDOW", 1000)
+    monkeypatch.setattr(files, "_LARGE", 0)
 
 
 def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
     """It holds what `torch.save` writes, and its checksum is known without reading it again."""
     value = {"a": torch.arange(5_000), "b": [torch.zeros(0), torch.ones(777, dtype=torch.bfloat16)], "c": "text"}
     path = tmp_path / "optimizer.pt"
-    streamed.save(value, str(path))
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 2}')
+    written = {str(path): files.save(value, str(path))}
     with monkeypatch.context() as patched:
-        patched.setattr(manifest, "_crc32", lambda path: pytest.fail(f"{path} is read again"))
-        write_manifest(tmp_path)
+        read = mock.Mock(side_effect=files.crc32_of_file)
+        patched.setattr(files, "crc32_of_file", read)
+        write_manifest(tmp_path, written)
+    assert [call.args[0].name for call in read.mock_calls] == ["trainer_state.json"]
     assert_listed(tmp_path)
     read = torch.load(path)
     assert torch.equal(read["a"], value["a"])
@@ -118,18 +129,18 @@ def test_a_streamed_file(tmp_path, small_windows, monkeypatch):
     assert zipfile.ZipFile(path).testzip() is None
 
 
-def replace(path):
-    torch.save(torch.ones(5_000), path.with_name("other"))
-    os.replace(path.with_name("other"), path)
+@pytest.mark.parametrize("background", [False, True])
+def test_an_override_that_changes_a_streamed_file(tmp_path, small_windows, background):
+    """The manifest lists what is there, although the size is the same."""
 
+    class Own(Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)
+            if not background:
+                flip(Path(output_dir, "optimizer.pt"))
 
-@pytest.mark.parametrize("change", [flip, replace, lambda path: streamed.save(torch.ones(5_000), str(path))])
-def test_a_streamed_file_that_is_changed_before_the_manifest(tmp_path, small_windows, change):
-    """The manifest lists what is there, however soon after, and although the size is the same."""
-    streamed.save(torch.zeros(5_000), str(tmp_path / "optimizer.pt"))
-    change(tmp_path / "optimizer.pt")
-    write_manifest(tmp_path)
-    assert_listed(tmp_path)
+    make_trainer(tmp_path, trainer_class=Own, lightning_config={"async_checkpoint": background}).train()
+    assert damage(tmp_path / "checkpoint-3") is None
 
 
 @pytest.mark.parametrize("at", [1, 2, 5, "full"])
@@ -139,10 +150,10 @@ def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeyp
     if at == "full":
         path, message = "/dev/full", "No space left on device"
     else:
-        FailsOnce(monkeypatch, manifest, "flush_to_disk", OSError(errno.EIO, message), call=at)
+        FailsOnce(monkeypatch, files, "flush_to_disk", OSError(errno.EIO, message), call=at)
     threads = set(threading.enumerate())
     with pytest.raises(OSError, match=message):
-        streamed.save([torch.zeros(2_000) for _ in range(10)], path)
+        files.save([torch.zeros(2_000) for _ in range(10)], path)
     assert set(threading.enumerate()) <= threads  # those of other tests may end meanwhile
 
 
@@ -176,9 +187,10 @@ def publish_and_kill(folder, flushes):
             fsync(descriptor)
 
         with contextlib.suppress(BaseException):
-            write_files(staging.staging_folder(folder / "checkpoint-2"))
+            checkpoint = CheckpointFolder(folder / "checkpoint-2")
+            write_files(checkpoint.staging)
             os.fsync = flush
-            staging.publish(str(folder / "checkpoint-2"))
+            checkpoint.publish()
             os._exit(0)
         os._exit(1)
     status = os.waitpid(child, 0)[1]
@@ -196,7 +208,7 @@ def test_killed_while_files_are_flushed(tmp_path):
         folder.mkdir()
         killed = publish_and_kill(folder, flushes)
         assert not killed or not (folder / "checkpoint-2").exists() or damage(folder / "checkpoint-2") is None
-        staging.clear_stale(str(folder))
+        clear_stale(str(folder))
         assert not list(folder.glob("_tmp_*"))
         last = get_last_checkpoint(str(folder))
         assert names(folder) == ([] if last is None else ["checkpoint-2"])

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.checkpointing import staging
+from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.strategies.strategy import Strategy
 from tests.support import processes
 from tests.support.processes import ROOT
@@ -137,14 +137,14 @@ class ModelStatesSuite:
 
     def test_a_folder_that_cannot_be_made(self, folder, monkeypatch):
         """The checkpoint is skipped in all processes, and training goes on."""
-        begin = staging.begin
+        begin = CheckpointFolder.begin
 
-        def begin_unless_full(path):
-            if "checkpoint-2" in str(path):
+        def begin_unless_full(folder):
+            if folder.path.name == "checkpoint-2":
                 raise OSError(errno.ENOSPC, "No space left on device")
-            begin(path)
+            begin(folder)
 
-        monkeypatch.setattr(staging, "begin", begin_unless_full)  # only the first process calls it
+        monkeypatch.setattr(CheckpointFolder, "begin", begin_unless_full)  # only the first process calls it
         trainer = self.make(folder)
         trainer.train()
         assert trainer.state.global_step == 4

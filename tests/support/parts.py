@@ -2,7 +2,7 @@
 
 import torch
 
-from hftrainer.checkpointing.distributed import model_state, optimizer_state, save_parts
+from hftrainer.checkpointing.sharded import model_state, optimizer_state, save_parts
 from tests.support.tiny import make_plain
 
 

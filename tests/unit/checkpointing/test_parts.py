@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hftrainer.checkpointing.manifest import accept, changes, why_unusable, write_manifest
+from hftrainer.checkpointing.files import write_manifest
+from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotFound
 
 ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]
@@ -34,22 +35,22 @@ def write(folder, names, tag="global_step4", latest="latest"):
     ],
 )
 def test_without_a_manifest(tmp_path, names, damage):
-    found = why_unusable(write(tmp_path / "run", names))
-    assert found is None if damage is None else str(found).endswith(damage)
-    assert changes(tmp_path / "run").unreadable == found
+    found = CheckpointFolder(write(tmp_path / "run", names)).inspect()
+    assert found.fault is None if damage is None else found.fault.endswith(damage)
+    assert found.why_not_whole == found.why_unusable == found.fault
 
 
 def test_truncated(tmp_path):
     folder = write(tmp_path / "run", ZERO_3)
     (folder / "global_step4" / ZERO_3[0]).write_bytes(b"PK")
-    assert f"{ZERO_3[0]} is truncated" in str(why_unusable(folder))
+    assert f"{ZERO_3[0]} is truncated" in str(CheckpointFolder(folder).inspect().fault)
 
 
 @pytest.mark.parametrize("latest", ["latest", "latest_universal"])
 @pytest.mark.parametrize("tag", ["global_step4", "../run/global_step4"])
 def test_named_folder(tmp_path, latest, tag):
     """A damaged name gives way to an older checkpoint."""
-    found = why_unusable(write(tmp_path / "run", EXPERTS, tag, latest))
+    found = CheckpointFolder(write(tmp_path / "run", EXPERTS, tag, latest)).inspect().fault
     assert found is None if tag == "global_step4" else f"{latest} does not hold what" in str(found)
 
 
@@ -58,11 +59,11 @@ def test_a_part_is_removed(tmp_path):
     write_manifest(folder)
     part = folder / "global_step4" / ZERO_3[0]
     part.write_bytes(part.read_bytes()[::-1])
-    assert f"{ZERO_3[0]} have changed" in str(changes(folder, only_weights=True).damage(folder))
+    assert f"{ZERO_3[0]} have changed" in str(CheckpointFolder(folder).inspect(only_weights=True).why_unusable)
     part.unlink()
-    assert f"{ZERO_3[0]} is missing" in str(changes(folder).damage(folder))
+    assert f"{ZERO_3[0]} is missing" in str(CheckpointFolder(folder).inspect().why_unusable)
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
-        accept(folder)
+        CheckpointFolder(folder).accept()
 
 
 @pytest.mark.parametrize("kind", ["pytorch_model_fsdp_0", "optimizer_0"])
@@ -73,6 +74,6 @@ def test_parts_of_fsdp_without_their_list(tmp_path, kind):
         (folder / name).mkdir()
         for file in ("__0_0.distcp", ".metadata"):
             (folder / name / file).write_bytes(b"0")
-    assert why_unusable(folder) is None
+    assert CheckpointFolder(folder).inspect().fault is None
     (folder / kind / ".metadata").unlink()
-    assert str(why_unusable(folder)).endswith(f"{kind}/.metadata is missing")
+    assert str(CheckpointFolder(folder).inspect().fault).endswith(f"{kind}/.metadata is missing")

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from hftrainer.checkpointing.distributed import PARTS, load_model_parts, load_optimizer_parts
+from hftrainer.checkpointing import sharded
+from hftrainer.checkpointing.names import PARTS
+from hftrainer.checkpointing.sharded import load_model_parts
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.checkpoints import Mischief
 from tests.support.parity import assert_same_weights
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def load_optimizer(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(dict.fromkeys(more))
-    load_optimizer_parts(model, optimizer, str(folder))
+    sharded.load_optimizer(model, optimizer, str(folder), read_numbered=dict)
     return optimizer
 
 

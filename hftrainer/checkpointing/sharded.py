@@ -8,32 +8,53 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
-from hftrainer.compat.reading import data_only, fitting
+from hftrainer.checkpointing.names import PARTS, WHOLES, holds
+from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
+from hftrainer.compat import peers
+from hftrainer.compat.reading import data_only, fitting, plain_name, read_pickle, read_torch, read_weights
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import Awaiting
 
-#: State in a checkpoint of parts → its folder.
-PARTS = {"model": f"{names.FSDP_MODEL_NAME}_0", "optimizer": f"{names.FSDP_OPTIMIZER_NAME}_0"}
-#: State in a checkpoint of whole states → its file.
-WHOLES = {"model": f"{names.FSDP_MODEL_NAME}.bin", "optimizer": f"{names.FSDP_OPTIMIZER_NAME}.bin"}
 #: Components that wrappers add to parameter names.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-
-
-def holds(files: dict[str, str], kind: str, folder: str) -> bool:
-    """Whether a checkpoint holds the 'model' or the 'optimizer' in the layout `files`, `PARTS` or `WHOLES`."""
-    return os.path.exists(os.path.join(folder, files[kind]))
+#: Module → classes and functions of which the list of parts is made.
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
+}
+_ALLOWED = frozenset(f"{module}.{name}" for module, kinds in _CLASSES.items() for name in kinds)
 
 
 def _options(model: nn.Module, whole: bool, only_trained: bool = False) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
     # On the CPU there is nothing to offload, and FSDP1 crashes if it tries.
     on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
     return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trained)
@@ -47,10 +68,6 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
         whole: gather the whole weights, instead of this process's part.
         only_trained: exclude frozen weights.
     """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    from hftrainer.parallel.fsdp_sharding import reshard
-
     reshard(model)
     state = get_model_state_dict(model, options=_options(model, whole, only_trained))
     return to_be_written(state, model) if whole else state
@@ -76,7 +93,7 @@ def share_buffers(model: nn.Module) -> None:
 
 
 def _without_view(value: Any) -> Any:
-    """A tensor that is not a view of a larger one, which safetensors would refuse."""
+    """The value; a copy of a tensor that is a view of a larger one, which safetensors would refuse."""
     if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == value.nbytes:
         return value
     return value.clone()
@@ -84,28 +101,57 @@ def _without_view(value: Any) -> Any:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
     """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    from hftrainer.parallel.fsdp_sharding import reshard
-
     reshard(model)
     return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
-def needs_whole_weights(model: nn.Module) -> bool:
+def _needs_whole_weights(model: nn.Module) -> bool:
     """Whether this process must read whole weights: all of them for FSDP1, else rank 0, which broadcasts them."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return isinstance(model, FullyShardedDataParallel) or is_first()
+    return isinstance(model, FullyShardedDataParallel) or _is_first()
 
 
-def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
+def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
+    """Load the weights in `folder` into a model that is sharded over processes; all processes must call it.
+
+    Args:
+        model: the model.
+        folder: written by a sharded model, or by any other.
+        only_trained: do not load frozen weights, as with adapters.
+
+    Returns:
+        Missing and unexpected weights; None for a folder of parts, where all must match.
+
+    Raises:
+        CheckpointNotFound: when there are none, or only adapters, which a sharded model cannot load.
+    """
+    if holds(PARTS, "model", folder):
+        load_model_parts(model, folder, only_trained=only_trained)
+        return None
+    whole = first_file(folder, WHOLES["model"])
+    paths = weights_files(folder) if whole is None else [whole]
+    if not paths:
+        raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
+    paths = paths if _needs_whole_weights(model) else []
+    weights = {name: value for path in paths for name, value in read_weights(path).items()}
+    if whole is None and paths and not _names_of(model) <= weights.keys():
+        weights = _converted(model, folder) or weights
+    missing, unexpected = _load_whole_model(model, weights)
+    return LoadResult([] if only_trained else missing, unexpected)
+
+
+def _converted(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
+    """The weights in a folder under the names of a transformers model; empty for other models."""
+    bare: Any = getattr(model, "_fsdp_wrapped_module", model)
+    if not peers.is_pretrained(bare):
+        return {}
+    # FSDP2 makes a new class; find the original one.
+    own: Any = next(kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule))
+    weights: dict[str, torch.Tensor] = own.from_pretrained(folder, config=bare.config).state_dict()
+    return weights
+
+
+def _load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Load whole weights, in place; returns the missing and the unexpected names."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-
-    from hftrainer.parallel.fsdp_sharding import reshard
-
     if isinstance(model, FullyShardedDataParallel):  # torch's newer API cannot load flat parameters
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
@@ -114,14 +160,29 @@ def load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[st
     own = {_clean(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
     set_model_state_dict(model, weights, options=_broadcast_options(strict=False))
-    return differ if is_first() else ([], [])
+    return differ if _is_first() else ([], [])
 
 
-def load_whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a whole state by parameter name, in place, from rank 0."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, read_numbered: Callable[[], dict[str, Any]]
+) -> None:
+    """Load the optimizer's state of a checkpoint, in place; all processes must call it.
 
+    Args:
+        model: the model that it trains; it need not be sharded.
+        optimizer: the optimizer.
+        folder: written by any number of processes.
+        read_numbered: reads the state of a model that was not sharded, where torch numbers the parameters.
+    """
     _allow_step(optimizer)
+    if holds(PARTS, "optimizer", folder):
+        state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
+        set_optimizer_state_dict(model, optimizer, state)
+        return
+    if holds(WHOLES, "optimizer", folder):
+        state = read_torch(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
+    else:
+        state = _by_name(read_numbered(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
     set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options(strict=False))
 
@@ -134,12 +195,10 @@ def _allow_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _broadcast_options(strict: bool) -> Any:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
-
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.is_initialized(), strict=strict)
 
 
-def is_first() -> bool:
+def _is_first() -> bool:
     """Whether this process reads the states for all: rank 0, or the only process."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
 
@@ -153,9 +212,6 @@ def save_parts(states: dict[str, Any], folder: str) -> None:
     Raises:
         OSError: the first one of any process.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     for kind, state in states.items():
         with _plain_errors():
             save({kind: state}, storage_writer=FileSystemWriter(os.path.join(folder, PARTS[kind])))
@@ -163,32 +219,16 @@ def save_parts(states: dict[str, Any], folder: str) -> None:
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trained: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
     state = _loaded("model", model_state(model, whole=False, only_trained=only_trained), folder)
     set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
 
 
-def load_optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
-    """Load an optimizer's state that was written by any number of processes, in place."""
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    _allow_step(optimizer)
-    state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
-    set_optimizer_state_dict(model, optimizer, state)
-
-
 def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
-    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    from hftrainer.checkpointing.parts_reader import PartsReader
-
     path = os.path.join(folder, PARTS[kind])
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
     with data_only(path), _plain_errors(fitting(path)):
-        load({kind: state}, storage_reader=PartsReader(path), planner=planner)
+        load({kind: state}, storage_reader=_PartsReader(path), planner=planner)
     return state
 
 
@@ -199,8 +239,6 @@ def _plain_errors(within: contextlib.AbstractContextManager[None] | None = None)
     Args:
         within: where to raise it; errors of the communication are not torch's to wrap, and are raised as they are.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         yield
     except CheckpointException as error:
@@ -209,10 +247,48 @@ def _plain_errors(within: contextlib.AbstractContextManager[None] | None = None)
             raise first from error
 
 
+class _PartsReader(FileSystemReader):
+    """torch's reader of a folder of parts.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        UnsafeCheckpoint: if its list of parts holds an object of any other class than torch writes.
+        DamagedCheckpoint: if it cannot be read, or names a file that is not in the folder.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        path = os.path.join(folder, names.LIST_OF_PARTS)
+        if not os.path.isfile(path):
+            raise DamagedCheckpoint(f"{path} is missing: delete its folder and resume from an older checkpoint.")
+        self._parts: Metadata = read_pickle(path, _ALLOWED)
+        with fitting(path):
+            _check_list(self._parts, folder)
+        self._parts.storage_meta = StorageMeta(load_id=self.load_id)
+
+    def read_metadata(self) -> Metadata:  # without the rank, for which torch would look for a list of its own
+        """The list of parts."""
+        return self._parts
+
+
+def _check_list(parts: Any, folder: str) -> None:
+    if not isinstance(parts, Metadata):
+        raise TypeError(f"it is a {type(parts).__name__}")
+    sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
+    for stored in parts.storage_data.values():
+        name = plain_name(stored.relative_path)
+        if name not in sizes:
+            raise ValueError(f"{name!r} is missing")
+        if not 0 <= stored.offset <= stored.offset + stored.length <= sizes[name]:
+            raise ValueError(f"{name!r} has {sizes[name]} bytes, too few for {stored}")
+
+
 # ---- Optimizer states of models that are not sharded ----------------------------------------------------------------
 
 
-def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state by parameter name, from torch's own form, which numbers the parameters."""
     names_of = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
     order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
@@ -220,7 +296,7 @@ def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opti
     return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
 
 
-def names_of(model: nn.Module) -> set[str]:
+def _names_of(model: nn.Module) -> set[str]:
     """The parameter names, without components that wrappers add."""
     return {_clean(name) for name, _ in model.named_parameters()}
 

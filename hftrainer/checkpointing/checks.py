@@ -1,0 +1,211 @@
+"""Checks of a checkpoint's files: whether each can be read, and whether its values can be those of this run.
+
+Wrong values would otherwise raise an error later, in a step of training, that does not name the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from hftrainer.checkpointing import names
+from hftrainer.compat.reading import read_torch
+from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+
+#: Suffixes of files that `torch.save` writes.
+_TORCH = (".pt", ".pth", ".bin")
+#: First bytes and length in bytes of the last record of a `torch.save` archive, which has no comment.
+_END_OF_ARCHIVE, _END_LENGTH = b"PK\x05\x06", 22
+
+_NUMBERS = (int, float, torch.Tensor)
+#: Kinds of values that None does not replace.
+_NEEDED = (*_NUMBERS, list, tuple)
+#: What Adam keeps of each parameter that it has stepped.
+_OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+#: Settings of optimizers in each release of torch; others were added, and have defaults.
+_SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------
+
+
+def has_format(path: Path) -> bool:
+    """Whether a file's name shows a format that can be checked."""
+    return path.suffix in (".safetensors", ".json", *_TORCH)
+
+
+def why_unreadable(path: Path, *, load: bool = True) -> str | None:
+    """Why a file cannot be read, to be appended to its path; None when it can.
+
+    Args:
+        path: the file.
+        load: also load files of `torch.save`, and read text files; otherwise check only how the former begin and end.
+    """
+    if path.suffix == ".safetensors":
+        return _why_not_safetensors(path)
+    if path.suffix == ".json":
+        return _why_not_json(path)
+    if path.suffix in _TORCH:
+        return _why_not_begun(path) or (_why_not_loaded(path) if load else None)
+    return _why_not_text(path) if load else None
+
+
+def _why_not_safetensors(path: Path) -> str | None:
+    """Opening the file compares its length with its header."""
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            return None
+    except Exception as error:  # the library raises several exception classes
+        return f"cannot be read ({error})"
+
+
+def _why_not_json(path: Path) -> str | None:
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"cannot be read ({error})"
+    if path.name == names.TRAINER_STATE_NAME and not (isinstance(value, dict) and "global_step" in value):
+        return "does not contain a state"
+    if path.name.endswith(".index.json") and not (
+        isinstance(value, dict) and isinstance(value.get("weight_map"), dict)
+    ):
+        return "does not list shards"
+    return None
+
+
+def _why_not_begun(path: Path) -> str | None:
+    """Files from before torch 1.6 are pickles, not archives."""
+    with path.open("rb") as file:
+        begin = file.read(2)
+    if not begin:
+        return "is empty"
+    return None if begin[:1] == b"\x80" or _is_archive(path) else "is truncated"
+
+
+def _why_not_loaded(path: Path) -> str | None:
+    is_archive = _is_archive(path)
+    if is_archive:
+        with path.open("rb") as file:
+            file.seek(-_END_LENGTH, os.SEEK_END)
+            if not file.read().startswith(_END_OF_ARCHIVE):
+                return "has extra bytes at its end"
+    try:
+        read_torch(str(path), mmap=True)
+    except UnsafeCheckpoint:  # such as training_args.bin: the archive can be checked without unpickling its objects
+        damaged = _damaged_member(path) if is_archive else None
+        return None if damaged is None else f"is damaged at {damaged}"
+    except DamagedCheckpoint as error:
+        return f"cannot be read ({error.__cause__})"
+    return None
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # says that it goes on in another file
+        return False
+
+
+def _damaged_member(path: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except (zipfile.BadZipFile, EOFError) as error:
+        return str(error)
+
+
+def _why_not_text(path: Path) -> str | None:
+    """Files of other formats are read as text: vocabularies, templates, model cards."""
+    try:
+        return None if path.read_text(encoding="utf-8") else "is empty"
+    except UnicodeDecodeError:
+        return "is not text, and its format cannot be checked"
+
+
+# ---- Values --------------------------------------------------------------------------------------------------------
+
+
+def check_values(found: Any, now: Any, name: str = "the state") -> None:
+    """Check that plain values have the types of those that they replace; further values are not checked.
+
+    Raises:
+        TypeError: names the value.
+    """
+    if isinstance(now, Mapping):
+        if not isinstance(found, Mapping):
+            raise TypeError(f"{name} is {reprlib.repr(found)}")
+        if missing := [key for key in now if key not in found]:
+            raise TypeError(f"{name} lacks {missing[0]!r}")
+        for key, value in now.items():
+            check_values(found[key], value, str(key))
+    elif not _is_like(found, now):
+        raise TypeError(f"{name} is {reprlib.repr(found)}, not such as {reprlib.repr(now)}")
+
+
+def _is_like(found: Any, now: Any) -> bool:
+    if now is None or (found is None and (isinstance(now, bool) or not isinstance(now, _NEEDED))):  # such as `fused`
+        return not isinstance(found, torch.Tensor) or found.numel() == 1
+    if isinstance(now, list):  # of parameter groups, which callbacks add to
+        enough = isinstance(found, (list, tuple)) and len(found) >= len(now)
+        return enough and all(_is_like(each, now[0]) for each in found if now)
+    if isinstance(now, tuple):
+        same = isinstance(found, (list, tuple)) and len(found) == len(now)
+        return same and all(_is_like(one, each) for one, each in zip(found, now, strict=True))
+    if isinstance(now, _NUMBERS) and not isinstance(now, bool):
+        return isinstance(found, _NUMBERS) and (not isinstance(found, torch.Tensor) or found.numel() == 1)
+    return isinstance(found, type(now))
+
+
+def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Check settings and tensors of an optimizer's state.
+
+    Tensors of Adam and SGD have the shape of their parameter, but for the steps; those of others are not known.
+
+    Raises:
+        TypeError, KeyError, ValueError: for what cannot be a state of this optimizer.
+    """
+    groups = state["param_groups"]
+    for saved, group in zip(groups, optimizer.param_groups, strict=False):
+        check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
+        if missing := (_SETTINGS & group.keys()) - saved.keys():
+            raise KeyError(f"param_groups lacks {min(missing)}, as after a change of optim")
+        if saved.get("fused") and saved.get("differentiable"):
+            raise ValueError("param_groups has fused and differentiable")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in groups for index in group["params"]]
+    of_torch = type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)
+    if not of_torch:
+        return
+    for index, parameter in zip(indices, parameters, strict=False):
+        for name, value in state["state"].get(index, {}).items():
+            _check_moment(name, value, parameter)
+    for group in groups:
+        _check_names([state["state"].get(index) for index in group["params"]], group, optimizer)
+
+
+def _check_names(states: list[dict[str, Any] | None], group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Check that all parameters of a group that have a state have the same, and what Adam needs."""
+    kept = [state.keys() for state in states if state]
+    if any(names != kept[0] for names in kept):
+        raise KeyError("the states of some parameters lack what others have")
+    needed = _OF_ADAM | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
+    if kept and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and (missing := needed - kept[0]):
+        raise KeyError(f"the states lack {min(missing)}")
+
+
+def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:
+    """Fused kernels do not compare shapes: a wrong one is a segmentation fault."""
+    if name == "step":
+        check_values(value, 0, name)
+    elif isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+        raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
+    elif not isinstance(value, torch.Tensor) and (value is not None or name != "momentum_buffer"):  # SGD's first step
+        raise TypeError(f"{name} is {reprlib.repr(value)}")

@@ -1,0 +1,241 @@
+"""The files of a checkpoint: written, flushed to the disk, and listed in the manifest with sizes and checksums.
+
+The manifest is the last file written, and covers all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hftrainer.checkpointing import names
+from hftrainer.errors import DamagedCheckpoint
+
+#: Bytes that are read or written at once: they stay in a processor's cache between reading and checksum.
+_CHUNK = 1 << 20
+#: Threads that wait for the disk, and threads that compute checksums.
+_FLUSHING, _READING = 4, 2
+#: Files of at least this many bytes leave the page cache once they are on the disk.
+_LARGE = 1 << 22
+#: `save` flushes a file whenever this many bytes were written; smaller files are flushed with the manifest.
+WINDOW = 1 << 26
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """The manifest's entry for a file: its size in bytes, and the CRC-32 of its contents."""
+
+    size: int
+    crc32: int
+
+
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def save(value: Any, path: str) -> Entry | None:
+    """`torch.save`, as a stream: threads that train can run meanwhile, unlike when torch writes to a path.
+
+    Returns:
+        The manifest's entry of a large file, which is on the disk then; None for a smaller one.
+
+    Raises:
+        OSError: when the file cannot be written, or flushed.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="flush") as thread, open(path, "wb", buffering=0) as opened:
+        file: Any = _StreamedFile(path, opened, thread)
+        try:
+            torch.save(value, file)
+            entry: Entry | None = file.finish()
+        except BaseException as error:
+            # torch ends its archive after an error too, and raises that this fails.
+            raise (file.error or error) from None
+    return entry
+
+
+class _StreamedFile:
+    """A file for `torch.save`: a thread flushes a window, reads its checksum and drops it from the page cache.
+
+    Meanwhile the next window is written. Otherwise a file as large as an optimizer's state would need as much memory
+    in the page cache.
+
+    Attributes:
+        error: the first error of a write, or of the thread.
+    """
+
+    def __init__(self, path: str, opened: BinaryIO, thread: ThreadPoolExecutor) -> None:
+        self.error: BaseException | None = None
+        self._path, self._opened, self._thread = path, opened, thread
+        self._written = self._handed_over = 0
+        self._checksum: Future[int] | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of the data; also raises an error of the thread."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while left:
+                count = self._opened.write(left[:_CHUNK])
+                left = left[count:]
+                self._written += count
+                if self._written - self._handed_over >= WINDOW:
+                    self._hand_over()
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: the file has no buffer."""
+
+    def finish(self) -> Entry | None:
+        """Wait until a large file is on the disk."""
+        if self._checksum is None:
+            return None
+        self._hand_over()
+        return Entry(self._written, self._checksum.result())
+
+    def _hand_over(self) -> None:
+        """Let the thread flush what was written, once it has flushed the window before."""
+        checksum = 0 if self._checksum is None else self._checksum.result()
+        self._checksum = self._thread.submit(self._flush, self._handed_over, self._written, checksum)
+        self._handed_over = self._written
+
+    def _flush(self, start: int, end: int, checksum: int) -> int:
+        flush_to_disk(self._path)
+        checksum = crc32_of_file(self._path, start, end, checksum)
+        drop_from_cache(self._path, start, end)
+        return checksum
+
+
+def flush_to_disk(path: str | Path) -> None:
+    """Flush a file, or a folder's entries, to the disk; for folders, some file systems cannot do it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not os.path.isdir(path):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
+    """Free the memory in which the system keeps a large file that is on the disk, or its bytes from `start` to `end`.
+
+    A checkpoint is seldom read again. The memory serves the next one; otherwise it would push out the files of the
+    data set.
+    """
+    if not hasattr(os, "posix_fadvise") or os.path.getsize(path) < _LARGE:
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # advice, which some file systems do not take
+            os.posix_fadvise(descriptor, start, end and end - start, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, checksum: int = 0) -> int:
+    """The checksum of a file, or one that is continued with its bytes from `start` to `end`."""
+    buffer = memoryview(bytearray(_CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        position = file.seek(start)
+        while end is None or position < end:
+            count = file.readinto(buffer if end is None else buffer[: end - position])
+            if not count:
+                break
+            checksum = zlib.crc32(buffer[:count], checksum)
+            position += count
+    if end is not None and position < end:
+        raise OSError(f"{path} has {position} bytes instead of {end}")
+    return checksum
+
+
+# ---- The manifest ----------------------------------------------------------------------------------------------------
+
+
+def list_files(folder: Path) -> list[str]:
+    """The names of all files below a folder, but for the manifest's."""
+    own = {names.MANIFEST_NAME, f"_{names.MANIFEST_NAME}"}
+    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in found if name not in own]
+
+
+def write_manifest(folder: Path, written: Mapping[str, Entry] | None = None) -> None:
+    """Write the manifest of all files in a folder, and flush them to the disk.
+
+    Args:
+        folder: the checkpoint.
+        written: path → entry, for files whose checksum was computed while they were written.
+    """
+    entries = _flush_and_describe([folder / name for name in list_files(folder)], written or {})
+    files = {path.relative_to(folder).as_posix(): dataclasses.asdict(entry) for path, entry in entries.items()}
+    manifest = folder / names.MANIFEST_NAME
+    beside = manifest.with_name(f"_{manifest.name}")  # a process that is killed here leaves the old manifest
+    content = {"files": files, "crc32": crc32_of_list(files)}
+    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush_to_disk(beside)
+    beside.replace(manifest)
+    for directory in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
+        flush_to_disk(directory)
+
+
+def _flush_and_describe(paths: list[Path], written: Mapping[str, Entry]) -> dict[Path, Entry]:
+    """The entry of each file; all are on the disk when this returns.
+
+    Checksums are computed while the disk writes, from the page cache: neither holds the interpreter's lock.
+
+    Raises:
+        OSError: the first one of any file.
+    """
+    sizes = {path: path.stat().st_size for path in paths}
+
+    def checksum(path: Path) -> int:
+        entry = written.get(str(path))
+        return entry.crc32 if entry is not None and entry.size == sizes[path] else crc32_of_file(path)
+
+    largest_first, found = sorted(paths, key=lambda path: -sizes[path]), {}
+    with (
+        ThreadPoolExecutor(_FLUSHING, thread_name_prefix="flush") as disk,
+        ThreadPoolExecutor(_READING, thread_name_prefix="checksum") as processor,
+    ):
+        flushed, checksums = disk.map(flush_to_disk, largest_first), processor.map(checksum, largest_first)
+        for path, _, crc32 in zip(largest_first, flushed, checksums, strict=True):
+            drop_from_cache(path)
+            found[path] = Entry(sizes[path], crc32)
+    return {path: found[path] for path in paths}
+
+
+def crc32_of_list(files: dict[str, Any]) -> int:
+    """The manifest's own checksum: damage to it must not look like changed files."""
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+def read_manifest(folder: Path) -> dict[str, Entry] | None:
+    """The manifest's entry for each file name; None for a folder without a manifest.
+
+    Raises:
+        DamagedCheckpoint: when the manifest cannot be read; names it.
+    """
+    manifest = folder / names.MANIFEST_NAME
+    if not manifest.is_file():
+        return None
+    try:
+        content: Any = json.loads(manifest.read_text(encoding="utf-8"))
+        files = content["files"]
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
+            raise ValueError("a file is outside of the folder")
+        if "crc32" in content and content["crc32"] != crc32_of_list(files):  # earlier manifests have no checksum
+            raise ValueError("the list has another checksum")
+        return {name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{manifest} cannot be read") from error
