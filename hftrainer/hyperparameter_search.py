@@ -9,7 +9,6 @@ from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.overrides import refuse_uncalled, takes
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
-from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
@@ -62,8 +61,6 @@ def search(
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
     """See `Trainer.hyperparameter_search`. After the search the training arguments have their values from before it."""
-    if kwargs.get("n_jobs", 1) == 1:
-        refuse_in_worker()
     trainer = components.trainer
     name, found = find_backend(backend, components)
     if trainer.model_init is None:

@@ -174,16 +174,11 @@ class RaySearch(SearchBackend):
 
         if trainer.hp_name is None:  # trackers distinguish trials by their names
             trainer.hp_name = lambda trial: f"run-{self.run_id(trial)}"
-        trainer.objective = None
         checkpoint = tune.get_checkpoint()
         try:
             with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
                 path = None if folder is None else str(next(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
-                trainer.train(resume_from_checkpoint=path, trial=trial)
-            if trainer.objective is None and checkpoint is None:
-                metrics = trainer.evaluate()
-                trainer.objective = self.objective_of(trainer, metrics)
-                self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
+                self.objective(trainer, trial, checkpoint=path)
             self.after_saving(trainer)
         finally:
             self.components.runner.release_trial()

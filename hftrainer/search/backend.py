@@ -34,6 +34,9 @@ class SearchBackend(abc.ABC):
     install: ClassVar[str]
     directions: list[str]
 
+    #: Whether `objective` also reports the evaluation after a training that has not evaluated.
+    reports_last_evaluation: ClassVar[bool] = True
+
     def __init__(self, components: Components) -> None:
         self.components = components
 
@@ -77,6 +80,24 @@ class SearchBackend(abc.ABC):
             objective: a number, or one for each direction.
             metrics: metrics of the evaluation.
         """
+
+    def objective(self, trainer: Trainer, trial: Any, *, checkpoint: str | None = None) -> Any:
+        """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training.
+
+        Args:
+            trainer: trains the trial.
+            trial: the trial.
+            checkpoint: folder of a checkpoint to resume from. If training does not evaluate then, the result is None:
+                the trial has reported its evaluations before.
+        """
+        trainer.objective = None
+        trainer.train(resume_from_checkpoint=checkpoint, trial=trial)
+        if trainer.objective is None and checkpoint is None:
+            metrics = trainer.evaluate()
+            trainer.objective = self.objective_of(trainer, metrics)
+            if self.reports_last_evaluation:
+                self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
+        return trainer.objective
 
     def space(self, trainer: Trainer) -> Any:
         """The description that `hp_space` returns for a library that samples by itself.

@@ -6,7 +6,10 @@ import contextlib
 import inspect
 import logging
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
@@ -19,8 +22,18 @@ from hftrainer.search.backend import (
     no_trial_message,
     read_directions,
 )
-from hftrainer.search.jobs import Jobs
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, enqueue_retry, open_storage
+from hftrainer.search.jobs import SearchWorkers, number_of_jobs
+from hftrainer.search.packing import PackedTrainer, pack
+from hftrainer.search.studies import (
+    FAILED,
+    INTERRUPTED,
+    OWNER,
+    TrialCount,
+    enqueue_retry,
+    is_in_memory,
+    open_journal,
+    open_storage,
+)
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 from hftrainer.training.out_of_memory import is_out_of_memory
 
@@ -33,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 #: Keywords that go to `Study.optimize`. All others go to `optuna.create_study`.
 _OPTIMIZE_KEYWORDS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
+#: User attribute of a study: the last search with `n_jobs` that was stopped before it had all trials.
+_STOPPED = "stopped"
 
 
 class OptunaSearch(SearchBackend):
@@ -48,6 +63,8 @@ class OptunaSearch(SearchBackend):
 
     study: Study
 
+    reports_last_evaluation = False  # as in transformers, which reports to Optuna during training only
+
     def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Train trials until the study has `n_trials`, and return the best one in every process.
 
@@ -56,16 +73,14 @@ class OptunaSearch(SearchBackend):
             UnsupportedArgument: for keywords that do not work with several processes.
             SearchFailed: if no trial was completed.
         """
-        several = trainer.args.world_size > 1
         self.directions = read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
-        _check(n_trials, options, kwargs, several)
-        self._jobs = Jobs(options.pop("n_jobs", 1), str(trainer.args.output_dir), options.pop("timeout", None))
+        _check(n_trials, options, kwargs, trainer.args.world_size > 1)
+        self._jobs = number_of_jobs(options.pop("n_jobs", 1))
         from_main: Any = trainer.accelerator.processes.from_main
         from_main(lambda: self._open_study(trainer, kwargs))
         if trainer.args.process_index == 0:
-            if not self._jobs.is_finished:
-                self._run_trials(trainer, TrialCount(self.study, n_trials), options)
+            self._run_trials(trainer, n_trials, options)
             return from_main(lambda: (None, self._best()))[1]
         while True:  # the main process sends the number of each trial, and in the end the best one
             number, best = from_main(lambda: None)
@@ -98,21 +113,20 @@ class OptunaSearch(SearchBackend):
             self.components.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
-    def objective(self, trainer: Trainer, trial: Any) -> Any:
-        """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training."""
-        trainer.objective = None
-        trainer.train(trial=trial)
-        if trainer.objective is None:
-            trainer.objective = self.objective_of(trainer, trainer.evaluate())
-        return trainer.objective
-
     def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
         """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
         import optuna
 
-        kwargs = self._jobs.study_options(kwargs)
-        kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
-        may_exist = kwargs.pop("load_if_exists", False) or self._jobs.is_worker
+        storage = kwargs.get("storage")
+        if self._jobs > 1 and storage is None:
+            storage = open_journal(os.path.join(str(trainer.args.output_dir), "search.journal"))
+        elif self._jobs > 1 and is_in_memory(storage):
+            raise UnsupportedArgument(
+                f"n_jobs={self._jobs}: storage={storage!r} is in memory, and processes cannot share it. Leave storage "
+                "out to use a file."
+            )
+        kwargs = {**kwargs, "storage": open_storage(storage), "directions": self.directions}
+        may_exist = kwargs.pop("load_if_exists", False)
         try:
             study = optuna.create_study(**kwargs)
         except optuna.exceptions.DuplicatedStudyError:
@@ -130,43 +144,61 @@ class OptunaSearch(SearchBackend):
                 ) from None
             study.sampler.reseed_rng()
         self.study = self.components.hp_study = study
-        self._jobs.register(study.study_name)
 
-    def _run_trials(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
-        catch = options.pop("catch", ())
+    def _run_trials(self, trainer: Trainer, n_trials: int | None, options: dict[str, Any]) -> None:
+        """Train trials until the search ends, with `n_jobs` also in workers."""
+        timeout, catch = options.pop("timeout", None), options.pop("catch", ())
         options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
-        with self._jobs.running(count.remaining()):
-            self._optimize(trainer, count, options)
-        if self._jobs.lost_worker and not self._jobs.is_stopped(self.study):  # train the trials of killed workers
-            self._optimize(trainer, count, options)
+        self._count, self._options = TrialCount(self.study, n_trials), options
+        self._deadline = None if timeout is None else time.time() + timeout
+        self._name = f"{os.getpid()}-{time.time()}"
+        self._workers = SearchWorkers(str(trainer.args.output_dir))
+        remaining = self._count.remaining()
+        count = self._jobs if remaining is None else min(self._jobs, remaining)
+        if count > 1:
+            self.components.runner.release_trial()  # nor is there a model to pickle
+            with self._workers.running(count, partial(train_in_worker, pack(self.components))):
+                self._optimize(trainer)
+        if not self._is_stopped():  # also for the trials of killed workers
+            self._optimize(trainer)
 
-    def _optimize(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
+    def train_trials(self, trainer: Trainer) -> None:
+        """Train trials in a worker, where a seeded sampler would suggest what it suggests in the script's process."""
+        self.study.sampler.reseed_rng()
+        self._optimize(trainer)
+
+    def _optimize(self, trainer: Trainer) -> None:
         """Run trials until there are enough, the time is up, or a callback stops the study."""
         started = 0
 
         def run_trial(trial: Any) -> Any:
             nonlocal started
             started += 1
-            return self._run_trial(trainer, count, trial)
+            return self._run_trial(trainer, trial)
 
         def stop_when_complete(study: Study, _: Any) -> None:
-            self._jobs.check_workers()
-            if count.remaining() == 0 or self._jobs.is_stopped(study):
+            self._workers.check()
+            if self._count.remaining() == 0 or self._is_stopped():
                 study.stop()
 
-        options = {**options, "callbacks": [*(options.get("callbacks") or ()), stop_when_complete]}
-        while (remaining := count.remaining()) != 0:
+        options = {**self._options, "callbacks": [*(self._options.get("callbacks") or ()), stop_when_complete]}
+        while (remaining := self._count.remaining()) != 0:
             started = 0
-            self.study.optimize(run_trial, n_trials=remaining, timeout=self._jobs.seconds_left(), **options)
+            seconds = None if self._deadline is None else self._deadline - time.time()
+            self.study.optimize(run_trial, n_trials=remaining, timeout=seconds, **options)
             if remaining is None or started < remaining:
-                if count.remaining() != 0:  # a callback stopped the study, or the time is up
-                    self._jobs.stop(self.study)
+                if self._jobs > 1 and self._count.remaining() != 0:  # a callback stopped the study, or the time is up
+                    self.study.set_user_attr(_STOPPED, self._name)
                 return
             # Trials may remain, if another process was killed.
 
-    def _run_trial(self, trainer: Trainer, count: TrialCount, trial: Any) -> Any:
+    def _is_stopped(self) -> bool:
+        """Whether any of the processes of `n_jobs` has stopped the search."""
+        return self._jobs > 1 and self.study.user_attrs.get(_STOPPED) == self._name
+
+    def _run_trial(self, trainer: Trainer, trial: Any) -> Any:
         trial.set_user_attr(OWNER, this_process())
-        if count.is_surplus(trial.number):
+        if self._count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(INTERRUPTED, reason)
             raise TrialFailed(reason)
@@ -242,6 +274,13 @@ class OptunaSearch(SearchBackend):
         return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
 
 
+def train_in_worker(packed: PackedTrainer) -> None:
+    """Train trials of the study of a pickled Trainer; a worker of `n_jobs` calls this."""
+    components = packed.unpack()
+    assert isinstance(components.search, OptunaSearch)
+    components.search.train_trials(components.trainer)
+
+
 def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:
     """Check the keywords before the study is created."""
     import optuna
@@ -258,8 +297,8 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
         raise InvalidArgument("load_if_exists=True needs a study_name: without one, each search creates a new study.")
     if several and options.get("n_jobs", 1) != 1:
         raise UnsupportedArgument(
-            f"n_jobs={options['n_jobs']} runs the script again, but a launcher has started several processes. Start "
-            "the script without a launcher. On several GPUs set lightning_config={'devices': 1}, and each job uses one."
+            f"n_jobs={options['n_jobs']} starts processes, but a launcher has started several processes. Start the "
+            "script without a launcher. On several GPUs set lightning_config={'devices': 1}, and each job uses one."
         )
     if several and catch:
         raise UnsupportedArgument(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,23 @@ def open_storage(given: Any) -> Any:
             logger.info("The storage could not be opened. Trying again in %g s: %s", delay, error)
         time.sleep(delay)
     return get_storage(given)
+
+
+def open_journal(path: str) -> Any:
+    """Open a file as a storage that several processes can share."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    path = os.path.abspath(path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return JournalStorage(JournalFileBackend(path))
+
+
+def is_in_memory(storage: Any) -> bool:
+    """Whether what `create_study` takes as `storage` is in the memory of this process."""
+    if isinstance(storage, str):
+        return storage.startswith("sqlite") and (storage.endswith("://") or ":memory:" in storage)
+    return type(storage).__name__ == "InMemoryStorage"
 
 
 class TrialCount:

@@ -131,7 +131,7 @@ class WandbSearch(SearchBackend):
         if trainer.hp_name is not None:
             run.name = trainer.hp_name(chosen)
         try:
-            objective, reason = self._objective(trainer, chosen), None
+            objective, reason = self.objective(trainer, chosen), None
         except Exception as error:
             logger.exception("The run %s failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
@@ -147,15 +147,6 @@ class WandbSearch(SearchBackend):
                 ", ".join(sorted(name for name in dict(run.summary) if not name.startswith("_"))),
             )
         self._compare(run.id, objective, chosen)
-
-    def _objective(self, trainer: Trainer, chosen: dict[str, Any]) -> float:
-        trainer.objective = None
-        trainer.train(trial=chosen)
-        if trainer.objective is None:
-            metrics = trainer.evaluate()
-            trainer.objective = self.objective_of(trainer, metrics)
-            self.report(trainer, chosen, trainer.state.global_step, trainer.objective, metrics)
-        return trainer.objective
 
     def _compare(self, run_id: str, objective: float, chosen: dict[str, Any]) -> None:
         if math.isnan(objective):

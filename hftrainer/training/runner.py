@@ -24,7 +24,6 @@ from hftrainer.hub.references import is_reference
 from hftrainer.model.changes import changed_for_training
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.finders import Tuning
@@ -77,8 +76,6 @@ class TrainingRunner:
 
     def refuse_alone(self, resume_from_checkpoint: str | bool | None) -> None:
         """Refuse arguments that work in one process only."""
-        if self.components.search is None:
-            refuse_in_worker()
         if self.trainer.args.world_size == 1:
             return
         asked = {
