@@ -36,10 +36,10 @@ class EngineSteps(PlainSteps):
         closure()
         private_api.announce_gradients(self, model, optimizer)
         optimizer.step()  # torch's schedules count these calls
-        self.skipped = self._run.skipped
+        self.skipped = self._run.has_skipped_step
 
 
-class PartitionedByDeepSpeed(Prepared, DeepSpeedStrategy):
+class DeepSpeedEngineStrategy(Prepared, DeepSpeedStrategy):
     """A model that DeepSpeed's engine trains; the engine is made before Lightning begins."""
 
     def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
