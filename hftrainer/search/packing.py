@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.callbacks.base import is_kind
+from hftrainer.callbacks.handler import is_instance_by_name
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases.followed import follow
@@ -45,7 +45,7 @@ class PackedTrainer:
         components.setup.follow_arguments()
         components.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
-            if is_kind(callback, "NotebookProgressCallback"):
+            if is_instance_by_name(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
         return components

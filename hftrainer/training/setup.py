@@ -16,9 +16,8 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.support import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
-from hftrainer.callbacks.base import make_callback, pop_from
-from hftrainer.callbacks.handler import CallbackHandler
-from hftrainer.callbacks.progress import own_progress
+from hftrainer.callbacks.handler import CallbackHandler, make_callback, pop_matching
+from hftrainer.callbacks.progress import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
@@ -115,7 +114,7 @@ class TrainerSetup:
             self.add_callback(ReportingCallback(trackers))
         for callback in callbacks:
             self.add_callback(callback)
-        if (progress := own_progress(trainer.args, trainer.callback_handler.callbacks)) is not None:
+        if (progress := choose_progress_callback(trainer.args, trainer.callback_handler.callbacks)) is not None:
             trainer.add_callback(progress)
         trainer.control = TrainerControl()
         trainer.state = TrainerState(
@@ -135,7 +134,7 @@ class TrainerSetup:
             self.attach(target.callbacks[-1])
         if (
             adapter().has_progress_bar(self.components.lightning_callbacks)
-            and self.trainer.callback_handler.drop_bars()
+            and self.trainer.callback_handler.remove_progress_bars()
         ):
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
@@ -145,7 +144,7 @@ class TrainerSetup:
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
         target = self.callbacks_like(callback)
-        return pop_from(target if target is self.components.lightning_callbacks else target.callbacks, callback)
+        return pop_matching(target if target is self.components.lightning_callbacks else target.callbacks, callback)
 
     def attach(self, callback: Any) -> None:
         """Connect a callback that writes to trackers."""
