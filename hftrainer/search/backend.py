@@ -100,7 +100,7 @@ class SearchBackend(abc.ABC):
         return trainer.objective
 
     def space(self, trainer: Trainer) -> Any:
-        """The description that `hp_space` returns for a library that samples by itself.
+        """The search space from `hp_space`, for a library that draws the samples itself.
 
         Raises:
             InvalidArgument: if `hp_space` is written for trials of Optuna.
@@ -116,7 +116,7 @@ class SearchBackend(abc.ABC):
             ) from error
 
     def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
-        """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
+        """Called in a trial after each step. Logging, evaluation and saving of the step are done."""
 
     def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
         """What `compute_objective` makes of the metrics of an evaluation; a number if there is one direction.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.process_identity import this_process
+from hftrainer.search import studies
 from hftrainer.search.backend import (
     SearchBackend,
     TrialFailed,
@@ -24,16 +25,6 @@ from hftrainer.search.backend import (
 )
 from hftrainer.search.jobs import SearchWorkers, number_of_jobs
 from hftrainer.search.packing import PackedTrainer, pack
-from hftrainer.search.studies import (
-    FAILED,
-    INTERRUPTED,
-    OWNER,
-    TrialCount,
-    enqueue_retry,
-    is_in_memory,
-    open_journal,
-    open_storage,
-)
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 from hftrainer.training.out_of_memory import is_out_of_memory
 
@@ -54,7 +45,7 @@ class OptunaSearch(SearchBackend):
     """A search with Optuna, whose study suggests hyperparameters and stores the results.
 
     Attributes:
-        study: the study, in the main process only.
+        study: the study, in the main process only. The object is pickled with it for the workers of `n_jobs`.
     """
 
     name = "optuna"
@@ -117,15 +108,12 @@ class OptunaSearch(SearchBackend):
         """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
         import optuna
 
-        storage = kwargs.get("storage")
-        if self._jobs > 1 and storage is None:
-            storage = open_journal(os.path.join(str(trainer.args.output_dir), "search.journal"))
-        elif self._jobs > 1 and is_in_memory(storage):
-            raise UnsupportedArgument(
-                f"n_jobs={self._jobs}: storage={storage!r} is in memory, and processes cannot share it. Leave storage "
-                "out to use a file."
-            )
-        kwargs = {**kwargs, "storage": open_storage(storage), "directions": self.directions}
+        if self._jobs > 1:
+            journal = os.path.join(str(trainer.args.output_dir), "search.journal")
+            storage = studies.open_shared_storage(kwargs.get("storage"), journal)
+        else:
+            storage = studies.open_storage(kwargs.get("storage"))
+        kwargs = {**kwargs, "storage": storage, "directions": self.directions}
         may_exist = kwargs.pop("load_if_exists", False)
         try:
             study = optuna.create_study(**kwargs)
@@ -149,7 +137,7 @@ class OptunaSearch(SearchBackend):
         """Train trials until the search ends, with `n_jobs` also in workers."""
         timeout, catch = options.pop("timeout", None), options.pop("catch", ())
         options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
-        self._count, self._options = TrialCount(self.study, n_trials), options
+        self._count, self._options = studies.TrialCount(self.study, n_trials), options
         self._deadline = None if timeout is None else time.time() + timeout
         self._name = f"{os.getpid()}-{time.time()}"
         self._workers = SearchWorkers(str(trainer.args.output_dir))
@@ -197,24 +185,16 @@ class OptunaSearch(SearchBackend):
         return self._jobs > 1 and self.study.user_attrs.get(_STOPPED) == self._name
 
     def _run_trial(self, trainer: Trainer, trial: Any) -> Any:
-        trial.set_user_attr(OWNER, this_process())
-        if self._count.is_surplus(trial.number):
-            reason = "other processes started the last trials at the same time"
-            trial.set_user_attr(INTERRUPTED, reason)
-            raise TrialFailed(reason)
-        try:
-            objective, error = self._train(trainer, trial)
-        finally:
-            self.components.runner.release_trial()
-        if error is not None:
-            raise error
-        return objective
-
-    def _train(self, trainer: Trainer, trial: Any) -> tuple[Any, Exception | None]:
-        """Train a trial, and return its objective or a new exception, whose traceback does not keep the model."""
+        """Train a trial, and return its objective or raise a new error, whose traceback does not keep the model."""
         import optuna
 
+        trial.set_user_attr(studies.OWNER, this_process())
+        if self._count.is_surplus(trial.number):
+            reason = "other processes started the last trials at the same time"
+            trial.set_user_attr(studies.INTERRUPTED, reason)
+            raise TrialFailed(reason)
         several, shared = trainer.args.world_size > 1, trial
+        error: Exception | None = None
         if several:
             from_main = trainer.accelerator.processes.from_main
             from_main(lambda: (trial.number, None))
@@ -222,29 +202,34 @@ class OptunaSearch(SearchBackend):
         try:
             objective = self.objective(trainer, shared)
         except optuna.TrialPruned as pruned:
-            return None, optuna.TrialPruned(str(pruned))
+            error = optuna.TrialPruned(str(pruned))
         except (KeyboardInterrupt, SystemExit) as interruption:
             self._interrupt(trial, interruption)
             raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            trial.set_user_attr(FAILED, reason)
-            if several or not is_out_of_memory(error):  # the other processes may be anywhere in the trial
+        except Exception as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+            trial.set_user_attr(studies.FAILED, reason)
+            # The other ranks of a distributed trial may be at another step, so the search cannot continue.
+            if several or not is_out_of_memory(failure):
                 raise
-            return None, TrialFailed(reason)
+            error = TrialFailed(reason)
+        finally:
+            self.components.runner.release_trial()
+        if error is not None:
+            raise error
         values = objective if isinstance(objective, Sequence) else [objective]
         if any(math.isnan(float(value)) for value in values):
-            trial.set_user_attr(FAILED, f"compute_objective returned {objective}")
-        return objective, None
+            trial.set_user_attr(studies.FAILED, f"compute_objective returned {objective}")
+        return objective
 
     def _interrupt(self, trial: Any, interruption: BaseException) -> None:
         """Mark a trial as interrupted, so that the next search retries it."""
         from optuna.trial import TrialState
 
-        trial.set_user_attr(INTERRUPTED, f"stopped by {type(interruption).__name__}")
+        trial.set_user_attr(studies.INTERRUPTED, f"stopped by {type(interruption).__name__}")
         if isinstance(interruption, SystemExit):  # Optuna itself handles KeyboardInterrupt only
             self.study.tell(trial, state=TrialState.FAIL)
-        enqueue_retry(self.study, trial.number)
+        studies.enqueue_retry(self.study, trial.number)
 
     def _train_with_main(self, trainer: Trainer, trial: SharedTrial) -> None:
         import optuna
@@ -260,7 +245,7 @@ class OptunaSearch(SearchBackend):
 
         trials = self.study.get_trials(deepcopy=False)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
-            reasons = [trial.user_attrs[FAILED] for trial in trials if FAILED in trial.user_attrs]
+            reasons = [trial.user_attrs[studies.FAILED] for trial in trials if studies.FAILED in trial.user_attrs]
             raise SearchFailed(no_trial_message([trial.state.name.lower() for trial in trials], reasons))
         if running := sum(trial.state is TrialState.RUNNING for trial in trials):
             logger.warning(

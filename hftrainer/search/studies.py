@@ -8,7 +8,7 @@ import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.process_identity import is_gone
 
 if TYPE_CHECKING:
@@ -64,11 +64,23 @@ def open_journal(path: str) -> Any:
     return JournalStorage(JournalFileBackend(path))
 
 
-def is_in_memory(storage: Any) -> bool:
-    """Whether what `create_study` takes as `storage` is in the memory of this process."""
-    if isinstance(storage, str):
-        return storage.startswith("sqlite") and (storage.endswith("://") or ":memory:" in storage)
-    return type(storage).__name__ == "InMemoryStorage"
+def open_shared_storage(given: Any, journal: str) -> Any:
+    """Open a storage that several processes can share: what `create_study` takes, or a journal file for None.
+
+    Raises:
+        UnsupportedArgument: if the storage is in memory.
+    """
+    if given is None:
+        return open_journal(journal)
+    if isinstance(given, str):
+        in_memory = given.startswith("sqlite") and (given.endswith("://") or ":memory:" in given)
+    else:
+        in_memory = type(given).__name__ == "InMemoryStorage"
+    if in_memory:
+        raise UnsupportedArgument(
+            f"n_jobs: storage={given!r} is in memory, and processes cannot share it. Leave storage out to use a file."
+        )
+    return open_storage(given)
 
 
 class TrialCount:
