@@ -9,7 +9,6 @@ from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.overrides import refuse_uncalled, takes
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
-from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
@@ -30,10 +29,10 @@ ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] =
 }
 
 
-def find_backend(
+def make_backend(
     backend: str | HPSearchBackend | None, components: Components
 ) -> tuple[HPSearchBackend, SearchBackend]:
-    """The name of a search library, and a new search with it.
+    """The backend's name, and a new search backend.
 
     Raises:
         InvalidArgument: for an unknown name.
@@ -61,11 +60,9 @@ def search(
     hp_name: Any,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """See `Trainer.hyperparameter_search`. After the search the training arguments have their values from before it."""
-    if kwargs.get("n_jobs", 1) == 1:
-        refuse_in_worker()
+    """See `Trainer.hyperparameter_search`. Restores the training arguments after the search."""
     trainer = components.trainer
-    name, found = find_backend(backend, components)
+    name, found = make_backend(backend, components)
     if trainer.model_init is None:
         raise InvalidSetup(
             "hyperparameter_search trains a new model in each trial: give Trainer a model_init, which creates it, "
@@ -92,14 +89,14 @@ def search(
 
 
 def set_trial_arguments(components: Components, trial: Any) -> None:
-    """Set the training arguments to the values of a trial, and all others to their values from before the search."""
+    """Set the trial's arguments, and reset all others to their values before the search."""
     trainer = components.trainer
     if components.search is None:  # `train(trial=...)` outside a search
         params = hyperparameters(trial)
     else:
         params = components.search.hyperparameters(trainer, trial)
         _restore_arguments(components)
-    set_arguments(trainer.args, params, for_model_too=model_takes_trial(trainer.model_init))
+    set_arguments(trainer.args, params, allow_model_arguments=model_takes_trial(trainer.model_init))
     logger.info("Trial: %s", dict(params))
 
 

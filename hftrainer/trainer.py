@@ -1083,9 +1083,9 @@ class Trainer(EarlierMethods):
                 name in trackers. With Ray the trial is the chosen dict, and the default is `run-{trial_id}` for both.
             kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
                 `Study.optimize` (timeout in seconds, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar).
-                `n_jobs` processes train trials: the script is started again for all but the first, so it should
-                search before it trains. With Ray those of `ray.tune.run`, of which resources_per_trial is one CPU by
-                default, and a GPU where there is one; with W&B those of `search.wandb_search.WandbSearch.run`.
+                `n_jobs` processes train trials, all but the first with a pickled copy of the Trainer. With Ray those of
+                `ray.tune.run`, of which resources_per_trial is one CPU by default, and a GPU where there is one; with
+                W&B those of `search.wandb_search.WandbSearch.run`.
 
         Returns:
             The best trial (for 'wandb', of those trained here); with several objectives, a list of the Pareto-optimal

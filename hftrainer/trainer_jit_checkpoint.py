@@ -12,7 +12,7 @@ import threading
 from types import FrameType
 from typing import Any
 
-from hftrainer.callbacks.base import TrainerCallback
+from hftrainer.callbacks.state import TrainerCallback
 
 logger = logging.getLogger(__name__)
 

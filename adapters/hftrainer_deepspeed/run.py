@@ -1,10 +1,11 @@
-"""DeepSpeed in a run: its engine around the model, its steps, and its part of checkpoints."""
+"""DeepSpeed's engine during a run: the engine itself, its steps, and its checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,12 +15,6 @@ from hftrainer.compat.reading import data_only
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
-from hftrainer_deepspeed.initialization import (
-    configure_activation_checkpointing,
-    cpu_optimizer,
-    gather_layers_as_one,
-    refusals_named,
-)
 
 
 class DeepSpeedRun:
@@ -29,34 +24,35 @@ class DeepSpeedRun:
         plan: the plan, with DeepSpeed's configuration.
 
     Attributes:
-        config: the configuration, as complete as it is at present.
+        config: the configuration; `complete` fills in values that depend on the run.
         engine: the `DeepSpeedEngine`, or None.
+        is_training: whether the engine is one for training.
     """
 
     def __init__(self, plan: LightningPlan) -> None:
         assert plan.deepspeed is not None
         self.config = self._given = plan.deepspeed
         self.engine: Any = None
-        self._trains = False
+        self.is_training = False
 
     def complete(self, args: Any, model: torch.nn.Module, steps: int) -> None:
-        """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.completed`."""
-        self.config = self._given.completed(args, model, steps)
+        """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.with_run_values`."""
+        self.config = self._given.with_run_values(args, model, steps)
 
     @property
-    def brings_optimizer(self) -> bool:
+    def has_config_optimizer(self) -> bool:
         """Whether the configuration defines the optimizer."""
         return "optimizer" in self.config.config
 
     @property
-    def brings_scheduler(self) -> bool:
+    def has_config_scheduler(self) -> bool:
         """Whether the configuration defines the schedule."""
         return "scheduler" in self.config.config
 
     @property
-    def keeps_scheduler(self) -> bool:
+    def owns_scheduler(self) -> bool:
         """Whether the engine steps the schedule, and saves it in its checkpoints."""
-        return self.brings_scheduler or self.brings_optimizer
+        return self.has_config_scheduler or self.has_config_optimizer
 
     def initialize(
         self,
@@ -69,8 +65,8 @@ class DeepSpeedRun:
         Args:
             model: the user's model.
             optimizer: the Trainer's optimizer; None if the configuration defines one.
-            make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed keeps it then, as
-                with transformers, so that each can resume from the other's checkpoints.
+            make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed then saves it, as
+                with transformers, so that both can resume from each other's checkpoints.
 
         Returns:
             The optimizer for callbacks and schedules, and the schedule that the engine steps, or None if the Trainer
@@ -87,24 +83,24 @@ class DeepSpeedRun:
             ):
                 optimizer = cpu_optimizer(optimizer)
         parameters = None if optimizer is not None else [p for p in model.parameters() if p.requires_grad]
-        gather_layers_as_one(model)
-        with refusals_named(config, make_scheduler) as make:
+        set_leaf_layers(model)
+        with name_refused_sections(config, make_scheduler) as make:
             self.engine, _, _, scheduler = deepspeed.initialize(
                 model=model,
                 optimizer=optimizer,
                 model_parameters=parameters,
-                lr_scheduler=make if self.brings_optimizer and not self.brings_scheduler else None,
+                lr_scheduler=make if self.has_config_optimizer and not self.has_config_scheduler else None,
                 config=config,
                 dist_init_required=False,
             )
-        self._trains = True
+        self.is_training = True
         configure_activation_checkpointing(config)
-        self.engine.checkpoint_engine = writer = _DeferredErrors(self.engine.checkpoint_engine)
+        self.engine.checkpoint_engine = writer = _ErrorDeferringWriter(self.engine.checkpoint_engine)
         self.engine._copy_recovery_script = writer.deferring(self.engine._copy_recovery_script)
-        return EngineOptimizer(self.engine.optimizer), None if scheduler is None else SteppedByEngine(scheduler)
+        return EngineOptimizer(self.engine.optimizer), None if scheduler is None else EngineScheduler(scheduler)
 
     def initialize_inference(self, model: torch.nn.Module) -> Any:
-        """The engine; if there is none, one for inference only, with partitioned parameters."""
+        """The training engine, or else a new engine for inference with partitioned parameters."""
         import deepspeed
 
         if self.engine is None:
@@ -118,17 +114,12 @@ class DeepSpeedRun:
         if self.engine is not None:
             self.engine.destroy()
         self.engine = None
-        self._trains = False
-
-    @property
-    def is_training(self) -> bool:
-        """Whether there is an engine for training."""
-        return self._trains
+        self.is_training = False
 
     # ---- Steps -------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
-        """Run backward; at the end of a window (`closes`), also clip and step, which is one call of the engine."""
+        """Run backward. After the last micro-batch of the window (`closes`), the engine also clips and steps."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has already divided the loss
         if closes:
@@ -140,15 +131,15 @@ class DeepSpeedRun:
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     @property
-    def skipped(self) -> bool:
+    def has_skipped_step(self) -> bool:
         """Whether the last step was skipped because the scaled gradients were not finite."""
         return bool(getattr(self.engine.optimizer, "overflow", False))
 
     # ---- Checkpoints ---------------------------------------------------------------------------------------------
 
     @property
-    def gathers(self) -> bool:
-        """Whether to save whole weights; otherwise only the parts that the training engine writes."""
+    def saves_full_weights(self) -> bool:
+        """Whether checkpoints hold the full weights, not only the shards that the engine writes."""
         key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
 
@@ -177,14 +168,14 @@ class DeepSpeedRun:
         from deepspeed.checkpoint import constants
 
         writer = self.engine.checkpoint_engine
+        # Needed to convert the checkpoint to a universal one.
         universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         self.engine.save_checkpoint(
             folder,
-            client_state={
-                constants.UNIVERSAL_CHECKPOINT_INFO: universal
-            },  # needed to convert it to a universal checkpoint
+            client_state={constants.UNIVERSAL_CHECKPOINT_INFO: universal},
             exclude_frozen_parameters=hasattr(self.engine.module, "peft_config"),
-            save_latest=False,  # rank 0 would write it, and leave the others waiting if it could not
+            # The file `latest` is written below: if rank 0 failed to write it here, the other ranks would hang.
+            save_latest=False,
         )
         if processes.rank == 0:
             writer.deferring(write_tag)(folder, f"global_step{self.engine.global_steps}")
@@ -197,8 +188,8 @@ class DeepSpeedRun:
 
         Raises:
             WrongConfig: if the folder has no states, or those of another number of processes.
-            DamagedCheckpoint: if the name of their folder leads elsewhere.
-            UnsafeCheckpoint: if it holds objects of other classes than DeepSpeed's own.
+            DamagedCheckpoint: if the file `latest` names a path outside the checkpoint.
+            UnsafeCheckpoint: if it holds objects of classes that are not DeepSpeed's.
         """
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_states(folder, universal=universal):
@@ -217,13 +208,112 @@ class DeepSpeedRun:
                 loaded, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
         except (OSError, MemoryError, UnsafeCheckpoint, DamagedCheckpoint):
             raise
-        except Exception as error:  # DeepSpeed itself checks little
+        except Exception as error:  # DeepSpeed raises arbitrary errors for a checkpoint that does not match
             raise WrongConfig(
                 f"DeepSpeed cannot resume from {folder} ({error!r}): model, stage and optimizer must be those of the "
                 "checkpoint."
             ) from error
         if loaded is None:
             raise WrongConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
+
+
+# ---- Making the engine ----------------------------------------------------------------------------------------------
+
+
+def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """DeepSpeed's CPU version of a torch optimizer.
+
+    Raises:
+        WrongConfig: for an optimizer without a CPU version.
+    """
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    given: dict[str, Any] = {
+        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
+    }
+    kind = type(optimizer)  # exact type: a subclass may step differently
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given
+        )
+        return adam
+    if kind is torch.optim.Adagrad:
+        adagrad: torch.optim.Optimizer = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+        return adagrad
+    raise WrongConfig(
+        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
+        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
+    )
+
+
+def set_leaf_layers(model: torch.nn.Module) -> None:
+    """Let ZeRO-3 gather each layer of the classes that the launcher names as a whole, for mixtures of experts.
+
+    Raises:
+        WrongConfig: if the model has no such layers.
+    """
+    names = os.environ.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
+    if names in ("", "None"):
+        return
+    from deepspeed.utils import set_z3_leaf_modules
+
+    try:
+        set_z3_leaf_modules(model, [name.strip() for name in names.split(",")])
+    except ValueError as error:
+        raise WrongConfig(
+            f"deepspeed_moe_layer_cls_names={names!r} of accelerate's launcher: the model has no such layer."
+        ) from error
+
+
+@contextlib.contextmanager
+def name_refused_sections(
+    config: dict[str, Any], make_scheduler: Callable[[Any], Any]
+) -> Iterator[Callable[[Any], Any]]:
+    """Name the sections of which DeepSpeed makes objects, if it cannot make them; yields `make_scheduler`.
+
+    Raises:
+        WrongConfig: for what DeepSpeed raises; errors of `make_scheduler` itself stay as they are.
+    """
+    of_script: list[Exception] = []
+
+    def make(optimizer: Any) -> Any:
+        try:
+            return make_scheduler(optimizer)
+        except Exception as error:
+            of_script.append(error)
+            raise
+
+    try:
+        yield make
+    except (TypeError, AttributeError, KeyError, AssertionError, ValueError) as error:
+        if error in of_script:
+            raise
+        shown = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
+        raise WrongConfig(
+            f"deepspeed: DeepSpeed makes no engine of {shown} ({type(error).__name__}: {error}): correct the type or "
+            "the parameters that it names."
+        ) from error
+
+
+def configure_activation_checkpointing(config: dict[str, Any]) -> None:
+    """Configure `deepspeed.checkpointing`, for models that use it, from the configuration's section."""
+    import deepspeed
+
+    section = config.get("activation_checkpointing")
+    if section:
+        deepspeed.checkpointing.configure(
+            None,
+            partition_activations=section.get("partition_activations"),
+            contiguous_checkpointing=section.get("contiguous_memory_optimization"),
+            num_checkpoints=section.get("number_checkpoints"),
+            checkpoint_in_cpu=section.get("cpu_checkpointing"),
+            synchronize=section.get("synchronize_checkpoint_boundary"),
+            profile=section.get("profile"),
+        )
+
+
+# ---- Loading, and what stands for DeepSpeed's objects ---------------------------------------------------------------
 
 
 def _why_unreadable(folder: str, universal: bool) -> str:
@@ -248,7 +338,7 @@ def _classes() -> list[type]:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """An optimizer that the engine steps, as callbacks and schedules see it.
+    """A torch optimizer for callbacks and schedulers; DeepSpeed's engine does the steps.
 
     DeepSpeed's optimizers are not torch optimizers, or free their tensors when Lightning deletes its copy of them.
     There is no attribute `optimizer`, since Lightning's callbacks would unwrap it.
@@ -289,7 +379,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Do nothing: the engine has done it."""
 
 
-class SteppedByEngine:
+class EngineScheduler:
     """A DeepSpeed schedule, which the engine steps.
 
     Args:
@@ -313,8 +403,8 @@ class SteppedByEngine:
         return getattr(self._scheduler, name)
 
 
-class _DeferredErrors:
-    """DeepSpeed's writer, but storage errors are kept until all ranks can raise them.
+class _ErrorDeferringWriter:
+    """Wraps DeepSpeed's checkpoint writer, and keeps storage errors until all ranks can raise them.
 
     DeepSpeed's ranks wait for each other after writing: if one raised immediately, the others would hang.
     """
@@ -325,7 +415,7 @@ class _DeferredErrors:
         self.save, self.makedirs = self.deferring(writer.save), self.deferring(writer.makedirs)
 
     def deferring(self, write: Callable[..., Any]) -> Callable[..., None]:
-        """The function, but a storage error is kept."""
+        """Wrap a function so that its storage error is kept and not raised."""
 
         def call(*args: Any, **kwargs: Any) -> None:
             try:

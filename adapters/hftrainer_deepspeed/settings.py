@@ -46,7 +46,7 @@ _SECTIONS = (
     *("checkpoint", "activation_checkpointing"),
 )
 #: Optimizers that need whole parameters or their own modes, but would get flat parts: parts of their names.
-_NEED_WHOLE = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
+_NEEDS_WHOLE_PARAMETERS = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
 #: Settings of accelerate's files that DeepSpeed's file has too.
 _IN_FILES = {
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model", "mixed_precision"),
@@ -117,7 +117,7 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
                 "configuration, or give both the same value."
             )
 
-    def completed(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
+    def with_run_values(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
         """A copy, completed with values that are known only in a run.
 
         Args:
@@ -284,7 +284,7 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
                 f"deepspeed: {section} is not supported yet: leave it out, or use parallelism_config without deepspeed."
             )
     optim = str(getattr(args.optim, "value", args.optim))
-    if "optimizer" not in config.config and any(part in optim for part in _NEED_WHOLE):
+    if "optimizer" not in config.config and any(part in optim for part in _NEEDS_WHOLE_PARAMETERS):
         yield f"optim={optim!r} needs whole parameters, but deepspeed gives it flat parts: use 'adamw_torch'."
     if args.save_only_model and args.load_best_model_at_end:
         yield "save_only_model=True writes nothing that deepspeed can load: set load_best_model_at_end=False."

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeepSpeedStrategy(Strategy):
-    """DeepSpeed's engine trains the model; from ZeRO-1 on each process has a part of the optimizer's state.
+    """DeepSpeed's engine trains the model. From ZeRO-1 on, the optimizer's state is sharded.
 
     The engine is made with the optimizer and the schedule, since DeepSpeed needs all three together, and loads its part
     of a checkpoint; whole weights are beside the parts.
@@ -69,7 +69,7 @@ class DeepSpeedStrategy(Strategy):
         """
         self._optimizer_is_given = optimizer is not None
         sections = [name for name in ("optimizer", "scheduler") if name in self.run.config.config]
-        if (optimizer is not None and self.run.brings_optimizer) or (scheduler is not None and sections):
+        if (optimizer is not None and self.run.has_config_optimizer) or (scheduler is not None and sections):
             raise UnsupportedArgument(
                 f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration set the same: use "
                 "only one. A schedule from the script needs the script's or the Trainer's optimizer."
@@ -109,13 +109,13 @@ class DeepSpeedStrategy(Strategy):
                     "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
                 )
             trainer.optimizer = None
-        if makes_both and not (run.brings_optimizer or run.brings_scheduler):
+        if makes_both and not (run.has_config_optimizer or run.has_config_scheduler):
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
-        elif not run.brings_optimizer:
+        elif not run.has_config_optimizer:
             trainer.create_optimizer()
         trainer.optimizer, scheduler = run.initialize(
             trainer.model,
-            None if run.brings_optimizer else trainer.optimizer,
+            None if run.has_config_optimizer else trainer.optimizer,
             lambda optimizer: trainer.create_scheduler(num_training_steps=max_steps, optimizer=optimizer),
         )
         trainer.model_wrapped = trainer.deepspeed = run.engine
@@ -141,7 +141,7 @@ class DeepSpeedStrategy(Strategy):
         Raises:
             WrongConfig: always.
         """
-        raise WrongConfig("accelerator.prepare: deepspeed trains one model, the Trainer's: freeze the others.")
+        raise WrongConfig("accelerator.prepare: DeepSpeed's engine trains only the Trainer's model. Freeze the others.")
 
     @property
     def gathers_in_forward(self) -> bool:
@@ -177,7 +177,7 @@ class DeepSpeedStrategy(Strategy):
     @property
     def keeps_scheduler(self) -> bool:  # type: ignore[override]
         """Whether the schedule is one of DeepSpeed's."""
-        return self.run.keeps_scheduler
+        return self.run.owns_scheduler
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather partitioned weights. Without an optimizer, no states are written."""
@@ -191,7 +191,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _whole_weights(self, model: nn.Module) -> dict[str, Any]:
         adapters = peers.is_peft(model)
-        if not (self.run.gathers or adapters):
+        if not (self.run.saves_full_weights or adapters):
             return {}
         return to_be_written(self.run.whole_weights(model, only_trained=adapters), model)
 
@@ -201,7 +201,7 @@ class DeepSpeedStrategy(Strategy):
 
     def save_beside(self, folder: str) -> None:
         """Write the parts too, if the weights stay in parts."""
-        if self.run.gathers or not self.run.is_training:
+        if self.run.saves_full_weights or not self.run.is_training:
             return
         self.run.save(folder, self.plan.processes)
         logger.warning(

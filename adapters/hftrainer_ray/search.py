@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class RaySearch(SearchBackend):
         self.directions = read_directions(direction)
         scope = _scope(trainer.args)
         space = self.space(trainer)
-        check_names(trainer.args, space, for_model_too=model_takes_trial(trainer.model_init))
+        check_names(trainer.args, space, allow_model_arguments=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
         self.components.runner.release_trial()  # frees device memory for the trials
         trainer.callback_handler.eval_dataloader = None
@@ -129,18 +129,15 @@ class RaySearch(SearchBackend):
             "raise_on_failed_trial": False,
         }
         if not any(getattr(kwargs.get(each), "metric", None) for each in ("scheduler", "search_alg")):
-            options |= {"metric": "objective", "mode": self._mode}
+            options |= {"metric": "objective", "mode": self.directions[0][:3]}
         return {**options, **kwargs}
-
-    @property
-    def _mode(self) -> str:
-        return self.directions[0][:3]
 
     def _best(self, analysis: Any, scope: str) -> BestRun:
         """The trial with the best objective, among those that did not fail; the first one of equals."""
         scores: list[tuple[float, Any]] = []
+        mode = self.directions[0][:3]
         for trial in analysis.trials:
-            score = trial.metric_analysis.get("objective", {}).get(self._mode if scope == "all" else scope, math.nan)
+            score = trial.metric_analysis.get("objective", {}).get(mode if scope == "all" else scope, math.nan)
             if trial.status != "ERROR" and math.isfinite(score):
                 scores.append((score, trial))
         if not scores:
@@ -152,8 +149,7 @@ class RaySearch(SearchBackend):
                 "storage_path continues it.",
                 unfinished,
             )
-        choose = min if self._mode == "min" else max
-        best = choose(scores, key=lambda scored: scored[0])[1]
+        best = (min if mode == "min" else max)(scores, key=lambda scored: scored[0])[1]
         return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
@@ -174,22 +170,17 @@ class RaySearch(SearchBackend):
 
         if trainer.hp_name is None:  # trackers distinguish trials by their names
             trainer.hp_name = lambda trial: f"run-{self.run_id(trial)}"
-        trainer.objective = None
         checkpoint = tune.get_checkpoint()
         try:
             with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
                 path = None if folder is None else str(next(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
-                trainer.train(resume_from_checkpoint=path, trial=trial)
-            if trainer.objective is None and checkpoint is None:
-                metrics = trainer.evaluate()
-                trainer.objective = self.objective_of(trainer, metrics)
-                self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
+                self.objective(trainer, trial, checkpoint=path)
             self.after_saving(trainer)
         finally:
             self.components.runner.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Keep the report for Ray until the checkpoint of this step is written, if one is due."""
+        """Store the report. It is sent to Ray after the checkpoint of this step, if one is due."""
         self.after_saving(trainer)
         self._pending = step, {**metrics, "objective": float(objective)}
 
@@ -204,8 +195,11 @@ class RaySearch(SearchBackend):
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
-        with _folder_with(self._checkpoint_of(trainer, step)) as folder:
-            checkpoint = None if folder is None else tune.Checkpoint.from_directory(folder)
+        saved = self._checkpoint_of(trainer, step)
+        with tempfile.TemporaryDirectory() as folder:  # has only the checkpoint in it, which Ray copies
+            if saved is not None:
+                Path(folder, saved.name).symlink_to(saved, target_is_directory=True)
+            checkpoint = None if saved is None else tune.Checkpoint.from_directory(folder)
             try:
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:  # at the end of the search Ray may kill the process instead
@@ -226,17 +220,6 @@ def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
     components = packed.unpack()
     assert isinstance(components.search, RaySearch)
     components.search.train(components.trainer, config)
-
-
-@contextlib.contextmanager
-def _folder_with(checkpoint: Path | None) -> Iterator[str | None]:
-    """A temporary folder that has only the checkpoint in it, for Ray to copy."""
-    if checkpoint is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, checkpoint.name).symlink_to(checkpoint, target_is_directory=True)
-        yield folder
 
 
 def _scope(args: Any) -> str:

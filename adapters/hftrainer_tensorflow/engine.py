@@ -135,7 +135,7 @@ class TFEngine(Trainer):
         """The TFTrainer's `evaluate`, within training."""
         self._note_step()
         metrics = self.host.evaluate()
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics=metrics)
         return metrics
 
     # ---- Logs and files ----------------------------------------------------------------------------------------

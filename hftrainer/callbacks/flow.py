@@ -7,8 +7,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import IntervalStrategy, SaveStrategy
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.callbacks.base import TrainerCallback
-from hftrainer.callbacks.state import ExportableState
+from hftrainer.callbacks.state import ExportableState, TrainerCallback
 from hftrainer.errors import MissingFollowedMetric
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.callbacks.base import TrainerCallback, is_kind, library_of, make_callback, pop_from
 from hftrainer.callbacks.flow import DefaultFlowCallback
-from hftrainer.callbacks.state import TrainerControl, TrainerState
+from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
 from hftrainer.compat.overrides import accepted_by
 from hftrainer.errors import NotACallback
 
@@ -38,11 +37,8 @@ class CallbackHandler(TrainerCallback):
             logger.warning("Without DefaultFlowCallback, the Trainer does not log, evaluate or save automatically.")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **vars(self),
-            "train_dataloader": None,
-            "eval_dataloader": None,
-        }  # loaders of a run, with worker processes
+        # The loaders of a run may have worker processes.
+        return {**vars(self), "train_dataloader": None, "eval_dataloader": None}
 
     def add_callback(self, callback: Any) -> None:
         """Add a callback, as a class or as an instance. A progress bar replaces the existing one.
@@ -53,7 +49,7 @@ class CallbackHandler(TrainerCallback):
         kind = callback if isinstance(callback, type) else type(callback)
         if issubclass(kind, nn.Module):  # LightningModules have hooks of the same names
             raise TypeError(f"callbacks: {kind.__name__} is a module, not a callback.")
-        if any(library_of(base) == "pytorch_lightning" for base in kind.__mro__):
+        if any(defining_package(base) == "pytorch_lightning" for base in kind.__mro__):
             raise TypeError(
                 f"callbacks: {kind.__name__} comes from pytorch_lightning, which is another package: import it from "
                 "lightning.pytorch."
@@ -62,21 +58,23 @@ class CallbackHandler(TrainerCallback):
             given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
             raise NotACallback(f"callbacks: {given} is not a callback: it handles none of the events")
         instance = make_callback(callback)
-        if is_kind(instance, *BARS):
-            self.drop_bars()
+        if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
+            self.remove_progress_bars()
         if type(instance) in {type(present) for present in self.callbacks}:
             logger.warning("The callbacks contain a %s already: %s", type(instance).__name__, self.callback_list)
         self.callbacks.append(instance)
 
-    def drop_bars(self) -> bool:
+    def remove_progress_bars(self) -> bool:
         """Remove the callbacks that show a progress bar; returns whether there were any."""
         before = len(self.callbacks)
-        self.callbacks[:] = [callback for callback in self.callbacks if not is_kind(callback, *BARS)]
+        self.callbacks[:] = [
+            callback for callback in self.callbacks if not is_instance_by_name(callback, *PROGRESS_BAR_CALLBACKS)
+        ]
         return len(self.callbacks) < before
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None when there is none."""
-        return pop_from(self.callbacks, callback)
+        return pop_matching(self.callbacks, callback)
 
     def remove_callback(self, callback: Any) -> None:
         """Remove a callback, by class or instance."""
@@ -97,7 +95,7 @@ class CallbackHandler(TrainerCallback):
                 continue
             given = {
                 "model": self.model,
-                **_by_its_names(handler, self.processing_class),
+                **_processing_class_keywords(handler, self.processing_class),
                 "optimizer": self.optimizer,
                 "lr_scheduler": self.lr_scheduler,
                 "train_dataloader": self.train_dataloader,
@@ -115,39 +113,23 @@ class CallbackHandler(TrainerCallback):
             control = result
         return control
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        """Announce a log line, and clear `should_log`."""
-        control.should_log = False
-        return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
 
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        """Announce an evaluation, and clear `should_evaluate`."""
-        control.should_evaluate = False
-        return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
-
-    def on_predict(self, args, state, control, metrics=None, **kwargs):
-        """Announce a prediction."""
-        return self.call_event("on_predict", args, state, control, metrics=metrics, **kwargs)
-
-
-def _by_its_names(handler: Any, processing_class: Any) -> dict[str, Any]:
-    """`processing_class`, and also as `tokenizer` (its name before v4.46) for a handler that uses that name.
+def _processing_class_keywords(handler: Any, processing_class: Any) -> dict[str, Any]:
+    """The keyword `processing_class`, and `tokenizer` too (its name before v4.46) if the handler uses it.
 
     Other handlers must not get it: they may not accept a keyword that transformers does not pass.
     """
-    given = {"processing_class": processing_class}
-    return {**given, "tokenizer": processing_class} if _names_tokenizer(handler) else given
-
-
-def _names_tokenizer(handler: Any) -> bool:
-    """Whether a handler has a parameter `tokenizer`, or reads `kwargs["tokenizer"]`."""
     function = getattr(handler, "__func__", handler)
-    known = isinstance(function, types.FunctionType)  # other callables may not be hashable
-    return _has_tokenizer(function) if known else _has_tokenizer.__wrapped__(function)
+    # Callables of other types may not be hashable.
+    cached = isinstance(function, types.FunctionType)
+    needs_tokenizer = _needs_tokenizer if cached else _needs_tokenizer.__wrapped__
+    given = {"processing_class": processing_class}
+    return {**given, "tokenizer": processing_class} if needs_tokenizer(function) else given
 
 
 @functools.lru_cache(maxsize=256)  # called at every step
-def _has_tokenizer(function: Any) -> bool:
+def _needs_tokenizer(function: Any) -> bool:
+    """Whether a function has a parameter `tokenizer`, or reads `kwargs["tokenizer"]`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:  # a C function, or a callable object
         return False
@@ -155,32 +137,84 @@ def _has_tokenizer(function: Any) -> bool:
     return "tokenizer" in parameters or bool(code.co_flags & inspect.CO_VARKEYWORDS and "tokenizer" in code.co_consts)
 
 
-def _announcer(event: str):
-    clears = CLEARS.get(event, ())
+def is_instance_by_name(callback: Any, *names: str) -> bool:
+    """Whether the callback is an instance of a class with one of these names, ours or transformers'."""
+    kinds = type(callback).__mro__
+    return any(kind.__name__ in names and defining_package(kind) in ("hftrainer", "transformers") for kind in kinds)
 
-    def announce(self, args, state, control, **kwargs):
-        for switch in clears:
-            setattr(control, switch, False)
-        return self.call_event(event, args, state, control, **kwargs)
 
-    announce.__name__ = event
-    announce.__qualname__ = f"CallbackHandler.{event}"
-    announce.__doc__ = f"Announce {event}."
-    return announce
+def defining_package(kind: type) -> str:
+    """The package that defines a class."""
+    return kind.__module__.partition(".")[0]
+
+
+def _is_wanted(present: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, type):
+        return bool(present == wanted)
+    # A script that names transformers' ProgressCallback means ours.
+    is_theirs = defining_package(wanted) == "transformers"
+    return isinstance(present, wanted) or (is_theirs and is_instance_by_name(present, wanted.__name__))
+
+
+def pop_matching(callbacks: list[Any], callback: Any) -> Any:
+    """Remove and return the first of `callbacks` that is `callback` or an instance of it; None if not found.
+
+    A class of transformers also matches ours of the same name.
+    """
+    for number, present in enumerate(callbacks):
+        if _is_wanted(present, callback):
+            return callbacks.pop(number)
+    return None
+
+
+def make_callback(callback: Any) -> Any:
+    """The callback itself, or an instance of the given class.
+
+    Raises:
+        TypeError: for a class whose constructor needs arguments.
+    """
+    if not isinstance(callback, type):
+        return callback
+    try:
+        # Skip `object`, whose signature takes a millisecond to inspect.
+        if any(name in vars(kind) for kind in callback.__mro__[:-1] for name in ("__init__", "__new__")):
+            inspect.signature(callback).bind()
+    except TypeError as error:
+        name = callback.__name__
+        raise TypeError(f"callbacks: the constructor of {name} has a {error}; give an instance, {name}(...).") from None
+    return callback()
+
+
+def _make_event_method(event: str):
+    flags, names = CLEARED_FLAGS.get(event, ()), EVENT_VALUES.get(event, ())
+
+    def call(self, args, state, control, *values, **kwargs):
+        for flag in flags:
+            setattr(control, flag, False)
+        given = dict(zip(names[: len(values)], values, strict=True))
+        return self.call_event(event, args, state, control, **{**dict.fromkeys(names), **given, **kwargs})
+
+    call.__name__ = event
+    call.__qualname__ = f"CallbackHandler.{event}"
+    call.__doc__ = f"Call {event} of every callback."
+    return call
 
 
 #: The callbacks that show a progress bar; only one is kept.
-BARS = ("ProgressCallback", "NotebookProgressCallback")
+PROGRESS_BAR_CALLBACKS = ("ProgressCallback", "NotebookProgressCallback")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
-#: Event → the control flag that is cleared before it is announced.
-CLEARS = {
+#: Event → the control flags that are cleared before it is called.
+CLEARED_FLAGS = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
     "on_step_begin": ("should_log", "should_evaluate", "should_save"),
+    "on_log": ("should_log",),
+    "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
 }
+#: Event → values that callers of the handler may give by position.
+EVENT_VALUES = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
 #: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs a step.
 _NOTHING = {event: getattr(TrainerCallback, event) for event in EVENTS}
 for _event in EVENTS:
-    if _event not in vars(CallbackHandler):
-        setattr(CallbackHandler, _event, _announcer(_event))
+    setattr(CallbackHandler, _event, _make_event_method(_event))

@@ -8,8 +8,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.callbacks.base import TrainerCallback, is_kind
-from hftrainer.callbacks.handler import BARS
+from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
+from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.compat import swap
 from hftrainer.compat.overrides import has_length
 
@@ -29,12 +29,13 @@ def in_notebook() -> bool:
     return release is None or float(release.split(".")[0]) >= 11
 
 
-def own_progress(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
-    """The callback that shows a Trainer's runs; None when one of `callbacks` does."""
-    if args.disable_tqdm:
-        return None if any(is_kind(callback, "PrinterCallback") for callback in callbacks) else PrinterCallback
-    if any(is_kind(callback, *BARS) for callback in callbacks):
+def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
+    """The progress callback for a Trainer; None if `callbacks` has one."""
+    names = ("PrinterCallback",) if args.disable_tqdm else PROGRESS_BAR_CALLBACKS
+    if any(is_instance_by_name(callback, *names) for callback in callbacks):
         return None
+    if args.disable_tqdm:
+        return PrinterCallback
     bar = swap.rebound("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
@@ -95,7 +96,7 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
         if self.training_bar is not None:
-            shown = _shown(logs, args, above_bar=True)
+            shown = _format_logs(logs, args, above_bar=True)
             self.training_bar.write(str({name: self._shortened(value) for name, value in shown.items()}))
 
     def _shortened(self, value: Any) -> Any:
@@ -116,10 +117,10 @@ class PrinterCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line."""
         if state.is_local_process_zero:
-            print(_shown(logs, args))
+            print(_format_logs(logs, args))
 
 
-def _shown(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
+def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
     """A log line as the followed release prints it, without `total_flos`."""
     shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
     return ResolvedArguments.of(args).policy.printed(shown, above_bar=above_bar)
@@ -128,5 +129,5 @@ def _shown(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool 
 def _bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
-    # None: no bar unless the output is a terminal. A notebook kernel's output is not one, but can show bars.
+    # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
     return tqdm(dynamic_ncols=True, disable=False if in_notebook() else None, **kwargs)

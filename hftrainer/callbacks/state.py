@@ -1,4 +1,4 @@
-"""The state of a training run, and the control flags that callbacks set."""
+"""`TrainerCallback`, and what its events receive: the state of a run and the control flags."""
 
 from __future__ import annotations
 
@@ -18,11 +18,71 @@ from hftrainer.compat.messages import log_once
 from hftrainer.compat.reading import check_fields, fitting
 from hftrainer.errors import InvalidArgument
 
-#: Fields of `trainer_state.json` that a run cannot do without.
+#: Required fields of `trainer_state.json`.
 _NEVER_NULL = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
 _COUNTED = {"global_step", "epoch", "logging_steps", "eval_steps", "save_steps", "num_input_tokens_seen"}
-#: More than any run has: what is above is a mistake, and would be counted for a long time.
-_MOST_STEPS = 10**18
+#: A larger number is an error in the file, and would take very long to count to.
+_MAX_COUNT = 10**18
+
+
+class TrainerCallback:
+    """Base class of callbacks: override the events you need.
+
+    Every event receives `args`, `state` and `control`, and as keywords `model`, `processing_class`, `optimizer`,
+    `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict`
+    also `metrics`. An event that changes `control` may return it.
+
+    An `on_step_end` with parameters of these names also receives `loss` (a tensor of shape `()` on the device: the
+    step's, as it is logged), `inputs` (the step's last micro-batch) and `outputs` (the model's, for that micro-batch).
+    """
+
+    def on_init_end(self, args, state, control, **kwargs):
+        """The Trainer is built."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Training begins."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        """Training has ended; the best model is loaded with `load_best_model_at_end`."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        """A pass over the data begins."""
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """A pass over the data has ended."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """The first micro-batch of an optimizer step is about to run."""
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Gradients are complete and clipped; the optimizer has not stepped (since v4.46)."""
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """The optimizer has stepped; gradients are still there (since v4.46)."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        """A micro-batch has run, and it was not the last of its optimizer step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """An optimizer step is complete."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """An evaluation is complete."""
+
+    def on_predict(self, args, state, control, metrics, **kwargs):
+        """A prediction is complete."""
+
+    def on_save(self, args, state, control, **kwargs):
+        """A checkpoint is written."""
+
+    def on_log(self, args, state, control, **kwargs):
+        """A log line was added to `state.log_history`."""
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        """A batch of an evaluation or prediction is done."""
+
+    def on_push_begin(self, args, state, control, **kwargs):
+        """An upload to the Hub begins (since v5.0)."""
 
 
 class ExportableState:
@@ -93,18 +153,18 @@ class TrainerState:
         self._log_texts: list[tuple[Any, str]] = []
 
     def save_to_json(self, json_path: str) -> None:
-        """Write the state as JSON. Log lines become text once, so that a save does not take longer each time."""
+        """Write the state as JSON. Each log line is serialized once, so that saves do not become slower."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values = as_json(values | {"log_history": []}, "trainer_state.json")
         text = json.dumps(values, indent=2, sort_keys=True)
         if self.log_history:
-            lines = "[\n    " + ",\n    ".join(self._texts_of_log()) + "\n  ]"
+            lines = "[\n    " + ",\n    ".join(self._log_lines_as_json()) + "\n  ]"
             text = text.replace('\n  "log_history": []', f'\n  "log_history": {lines}')
         with open(json_path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 
-    def _texts_of_log(self) -> list[str]:
-        """Each log line as JSON; those that have changed since the last save, and further ones, are made anew."""
+    def _log_lines_as_json(self) -> list[str]:
+        """Each log line as JSON, from a cache. Changed and new lines are serialized again."""
         known, self._log_texts = iter(self._log_texts), []
         for line in self.log_history:
             before, text = next(known, (None, ""))
@@ -123,11 +183,11 @@ class TrainerState:
         with fitting(json_path):
             if not isinstance(values, dict):
                 raise TypeError(f"it is {reprlib.repr(values)}")
-            # An interval without a value is null in files of v4: the default is as good.
+            # Files of v4 have null for unset intervals: use the default.
             given = {name: value for name, value in values.items() if value is not None or name in _NEVER_NULL}
             check_fields(given, cls)
             for name in _COUNTED & given.keys():
-                if not 0 <= given[name] <= _MOST_STEPS:  # nor NaN
+                if not 0 <= given[name] <= _MAX_COUNT:  # nor NaN
                     raise ValueError(f"{name} is {given[name]}")
             return cls(**{name: value for name, value in given.items() if name in known})
 

@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.errors import UnsupportedArgument
 from hftrainer.plugins import load
 
 #: Selects the launcher whose variables are read, if `lightning_config` does not.
 CHOICE = "HFTRAINER_ENVIRONMENT"
 #: Set in processes that the script itself has started: the process id of the starting process.
 STARTED_BY = "HFTRAINER_STARTED_BY"
-#: Makes a process a worker of a search with `n_jobs`: the worker's assignment, as JSON.
-WORKER = "HFTRAINER_SEARCH_WORKER"
 #: Variables of Open MPI, MVAPICH, and Intel MPI or MPICH: rank, size, local rank, local size.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -387,19 +384,6 @@ def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str
                 f"lightning_config[{name!r}]={wanted}, but the launcher has started {started}: leave it out, or launch "
                 "as many."
             )
-
-
-def refuse_in_worker() -> None:
-    """Refuse to train in a worker outside its search, since that would overwrite the script's output.
-
-    Raises:
-        UnsupportedArgument: in a worker.
-    """
-    if WORKER in os.environ:
-        raise UnsupportedArgument(
-            "n_jobs runs the script again in each worker, and the script trains, or searches without n_jobs, before "
-            "this search. Put the search with n_jobs first, or into a separate script."
-        )
 
 
 def this_process() -> str:

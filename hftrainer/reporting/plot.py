@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.callbacks.base import TrainerCallback
 from hftrainer.callbacks.progress import in_notebook
-from hftrainer.callbacks.state import TrainerState
+from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import by_step
 from hftrainer.compat.overrides import is_measured

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.callbacks.base import TrainerCallback
+from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.checkpointing.weights import save_weights
 from hftrainer.errors import MissingPackage

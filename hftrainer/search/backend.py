@@ -34,6 +34,9 @@ class SearchBackend(abc.ABC):
     install: ClassVar[str]
     directions: list[str]
 
+    #: Whether `objective` also reports the evaluation after a training that has not evaluated.
+    reports_last_evaluation: ClassVar[bool] = True
+
     def __init__(self, components: Components) -> None:
         self.components = components
 
@@ -78,8 +81,26 @@ class SearchBackend(abc.ABC):
             metrics: metrics of the evaluation.
         """
 
+    def objective(self, trainer: Trainer, trial: Any, *, checkpoint: str | None = None) -> Any:
+        """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training.
+
+        Args:
+            trainer: trains the trial.
+            trial: the trial.
+            checkpoint: folder of a checkpoint to resume from. If training does not evaluate then, the result is None:
+                the trial has reported its evaluations before.
+        """
+        trainer.objective = None
+        trainer.train(resume_from_checkpoint=checkpoint, trial=trial)
+        if trainer.objective is None and checkpoint is None:
+            metrics = trainer.evaluate()
+            trainer.objective = self.objective_of(trainer, metrics)
+            if self.reports_last_evaluation:
+                self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
+        return trainer.objective
+
     def space(self, trainer: Trainer) -> Any:
-        """The description that `hp_space` returns for a library that samples by itself.
+        """The search space from `hp_space`, for a library that draws the samples itself.
 
         Raises:
             InvalidArgument: if `hp_space` is written for trials of Optuna.
@@ -95,7 +116,7 @@ class SearchBackend(abc.ABC):
             ) from error
 
     def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
-        """Called in a trial after each step, when it has been logged, evaluated and saved as far as these were due."""
+        """Called in a trial after each step. Logging, evaluation and saving of the step are done."""
 
     def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
         """What `compute_objective` makes of the metrics of an evaluation; a number if there is one direction.

@@ -6,12 +6,16 @@ import contextlib
 import inspect
 import logging
 import math
+import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.environment import this_process
+from hftrainer.search import studies
 from hftrainer.search.backend import (
     SearchBackend,
     TrialFailed,
@@ -20,8 +24,8 @@ from hftrainer.search.backend import (
     no_trial_message,
     read_directions,
 )
-from hftrainer.search.jobs import Jobs
-from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, TrialCount, enqueue_retry, open_storage
+from hftrainer.search.jobs import SearchWorkers, number_of_jobs
+from hftrainer.search.packing import PackedTrainer, pack
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:
@@ -33,13 +37,15 @@ logger = logging.getLogger(__name__)
 
 #: Keywords that go to `Study.optimize`. All others go to `optuna.create_study`.
 _OPTIMIZE_KEYWORDS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
+#: User attribute of a study: the last search with `n_jobs` that was stopped before it had all trials.
+_STOPPED = "stopped"
 
 
 class OptunaSearch(SearchBackend):
     """A search with Optuna, whose study suggests hyperparameters and stores the results.
 
     Attributes:
-        study: the study, in the main process only.
+        study: the study, in the main process only. The object is pickled with it for the workers of `n_jobs`.
     """
 
     name = "optuna"
@@ -47,6 +53,8 @@ class OptunaSearch(SearchBackend):
     default_hp_space = staticmethod(default_hp_space_optuna)
 
     study: Study
+
+    reports_last_evaluation = False  # as in transformers, which reports to Optuna during training only
 
     def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
         """Train trials until the study has `n_trials`, and return the best one in every process.
@@ -56,16 +64,14 @@ class OptunaSearch(SearchBackend):
             UnsupportedArgument: for keywords that do not work with several processes.
             SearchFailed: if no trial was completed.
         """
-        several = trainer.args.world_size > 1
         self.directions = read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
-        _check(n_trials, options, kwargs, several)
-        self._jobs = Jobs(options.pop("n_jobs", 1), str(trainer.args.output_dir), options.pop("timeout", None))
+        _check(n_trials, options, kwargs, trainer.args.world_size > 1)
+        self._jobs = number_of_jobs(options.pop("n_jobs", 1))
         from_main: Any = trainer.accelerator.processes.from_main
         from_main(lambda: self._open_study(trainer, kwargs))
         if trainer.args.process_index == 0:
-            if not self._jobs.is_finished:
-                self._run_trials(trainer, TrialCount(self.study, n_trials), options)
+            self._run_trials(trainer, n_trials, options)
             return from_main(lambda: (None, self._best()))[1]
         while True:  # the main process sends the number of each trial, and in the end the best one
             number, best = from_main(lambda: None)
@@ -98,21 +104,17 @@ class OptunaSearch(SearchBackend):
             self.components.announce("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
-    def objective(self, trainer: Trainer, trial: Any) -> Any:
-        """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training."""
-        trainer.objective = None
-        trainer.train(trial=trial)
-        if trainer.objective is None:
-            trainer.objective = self.objective_of(trainer, trainer.evaluate())
-        return trainer.objective
-
     def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
         """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
         import optuna
 
-        kwargs = self._jobs.study_options(kwargs)
-        kwargs = {**kwargs, "storage": open_storage(kwargs.get("storage")), "directions": self.directions}
-        may_exist = kwargs.pop("load_if_exists", False) or self._jobs.is_worker
+        if self._jobs > 1:
+            journal = os.path.join(str(trainer.args.output_dir), "search.journal")
+            storage = studies.open_shared_storage(kwargs.get("storage"), journal)
+        else:
+            storage = studies.open_storage(kwargs.get("storage"))
+        kwargs = {**kwargs, "storage": storage, "directions": self.directions}
+        may_exist = kwargs.pop("load_if_exists", False)
         try:
             study = optuna.create_study(**kwargs)
         except optuna.exceptions.DuplicatedStudyError:
@@ -130,59 +132,69 @@ class OptunaSearch(SearchBackend):
                 ) from None
             study.sampler.reseed_rng()
         self.study = self.components.hp_study = study
-        self._jobs.register(study.study_name)
 
-    def _run_trials(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
-        catch = options.pop("catch", ())
+    def _run_trials(self, trainer: Trainer, n_trials: int | None, options: dict[str, Any]) -> None:
+        """Train trials until the search ends, with `n_jobs` also in workers."""
+        timeout, catch = options.pop("timeout", None), options.pop("catch", ())
         options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
-        with self._jobs.running(count.remaining()):
-            self._optimize(trainer, count, options)
-        if self._jobs.lost_worker and not self._jobs.is_stopped(self.study):  # train the trials of killed workers
-            self._optimize(trainer, count, options)
+        self._count, self._options = studies.TrialCount(self.study, n_trials), options
+        self._deadline = None if timeout is None else time.time() + timeout
+        self._name = f"{os.getpid()}-{time.time()}"
+        self._workers = SearchWorkers(str(trainer.args.output_dir))
+        remaining = self._count.remaining()
+        count = self._jobs if remaining is None else min(self._jobs, remaining)
+        if count > 1:
+            self.components.runner.release_trial()  # nor is there a model to pickle
+            with self._workers.running(count, partial(train_in_worker, pack(self.components))):
+                self._optimize(trainer)
+        if not self._is_stopped():  # also for the trials of killed workers
+            self._optimize(trainer)
 
-    def _optimize(self, trainer: Trainer, count: TrialCount, options: dict[str, Any]) -> None:
+    def train_trials(self, trainer: Trainer) -> None:
+        """Train trials in a worker, where a seeded sampler would suggest what it suggests in the script's process."""
+        self.study.sampler.reseed_rng()
+        self._optimize(trainer)
+
+    def _optimize(self, trainer: Trainer) -> None:
         """Run trials until there are enough, the time is up, or a callback stops the study."""
         started = 0
 
         def run_trial(trial: Any) -> Any:
             nonlocal started
             started += 1
-            return self._run_trial(trainer, count, trial)
+            return self._run_trial(trainer, trial)
 
         def stop_when_complete(study: Study, _: Any) -> None:
-            self._jobs.check_workers()
-            if count.remaining() == 0 or self._jobs.is_stopped(study):
+            self._workers.check()
+            if self._count.remaining() == 0 or self._is_stopped():
                 study.stop()
 
-        options = {**options, "callbacks": [*(options.get("callbacks") or ()), stop_when_complete]}
-        while (remaining := count.remaining()) != 0:
+        options = {**self._options, "callbacks": [*(self._options.get("callbacks") or ()), stop_when_complete]}
+        while (remaining := self._count.remaining()) != 0:
             started = 0
-            self.study.optimize(run_trial, n_trials=remaining, timeout=self._jobs.seconds_left(), **options)
+            seconds = None if self._deadline is None else self._deadline - time.time()
+            self.study.optimize(run_trial, n_trials=remaining, timeout=seconds, **options)
             if remaining is None or started < remaining:
-                if count.remaining() != 0:  # a callback stopped the study, or the time is up
-                    self._jobs.stop(self.study)
+                if self._jobs > 1 and self._count.remaining() != 0:  # a callback stopped the study, or the time is up
+                    self.study.set_user_attr(_STOPPED, self._name)
                 return
             # Trials may remain, if another process was killed.
 
-    def _run_trial(self, trainer: Trainer, count: TrialCount, trial: Any) -> Any:
-        trial.set_user_attr(OWNER, this_process())
-        if count.is_surplus(trial.number):
-            reason = "other processes started the last trials at the same time"
-            trial.set_user_attr(INTERRUPTED, reason)
-            raise TrialFailed(reason)
-        try:
-            objective, error = self._train(trainer, trial)
-        finally:
-            self.components.runner.release_trial()
-        if error is not None:
-            raise error
-        return objective
+    def _is_stopped(self) -> bool:
+        """Whether any of the processes of `n_jobs` has stopped the search."""
+        return self._jobs > 1 and self.study.user_attrs.get(_STOPPED) == self._name
 
-    def _train(self, trainer: Trainer, trial: Any) -> tuple[Any, Exception | None]:
-        """Train a trial, and return its objective or a new exception, whose traceback does not keep the model."""
+    def _run_trial(self, trainer: Trainer, trial: Any) -> Any:
+        """Train a trial, and return its objective or raise a new error, whose traceback does not keep the model."""
         import optuna
 
+        trial.set_user_attr(studies.OWNER, this_process())
+        if self._count.is_surplus(trial.number):
+            reason = "other processes started the last trials at the same time"
+            trial.set_user_attr(studies.INTERRUPTED, reason)
+            raise TrialFailed(reason)
         several, shared = trainer.args.world_size > 1, trial
+        error: Exception | None = None
         if several:
             from_main = trainer.accelerator.processes.from_main
             from_main(lambda: (trial.number, None))
@@ -190,29 +202,34 @@ class OptunaSearch(SearchBackend):
         try:
             objective = self.objective(trainer, shared)
         except optuna.TrialPruned as pruned:
-            return None, optuna.TrialPruned(str(pruned))
+            error = optuna.TrialPruned(str(pruned))
         except (KeyboardInterrupt, SystemExit) as interruption:
             self._interrupt(trial, interruption)
             raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            trial.set_user_attr(FAILED, reason)
-            if several or not is_out_of_memory(error):  # the other processes may be anywhere in the trial
+        except Exception as failure:
+            reason = f"{type(failure).__name__}: {failure}"
+            trial.set_user_attr(studies.FAILED, reason)
+            # The other ranks of a distributed trial may be at another step, so the search cannot continue.
+            if several or not is_out_of_memory(failure):
                 raise
-            return None, TrialFailed(reason)
+            error = TrialFailed(reason)
+        finally:
+            self.components.runner.release_trial()
+        if error is not None:
+            raise error
         values = objective if isinstance(objective, Sequence) else [objective]
         if any(math.isnan(float(value)) for value in values):
-            trial.set_user_attr(FAILED, f"compute_objective returned {objective}")
-        return objective, None
+            trial.set_user_attr(studies.FAILED, f"compute_objective returned {objective}")
+        return objective
 
     def _interrupt(self, trial: Any, interruption: BaseException) -> None:
         """Mark a trial as interrupted, so that the next search retries it."""
         from optuna.trial import TrialState
 
-        trial.set_user_attr(INTERRUPTED, f"stopped by {type(interruption).__name__}")
+        trial.set_user_attr(studies.INTERRUPTED, f"stopped by {type(interruption).__name__}")
         if isinstance(interruption, SystemExit):  # Optuna itself handles KeyboardInterrupt only
             self.study.tell(trial, state=TrialState.FAIL)
-        enqueue_retry(self.study, trial.number)
+        studies.enqueue_retry(self.study, trial.number)
 
     def _train_with_main(self, trainer: Trainer, trial: SharedTrial) -> None:
         import optuna
@@ -228,7 +245,7 @@ class OptunaSearch(SearchBackend):
 
         trials = self.study.get_trials(deepcopy=False)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
-            reasons = [trial.user_attrs[FAILED] for trial in trials if FAILED in trial.user_attrs]
+            reasons = [trial.user_attrs[studies.FAILED] for trial in trials if studies.FAILED in trial.user_attrs]
             raise SearchFailed(no_trial_message([trial.state.name.lower() for trial in trials], reasons))
         if running := sum(trial.state is TrialState.RUNNING for trial in trials):
             logger.warning(
@@ -240,6 +257,13 @@ class OptunaSearch(SearchBackend):
             best = self.study.best_trial
             return BestRun(str(best.number), best.value, best.params)  # type: ignore[arg-type]
         return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
+
+
+def train_in_worker(packed: PackedTrainer) -> None:
+    """Train trials of the study of a pickled Trainer; a worker of `n_jobs` calls this."""
+    components = packed.unpack()
+    assert isinstance(components.search, OptunaSearch)
+    components.search.train_trials(components.trainer)
 
 
 def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:
@@ -258,8 +282,8 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
         raise InvalidArgument("load_if_exists=True needs a study_name: without one, each search creates a new study.")
     if several and options.get("n_jobs", 1) != 1:
         raise UnsupportedArgument(
-            f"n_jobs={options['n_jobs']} runs the script again, but a launcher has started several processes. Start "
-            "the script without a launcher. On several GPUs set lightning_config={'devices': 1}, and each job uses one."
+            f"n_jobs={options['n_jobs']} starts processes, but a launcher has started several processes. Start the "
+            "script without a launcher. On several GPUs set lightning_config={'devices': 1}, and each job uses one."
         )
     if several and catch:
         raise UnsupportedArgument(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copyreg
 import io
 import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.callbacks.base import is_kind
+from hftrainer.callbacks.handler import is_instance_by_name
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases.followed import follow
@@ -24,7 +25,7 @@ class PackedTrainer:
     """A pickled Trainer.
 
     Attributes:
-        pickled: the Trainer, pickled by Ray's cloudpickle, which includes functions and classes of the script.
+        pickled: the Trainer, pickled by cloudpickle, which includes functions and classes of the script.
         folder: the working directory, to which its paths are relative.
     """
 
@@ -33,9 +34,7 @@ class PackedTrainer:
 
     def unpack(self) -> Components:
         """Unpickle a Trainer, and make it ready to train here, in its working directory if that exists."""
-        from ray import cloudpickle
-
-        components: Components = cloudpickle.loads(self.pickled)
+        components: Components = pickle.loads(self.pickled)
         trainer = components.trainer
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
@@ -46,7 +45,7 @@ class PackedTrainer:
         components.setup.follow_arguments()
         components.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
-            if is_kind(callback, "NotebookProgressCallback"):
+            if is_instance_by_name(callback, "NotebookProgressCallback"):
                 trainer.pop_callback(callback)
                 trainer.add_callback(ProgressCallback)
         return components
@@ -63,14 +62,14 @@ def pack(components: Components) -> PackedTrainer:
         return PackedTrainer(_pickled(components, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
-            f"{_unpicklable(components, state)} cannot be pickled for Ray's processes ({error}). Create it there "
-            "instead, for example in a callback's on_train_begin."
+            f"{_unpicklable(components, state)} cannot be pickled for the processes of the search ({error}). Create it "
+            "there instead, for example in a callback's on_train_begin."
         ) from error
 
 
 def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
     """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
-    from ray import cloudpickle
+    import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -101,5 +100,8 @@ def _unpicklable(components: Components, state: dict[str, Any]) -> str:
 def _parts(components: Components, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for callback in [*components.trainer.callback_handler.callbacks, *components.lightning_callbacks]:
         yield f"The callback {type(callback).__name__}", callback
+    for name, value in vars(components.search).items() if components.search is not None else ():
+        if value is not components:
+            yield f"The search's {name.strip('_')}", value
     for name, value in state.items():
         yield f"{type(components.trainer).__name__}.{name}", value

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
 from hftrainer.reporting.plot import load
+from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -47,41 +47,36 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     if not completed:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
+    objectives: dict[str, dict[str, Any]] = {"": {}}  # suffix of the file names → arguments of Optuna's functions
+    if len(study.directions) > 1:
+        objectives = {f"_{number}": _objective(number) for number in range(len(study.directions))}
     written = []
     for name, (function, needed) in PLOTS.items():
         if completed < needed:
             logger.warning("Skipping %s: it needs %d completed trials, and the study has %d.", name, needed, completed)
             continue
-        for suffix, target in _objectives(study):
+        for suffix, objective in objectives.items():
             path = Path(out) / f"{name}{suffix}.png"
-            _draw_png(function, study, target, path)
+            _draw_png(function, study, objective, path)
             written.append(str(path))
             if html:
                 page = path.with_suffix(".html")
-                figure = getattr(load("optuna.visualization"), function)(study, **target)
+                figure = getattr(load("optuna.visualization"), function)(study, **objective)
                 figure.write_html(page, include_plotlyjs=True)
                 written.append(str(page))
     return written
 
 
-def _objectives(study: Study) -> Iterator[tuple[str, dict[str, Any]]]:
-    """For each objective: the suffix of its file names, and the arguments of Optuna's plot functions."""
-    if len(study.directions) == 1:
-        yield "", {}
-        return
-    for number in range(len(study.directions)):
-        yield f"_{number}", {"target": _value(number), "target_name": f"Objective {number}"}
+def _objective(number: int) -> dict[str, Any]:
+    """The arguments that choose one of several objectives."""
+    return {"target": lambda trial: trial.values[number], "target_name": f"Objective {number}"}
 
 
-def _value(number: int) -> Callable[[Any], float]:
-    return lambda trial: trial.values[number]
-
-
-def _draw_png(function: str, study: Study, target: dict[str, Any], path: Path) -> None:
+def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
     plt, drawing = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Optuna's plots by matplotlib are experimental
-        axes = getattr(drawing, function)(study, **target)
+        axes = getattr(drawing, function)(study, **objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
     if function == "plot_parallel_coordinate":  # the grid would hide the lines
@@ -94,27 +89,17 @@ def _draw_png(function: str, study: Study, target: dict[str, Any], path: Path) -
 def _load_study(storage: str, study_name: str | None) -> Study:
     optuna = load("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    if "://" not in storage:
-        _check_file(storage, storage)
-    elif storage.startswith("sqlite:///"):
-        _check_file(storage, storage.removeprefix("sqlite:///").partition("?")[0])
+    is_file = "://" not in storage
+    path = storage if is_file else storage.removeprefix("sqlite:///").partition("?")[0]
+    if (is_file or storage.startswith("sqlite:///")) and not Path(path).is_file():  # Optuna would create it
+        raise InvalidArgument(f"{storage}: the file does not exist: give the storage of the search.")
     try:
-        opened: Any = storage
-        if "://" not in storage:
-            opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
+        opened = open_journal(storage) if is_file else storage
         names = optuna.get_all_study_names(opened)
     except Exception as error:  # of Optuna, of SQLAlchemy or of a parser
-        raise InvalidArgument(
-            f"{storage} is no storage of a search ({error}): give the file or URL of yours."
-        ) from error
+        raise InvalidArgument(f"{storage} is not the storage of a search ({error}): give the file or URL.") from error
     if not names:
         raise InvalidArgument(f"{storage}: the storage has no study: give the one that the search was started with.")
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):
         raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: name one of them with --study-name.")
     return optuna.load_study(study_name=study_name or names[0], storage=opened)
-
-
-def _check_file(storage: str, path: str) -> None:
-    """Check that a file exists, since Optuna would create it."""
-    if not Path(path).is_file():
-        raise InvalidArgument(f"{storage}: the file does not exist: give the storage of the search.")

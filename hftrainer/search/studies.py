@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.environment import is_gone
 
 if TYPE_CHECKING:
@@ -51,6 +52,35 @@ def open_storage(given: Any) -> Any:
             logger.info("The storage could not be opened. Trying again in %g s: %s", delay, error)
         time.sleep(delay)
     return get_storage(given)
+
+
+def open_journal(path: str) -> Any:
+    """Open a file as a storage that several processes can share."""
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    path = os.path.abspath(path)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    return JournalStorage(JournalFileBackend(path))
+
+
+def open_shared_storage(given: Any, journal: str) -> Any:
+    """Open a storage that several processes can share: what `create_study` takes, or a journal file for None.
+
+    Raises:
+        UnsupportedArgument: if the storage is in memory.
+    """
+    if given is None:
+        return open_journal(journal)
+    if isinstance(given, str):
+        in_memory = given.startswith("sqlite") and (given.endswith("://") or ":memory:" in given)
+    else:
+        in_memory = type(given).__name__ == "InMemoryStorage"
+    if in_memory:
+        raise UnsupportedArgument(
+            f"n_jobs: storage={given!r} is in memory, and processes cannot share it. Leave storage out to use a file."
+        )
+    return open_storage(given)
 
 
 class TrialCount:

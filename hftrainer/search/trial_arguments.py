@@ -16,8 +16,8 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-#: From this similarity to an argument's name, a name counts as a typing error even if `model_init` takes the trial.
-_TYPING_ERROR = 0.85
+#: A name at least this similar to an argument's counts as a typo, even if `model_init` takes the trial.
+_TYPO_SIMILARITY = 0.85
 #: Arguments that are read only once, when the Trainer is created.
 _FIXED = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
 
@@ -27,13 +27,13 @@ def model_takes_trial(model_init: Callable[..., Any] | None) -> bool:
     return model_init is not None and number_of_arguments(model_init) > 0
 
 
-def check_names(args: Any, params: Any, *, for_model_too: bool) -> None:
+def check_names(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
     """Check that a trial can set these arguments.
 
     Args:
         args: the training arguments.
         params: argument → value.
-        for_model_too: whether `params` may have values for `model_init`, see `model_takes_trial`.
+        allow_model_arguments: whether `params` may have values for `model_init`, see `model_takes_trial`.
 
     Raises:
         InvalidArgument: if `params` is not a mapping, or a trial cannot set one of the arguments.
@@ -43,9 +43,9 @@ def check_names(args: Any, params: Any, *, for_model_too: bool) -> None:
         raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
     fields = _fields(args)
     unknown = [name for name in params if name not in fields]
-    cutoff = _TYPING_ERROR if for_model_too else 0.6
+    cutoff = _TYPO_SIMILARITY if allow_model_arguments else 0.6
     near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
-    if wrong := [name for name in unknown if near[name] or not for_model_too]:
+    if wrong := [name for name in unknown if near[name] or not allow_model_arguments]:
         raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
     if unknown:
         logger.info("Not training arguments, so only model_init can use them: %s", ", ".join(unknown))
@@ -53,19 +53,19 @@ def check_names(args: Any, params: Any, *, for_model_too: bool) -> None:
         raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read only when the Trainer is created; set it there.")
 
 
-def set_arguments(args: Any, params: Any, *, for_model_too: bool) -> None:
+def set_arguments(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
     """Set training arguments in place to the values of a trial, normalized as by the constructor.
 
     Args:
         args: the training arguments. Callbacks and trackers have references to them.
         params: argument → value, which is cast to the type of the argument's current value.
-        for_model_too: see `check_names`.
+        allow_model_arguments: see `check_names`.
 
     Raises:
         InvalidArgument: see `check_names`; also if a value cannot be cast.
         UnknownArgument: see `check_names`.
     """
-    check_names(args, params, for_model_too=for_model_too)
+    check_names(args, params, allow_model_arguments=allow_model_arguments)
     fields = _fields(args)
     for name in params.keys() & fields.keys():
         value = _cast(name, params[name], getattr(args, name), str(fields[name].type))

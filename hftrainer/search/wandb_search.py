@@ -52,15 +52,33 @@ class WandbSearch(SearchBackend):
         self.best: BestRun | None = None
         self.failed: list[str] = []
 
-    def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun:
+    def run(
+        self,
+        trainer: Trainer,
+        n_trials: int | None,
+        direction: Any,
+        *,
+        sweep_id: str | None = None,
+        project: str | None = None,
+        entity: str | None = None,
+        name: str | None = None,
+        metric: str = "eval/loss",
+        max_consecutive_failed_runs: int | None = None,
+        **unknown: Any,
+    ) -> BestRun:
         """Start a sweep, or join the sweep `sweep_id`, and train up to `n_trials` of its runs.
 
         Args:
             trainer: trains the runs.
             n_trials: number of runs that this process trains; None trains runs until the sweep is finished.
             direction: 'minimize' or 'maximize'.
-            kwargs: `sweep_id`, `project`, `entity`, `name` (of a new sweep), `metric` (default 'eval/loss'), and
-                `max_consecutive_failed_runs`.
+            sweep_id: the sweep to join; None starts a new one.
+            project: project of the sweep.
+            entity: user or team of the project.
+            name: name of a new sweep.
+            metric: the logged metric by which the server compares runs.
+            max_consecutive_failed_runs: the search ends after so many failed runs in a row.
+            unknown: other keywords, which are refused.
 
         Raises:
             InvalidArgument: for an invalid space or direction.
@@ -71,17 +89,17 @@ class WandbSearch(SearchBackend):
         import wandb
 
         self.directions = read_directions(direction)
-        check_keywords("W&B", kwargs, list(inspect.signature(_options).parameters), {})
-        options = _options(**kwargs)
-        self.metric, max_failed = options["metric"], options["max_consecutive_failed_runs"]
+        check_keywords("W&B", unknown, list(inspect.signature(self.run).parameters)[3:-1], {})
+        self.metric = metric
         self._check(trainer)
-        sweep, project = options["sweep_id"], {name: options[name] for name in ("project", "entity")}
-        if sweep is None:
-            sweep = wandb.sweep(self._space(trainer, options["name"]), **project)
+        place: dict[str, Any] = {"project": project, "entity": entity}
+        max_failed = max_consecutive_failed_runs
+        if sweep_id is None:
+            sweep_id = wandb.sweep(self._space(trainer, name), **place)
         with _reporting(trainer):
             train = functools.partial(self._train, trainer)
-            wandb.agent(sweep, train, count=n_trials, max_consecutive_failed_runs=max_failed, **project)
-        return self._best(sweep)
+            wandb.agent(sweep_id, train, count=n_trials, max_consecutive_failed_runs=max_failed, **place)
+        return self._best(sweep_id)
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The values that the server has chosen."""
@@ -118,7 +136,7 @@ class WandbSearch(SearchBackend):
                 f"hp_space returned {space!r}: it must return the configuration of the sweep, a dict with 'method' and "
                 "'parameters'."
             )
-        check_names(trainer.args, space["parameters"], for_model_too=model_takes_trial(trainer.model_init))
+        check_names(trainer.args, space["parameters"], allow_model_arguments=model_takes_trial(trainer.model_init))
         metric = {**space.get("metric", {}), "goal": self.directions[0], "name": self.metric}
         return {**space, "metric": metric, **({"name": name} if name else {})}
 
@@ -131,7 +149,7 @@ class WandbSearch(SearchBackend):
         if trainer.hp_name is not None:
             run.name = trainer.hp_name(chosen)
         try:
-            objective, reason = self._objective(trainer, chosen), None
+            objective, reason = self.objective(trainer, chosen), None
         except Exception as error:
             logger.exception("The run %s failed.", run.id)
             objective, reason = math.nan, f"{type(error).__name__}: {error}"
@@ -147,15 +165,6 @@ class WandbSearch(SearchBackend):
                 ", ".join(sorted(name for name in dict(run.summary) if not name.startswith("_"))),
             )
         self._compare(run.id, objective, chosen)
-
-    def _objective(self, trainer: Trainer, chosen: dict[str, Any]) -> float:
-        trainer.objective = None
-        trainer.train(trial=chosen)
-        if trainer.objective is None:
-            metrics = trainer.evaluate()
-            trainer.objective = self.objective_of(trainer, metrics)
-            self.report(trainer, chosen, trainer.state.global_step, trainer.objective, metrics)
-        return trainer.objective
 
     def _compare(self, run_id: str, objective: float, chosen: dict[str, Any]) -> None:
         if math.isnan(objective):
@@ -174,21 +183,9 @@ class WandbSearch(SearchBackend):
         return self.best._replace(run_summary=sweep)
 
 
-def _options(
-    *,
-    sweep_id: str | None = None,
-    project: str | None = None,
-    entity: str | None = None,
-    name: str | None = None,
-    metric: str = "eval/loss",
-    max_consecutive_failed_runs: int | None = None,
-) -> dict[str, Any]:
-    return locals()
-
-
 @contextmanager
 def _reporting(trainer: Trainer) -> Iterator[None]:
-    """Report to W&B during the search, also if `report_to` does not name it, since the sweep needs the metrics."""
+    """Report to W&B during the search, even without `report_to='wandb'`, since the sweep needs the metrics."""
     if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
         yield
         return

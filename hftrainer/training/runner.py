@@ -27,7 +27,6 @@ from hftrainer.hub.references import is_reference
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.parallel.environment import refuse_in_worker
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
@@ -55,8 +54,6 @@ class TrainingRunner:
 
     def check_one_process(self, resume_from_checkpoint: str | bool | None) -> None:
         """Refuse arguments that work in one process only, if there are several."""
-        if self.components.search is None:
-            refuse_in_worker()
         if self.trainer.args.world_size == 1:
             return
         errors = []

@@ -19,9 +19,8 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.support import check_supported, make_plan, overridden
 from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
-from hftrainer.callbacks.base import make_callback, pop_from
-from hftrainer.callbacks.handler import CallbackHandler
-from hftrainer.callbacks.progress import own_progress
+from hftrainer.callbacks.handler import CallbackHandler, make_callback, pop_matching
+from hftrainer.callbacks.progress import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
@@ -138,7 +137,7 @@ class TrainerSetup:
             self.add_callback(ReportingCallback(trackers))
         for callback in callbacks:
             self.add_callback(callback)
-        if (progress := own_progress(trainer.args, trainer.callback_handler.callbacks)) is not None:
+        if (progress := choose_progress_callback(trainer.args, trainer.callback_handler.callbacks)) is not None:
             trainer.add_callback(progress)
         trainer.control = TrainerControl()
         trainer.state = TrainerState(
@@ -160,7 +159,7 @@ class TrainerSetup:
             if isinstance(added, ReportingCallback):
                 run_folder = functools.partial(_run_folder, self.trainer, self.run)
                 added.attach(self.trainer.save_model, run_folder, self.components.log_folder())
-        if adapter().has_progress_bar(of_lightning) and handler.drop_bars():
+        if adapter().has_progress_bar(of_lightning) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
                 "state.log_history; disable_tqdm=True prints them too."
@@ -169,8 +168,8 @@ class TrainerSetup:
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
         if _is_of_lightning(callback):
-            return pop_from(self.components.lightning_callbacks, callback)
-        return pop_from(self.trainer.callback_handler.callbacks, callback)
+            return pop_matching(self.components.lightning_callbacks, callback)
+        return pop_matching(self.trainer.callback_handler.callbacks, callback)
 
     def build_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.

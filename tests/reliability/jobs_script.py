@@ -1,4 +1,4 @@
-"""A script that searches with `n_jobs`: what the tests start, and what it starts again itself."""
+"""A script that searches with `n_jobs`, which the tests start."""
 
 import json
 import os
@@ -8,29 +8,24 @@ import threading
 import optuna
 
 from hftrainer import TrainerCallback
-from hftrainer.search.jobs import WORKER
 from hftrainer.search.studies import INTERRUPTED
 from tests.reliability.job import say
 from tests.reliability.search_job import make_trainer, rate
-
-#: None in the script itself.
-ASSIGNMENT = json.loads(os.environ.get(WORKER, "null"))
 
 
 class Together(TrainerCallback):
     """Within its first trial, each process waits for the other one: a named pipe opens when both ends are there."""
 
     def __init__(self, folder, mode):
-        self.pipe, self.mode = f"{folder}/together", mode
-        self.waits = ASSIGNMENT is None or len(ASSIGNMENT["searches"]) == 1  # of a later search the worker is alone
+        self.pipe, self.mode, self.script, self.waits = f"{folder}/together", mode, os.getpid(), True
 
     def on_step_end(self, args, state, control, **kwargs):
         if not self.waits:
             return
-        self.waits = False
-        with open(self.pipe, "w" if ASSIGNMENT else "r") as pipe:
-            pipe.write(str(os.getpid())) if ASSIGNMENT else say("worker", pipe.read())
-        if ASSIGNMENT and self.mode == "waits":
+        self.waits, is_worker = False, os.getpid() != self.script
+        with open(self.pipe, "w" if is_worker else "r") as pipe:
+            pipe.write(str(os.getpid())) if is_worker else say("worker", pipe.read())
+        if is_worker and self.mode == "waits":
             threading.Event().wait()  # until it is killed
 
 
@@ -41,22 +36,22 @@ def tell(best, study):
     say("found", json.dumps([best.run_id, trials]))
 
 
-def main(folder, n_trials, mode):
-    trainer = make_trainer(folder, Together(folder, mode))
-
-    def in_the_worker(study, trial):
-        if ASSIGNMENT and mode == "fails":
-            raise KeyError("in the worker")
-        if ASSIGNMENT and mode == "stops":
-            study.stop()
-
-    settings = {"n_jobs": 2, "pruner": optuna.pruners.NopPruner(), "callbacks": [in_the_worker]}
-    best = trainer.hyperparameter_search(rate, n_trials=int(n_trials), **settings)
-    tell(best, trainer.hp_study)
-    if mode == "twice":
-        storage = f"sqlite:///{folder}/second.db"
-        tell(trainer.hyperparameter_search(rate, n_trials=2, n_jobs=2, storage=storage), trainer.hp_study)
+# Without `if __name__ == "__main__"`: a worker does not run the script.
+folder, n_trials, mode = sys.argv[1:]
+script = os.getpid()
+trainer = make_trainer(folder, Together(folder, mode))
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def in_the_worker(study, trial):
+    if os.getpid() != script and mode == "fails":
+        raise KeyError("in the worker")
+    if os.getpid() != script and mode == "stops":
+        study.stop()
+
+
+settings = {"n_jobs": 2, "pruner": optuna.pruners.NopPruner(), "callbacks": [in_the_worker]}
+best = trainer.hyperparameter_search(rate, n_trials=int(n_trials), **settings)
+tell(best, trainer.hp_study)
+if mode == "twice":
+    storage = f"sqlite:///{folder}/second.db"
+    tell(trainer.hyperparameter_search(rate, n_trials=2, n_jobs=2, storage=storage), trainer.hp_study)

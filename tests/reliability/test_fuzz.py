@@ -258,7 +258,7 @@ def parsed(path):
 def completed(path):
     args = make_arguments()
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
-    configure(args).completed(args, make_bert(), 10)
+    configure(args).with_run_values(args, make_bert(), 10)
 
 
 #: Kind of file → its contents, and what reads it.

@@ -4,12 +4,10 @@ import errno
 import itertools
 import logging
 import os
-import pickle
 import re
 import shutil
 import signal
 import socket
-import sys
 import threading
 import traceback
 from concurrent import futures
@@ -252,11 +250,8 @@ def test_a_search(hub, tmp_path):
     assert not [name for name in last(hub).files if "checkpoint-" in name]
 
 
-def test_a_trainer_on_its_way_to_another_process(hub, tmp_path, monkeypatch):
+def test_a_trainer_on_its_way_to_another_process(hub, tmp_path):
     """The copy has no uploads of the original, and opens the repository itself."""
-    pickler = type("PicklerOfRay", (pickle.Pickler,), {"reducer_override": lambda *_: NotImplemented})
-    cloudpickle = SimpleNamespace(CloudPickler=pickler, loads=pickle.loads)
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(cloudpickle=cloudpickle))
     trainer = make_uploading(tmp_path / "run", max_steps=2)
     unpacked = pack(trainer._hftrainer).unpack().trainer
     assert None is not trainer._hftrainer.uploads is not unpacked._hftrainer.uploads

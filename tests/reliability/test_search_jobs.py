@@ -1,10 +1,11 @@
-"""`n_jobs`: the script is started again, and both processes train trials of one study."""
+"""`n_jobs`: a worker has a copy of the Trainer, and both processes train trials of one study."""
 
 import json
 import os
+import pickle
 import signal
-import sys
-import time
+import threading
+from contextlib import contextmanager
 from multiprocessing import connection
 
 import optuna
@@ -12,9 +13,8 @@ import pytest
 import torch
 
 from hftrainer import TrainingArguments
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.search import jobs
-from hftrainer.search.jobs import WORKER, Jobs
 from tests.reliability.search_job import rate
 from tests.support.checkpoints import make_trainer
 from tests.support.tiny import make_plain
@@ -54,8 +54,6 @@ def test_two_searches(tmp_path, start):
     assert [(number, state) for number, state, _ in others] == [(0, "COMPLETE"), (1, "COMPLETE")]
     best_there = optuna.load_study(study_name=None, storage=f"sqlite:///{tmp_path}/second.db").best_trial
     assert second == str(best_there.number)
-    log = (tmp_path / "out" / "worker-1.log").read_text()  # of the second search: it takes over what the first found
-    assert found(log) == [[best, trials]]
 
 
 def test_a_worker_that_is_killed(start):
@@ -66,7 +64,7 @@ def test_a_worker_that_is_killed(start):
     ((_, trials),) = found(output)
     assert [process for _, state, process in trials if state == "FAIL"] == [worker]
     assert sum(state == "COMPLETE" for _, state, _ in trials) == 4
-    assert "Worker 1 of n_jobs=2 was killed by signal 9. See " in errors
+    assert "Worker 1 of n_jobs was killed by signal 9. See " in errors
 
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
@@ -81,7 +79,7 @@ def test_ended_in_a_worker(start, mode):
         ((_, trials),) = found(output)
         assert 2 <= len(trials) < 1000
     else:
-        assert "SearchFailed: Worker 1 of n_jobs=2 failed. See " in errors
+        assert "SearchFailed: Worker 1 of n_jobs failed. See " in errors
         assert "KeyError: 'in the worker'" in errors
 
 
@@ -128,45 +126,41 @@ def test_storage_that_processes_cannot_share(search, storage):
         search(n_jobs=2, storage=storage)
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ((sys, "argv"), ["-"], "a notebook or a console has no script"),
-        ((sys, "ps1"), ">>> ", "a notebook or a console has no script"),
-        ((TrainingArguments, "world_size"), 2, "has started several processes. Start the script without a launcher"),
-    ],
-)
-def test_refused(search, monkeypatch, place, value, message):
-    monkeypatch.setattr(*place, value, raising=False)
-    with pytest.raises(UnsupportedArgument, match=message):
+def test_refused_beside_a_launcher(search, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    with pytest.raises(
+        UnsupportedArgument, match=r"a launcher has started several processes\. Start the script without"
+    ):
         search(n_jobs=2)
 
 
-def test_a_worker_does_not_train_outside_the_search(search, monkeypatch):
-    monkeypatch.setenv(WORKER, as_worker())
-    for train in (search.trainer.train, search):
-        with pytest.raises(UnsupportedArgument, match=r"before this search\. Put the search with n_jobs first"):
-            train()
+@pytest.mark.parametrize(("seconds", "states"), [(None, ["COMPLETE"] * 3), (1e-9, [])])
+def test_what_a_worker_does(search, tmp_path, monkeypatch, seconds, states):
+    """Its copy trains the trials of the study that are left, within the time that is left."""
+
+    @contextmanager
+    def running(workers, count, function):
+        found.append(count)
+        pickle.loads(pickle.dumps(function))()
+        found.append([trial.state.name for trial in optuna.load_study(**study).trials])
+        yield
+
+    found, study = [], {"study_name": "a", "storage": f"sqlite:///{tmp_path}/search.db"}
+    monkeypatch.setattr(jobs.SearchWorkers, "running", running)
+    given = {"n_jobs": 2, "n_trials": 3, "timeout": seconds, **study}
+    if seconds is None:
+        assert search(**given).run_id in ("0", "1", "2")
+    else:
+        with pytest.raises(SearchFailed, match="no trial was started"):
+            search(**given)
+    assert found == [2, states]
 
 
-@pytest.mark.parametrize("count", [2, -1])
-def test_a_worker_ends_after_its_search(search, tmp_path, monkeypatch, count):
-    """Also where it sees one GPU of several, and would count one job."""
-    storage = f"sqlite:///{tmp_path}/search.db"
-    study = optuna.create_study(study_name="mine", storage=storage)
-    monkeypatch.setattr(jobs, "_searches", [])
-    monkeypatch.setattr(jobs, "_exit_with_script", lambda script: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv(WORKER, as_worker(searches=[[None, "mine"]], deadline=time.time() - 1))
-    with pytest.raises(SystemExit) as ended:
-        search(n_trials=3, n_jobs=count, storage=storage, timeout=1000)
-    assert ended.value.code == jobs._SEARCH_DONE
-    assert study.trials == []  # the time was up: the script tells it
-
-
-def as_worker(**told):
-    """The assignment of a worker."""
-    return json.dumps({"search": "a", "searches": [], "deadline": None, "count": 2, "script": os.getppid(), **told})
+def test_what_cannot_be_sent_is_named(search):
+    for callbacks, name in (([threading.Lock()], "The search's options"), ([], "Trainer.lock")):
+        with pytest.raises(InvalidArgument, match=rf"^{name} cannot be pickled for the processes of the search \("):
+            search(n_trials=3, n_jobs=2, callbacks=callbacks)
+        search.trainer.lock = threading.Lock()
 
 
 def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
@@ -178,7 +172,7 @@ def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     assert [jobs._resources(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert jobs._resources(1, 2)["CUDA_VISIBLE_DEVICES"] == "6"
-    assert Jobs(-1, "x", None).count == 2
+    assert jobs.number_of_jobs(-1) == 2
 
 
 def test_one_job_starts_nothing(search, tmp_path):

@@ -11,7 +11,7 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from tests.adapters.ray.trains import alone, train
-from tests.docs import test_pages
+from tests.support.pages import ROOT, run_page
 from tests.support.tiny import plain_data
 
 
@@ -58,7 +58,7 @@ def test_a_worker_is_killed(undisturbed, tmp_path):
 def test_the_guide(processes, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    test_pages.test_blocks(test_pages.ROOT / "docs" / "guides" / "ray.md", processes)
+    run_page(ROOT / "docs" / "guides" / "ray.md", processes)
 
 
 def test_data_of_ray(tmp_path):

@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 import textwrap
 
@@ -14,6 +15,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
 from hftrainer import Trainer, TrainingArguments
+from hftrainer.callbacks.notebook import _find_callback
 from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 
@@ -107,13 +109,14 @@ def test_transformers_class_finds_ours(tmp_path, name):
         assert trainer.pop_callback(theirs) is None
 
 
-def test_notebook_class_of_transformers(tmp_path):
+def test_notebook_class(tmp_path, monkeypatch):
+    """That of transformers, which takes the place of the bar; without it, the bar."""
     pytest.importorskip("IPython")
-    notebook = importlib.import_module("transformers.utils.notebook")
-    trainer = make_trainer(tmp_path, hftrainer.NotebookProgressCallback)
-    assert "ProgressCallback" not in kinds(trainer)
-    trainer.remove_callback(notebook.NotebookProgressCallback)
-    assert "NotebookProgressCallback" not in kinds(trainer)
+    theirs = pytest.importorskip("transformers.utils.notebook").NotebookProgressCallback
+    assert hftrainer.NotebookProgressCallback is theirs
+    assert "ProgressCallback" not in kinds(make_trainer(tmp_path, theirs))
+    monkeypatch.setitem(sys.modules, "transformers.utils.notebook", None)
+    assert _find_callback() is hftrainer.ProgressCallback
 
 
 def test_users_class_of_the_same_name_is_another(tmp_path):
@@ -192,17 +195,16 @@ def test_names_of_transformers_layout():
 
 
 def test_only_the_main_process_shows(tmp_path, capfd):
-    for name in ("ProgressCallback", "NotebookProgressCallback"):
-        callback = getattr(hftrainer, name)()
-        trainer = make_trainer(tmp_path)
-        trainer.state.is_world_process_zero = False
-        state, control = trainer.state, trainer.control
-        callback.on_train_begin(trainer.args, state, control)
-        callback.on_step_end(trainer.args, state, control)
-        callback.on_prediction_step(trainer.args, state, control, eval_dataloader=[1, 2])
-        callback.on_log(trainer.args, state, control, logs={"loss": 1.0})
-        callback.on_evaluate(trainer.args, state, control, metrics={"eval_loss": 1.0})
-        callback.on_train_end(trainer.args, state, control)
+    trainer = make_trainer(tmp_path)
+    trainer.state.is_world_process_zero = False
+    events, given = trainer.callback_handler, (trainer.args, trainer.state, trainer.control)
+    events.eval_dataloader = [1, 2]
+    events.on_train_begin(*given)
+    events.on_step_end(*given)
+    events.on_prediction_step(*given)
+    events.on_log(*given, {"loss": 1.0})
+    events.on_evaluate(*given, {"eval_loss": 1.0})
+    events.on_train_end(*given)
     assert capfd.readouterr() == ("", "")
 
 
