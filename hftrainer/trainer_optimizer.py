@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer.arguments.choices import OptimizerNames
+from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat import swap
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
@@ -22,6 +23,7 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 #: Module of an optimizer → how to install it.
 INSTALL = {
     "apex.optimizers": "build https://github.com/NVIDIA/apex; optim='adamw_torch_fused' is as fast",
@@ -379,15 +381,10 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
             f"optim_args of optim={name!r}: {', '.join(unknown)} unknown, {takes}. For other keywords of its class, "
             "pass optimizer_cls_and_kwargs to Trainer."
         )
-    if not request.uses_adam and (ignored := _changed(args, "adam_beta1", "adam_beta2", "adam_epsilon")):
-        logger.warning("%s has no effect: optim=%r has no such setting, or takes it in optim_args.", ignored, name)
+    if not request.uses_adam and (ignored := changed_arguments(args, _OF_ADAM)):
+        shown = ", ".join(f"{argument}={value}" for argument, value in ignored.items())
+        logger.warning("%s has no effect: optim=%r has no such setting, or takes it in optim_args.", shown, name)
     return made
-
-
-def _changed(args: TrainingArguments, *names: str) -> str:
-    """Those arguments that do not have their default, with their values."""
-    fields = type(args).__dataclass_fields__
-    return ", ".join(f"{name}={value}" for name in names if (value := getattr(args, name)) != fields[name].default)
 
 
 def keep_embeddings_precise(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:

@@ -84,8 +84,9 @@ class ResolvedArguments:
         return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
     def forget_rank_info(self) -> None:
-        """Clear `rank_info`: the other processes have been started since."""
-        vars(self).pop("rank_info", None)
+        """Clear `rank_info`, and the device: the other processes have been started since."""
+        for name in ("rank_info", "device"):
+            vars(self).pop(name, None)
 
     @functools.cached_property
     def device(self) -> torch.device:
