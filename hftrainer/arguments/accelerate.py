@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.config_files import FALSE, env_flag
 from hftrainer.parallel.process_state import DistributedType, ProcessState
@@ -42,7 +42,7 @@ def _distributed_type(resolved: ResolvedArguments) -> DistributedType:
     kind, connected = resolved.device.type, torch.distributed.is_initialized()
     if kind == "xla":
         return DistributedType.XLA
-    if connected and resolved.args.hf_deepspeed_config is not None:
+    if connected and asks_for_deepspeed(resolved.args):
         return DistributedType.DEEPSPEED
     return DistributedType.of(kind, several=connected and resolved.rank_info.world_size > 1)
 

@@ -146,8 +146,8 @@ def _check(where: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> lis
             errors.append(UnknownKey(f"{where} has no key {name!r}{hint}"))
             continue
         classes, expected = _KINDS[kinds[name]]
-        is_count = kinds[name] == "int"
-        if not isinstance(value, classes) or (is_count and (isinstance(value, bool) or value < 1)):
+        is_valid = isinstance(value, classes) and (kinds[name] != "int" or (type(value) is int and value >= 1))
+        if not is_valid:
             errors.append(InvalidArgument(f"{where}[{name!r}]={value!r}: give {expected}."))
     return errors
 

@@ -51,12 +51,12 @@ def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
     }
 
 
-def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
+def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool = False) -> list[str]:
     """A sentence for each argument that this release does not support.
 
     Args:
         resolved: the training arguments, with the model if it exists: the way it was loaded is checked too.
-        own_optimizer: whether the script has made the optimizer.
+        has_custom_optimizer: whether the script has made the optimizer.
     """
     args = resolved.args
     found = [
@@ -67,12 +67,11 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
     found += check_launched(resolved.device)
     try:
         found += _check_keywords(resolved.lightning_config)
-        found += _check_sharding(resolved, own_optimizer)
+        found += check_fsdp(resolved, has_custom_optimizer)
         if resolved.deepspeed is not None:
             found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
-        found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
-        spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
-        found += check_device(args, resolved.precision_without_deepspeed, resolved.rank_info.world_size, spreads)
+        found += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
+        found += check_device(resolved)
     except WrongConfig as error:
         found.append(str(error))
     return found + check_launch(resolved)
@@ -80,17 +79,8 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
 
 def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes that the launcher has started cannot train."""
-    args, rank_info = resolved.args, resolved.rank_info
-    of_xla = check_xla(args, rank_info, legacy.value(args, "tpu_num_cores") or None)
-    return [*check_rank_info(rank_info, resolved.readable_config, visible_device_count(resolved.device)), *of_xla]
-
-
-def _check_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
-    args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
-    if settings is None or resolved.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):  # `check_device` reports these
-        return []
-    launched = resolved.rank_info.launcher != "lightning"
-    return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
+    gpus = visible_device_count(resolved.device)
+    return [*check_rank_info(resolved.rank_info, resolved.readable_config, gpus), *check_xla(resolved)]
 
 
 def process_group_backend(resolved: ResolvedArguments) -> str | None:

@@ -254,7 +254,7 @@ class TrainerSetup:
         """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
         trainer, resolved = self.trainer, self.components.resolved
         resolved.model = trainer.model
-        if found := check_supported(resolved, own_optimizer=trainer.optimizer is not None):
+        if found := check_supported(resolved, has_custom_optimizer=trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
             logger.warning(sentence)
