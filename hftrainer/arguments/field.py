@@ -62,12 +62,12 @@ class Argument:
             value: the value.
             default: the default of the class, which may be a subclass with another one.
         """
-        if self.neutral is not None:
+        if self.neutral is not None or value == default:
             return value in (None, self.neutral, default)
         if type(value).__name__ == "AcceleratorConfig":  # ours or transformers', which fills in the defaults
             return value == type(value)()
         is_empty = value is None or (not value and not isinstance(value, (bool, int, float)))
-        return is_empty or value == default or value in ("no", "none")
+        return is_empty or value in ("no", "none")
 
     def refuses(self, value: Any) -> bool:
         """Whether a value that is not neutral is refused."""

@@ -45,7 +45,7 @@ def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
         name: (value, known[name])
         for name, field in fields.items()
         # Most arguments are left at their default.
-        if (value := getattr(args, name)) is not field.default
+        if (value := getattr(args, name)) != field.default
         and not known[name].is_neutral(value, field.default)
         and not legacy.is_set_by_release(args, name)
     }

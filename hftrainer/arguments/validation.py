@@ -251,9 +251,11 @@ def out_of_range(args: BaseArguments) -> Iterator[str]:
         if about.minimum is None:
             continue
         value = getattr(args, name)
+        if isinstance(value, (int, float)) and not value < about.minimum:
+            continue
         if (reason := why_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
-        elif not isinstance(value, (int, float)) or value < about.minimum:
+        else:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 

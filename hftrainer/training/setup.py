@@ -192,7 +192,7 @@ class TrainerSetup:
         recorded(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
             components.engine,
-            trainer.args.device,
+            components.resolved.device,
             components.loaders.prepare,
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(components.resolved.accelerator_config),
