@@ -185,7 +185,8 @@ def _of_transformers(name: str, ours: type) -> type:
     """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
-    return swap.rebound("transformers.optimization", name, ours)
+    kind: type = swap.rebound("transformers.optimization", name, ours)
+    return kind
 
 
 def _adamw_hf(request: Request) -> Made:
