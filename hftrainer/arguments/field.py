@@ -65,7 +65,7 @@ class Argument:
         if self.neutral is not None or value == default:
             return value in (None, self.neutral, default)
         if type(value).__name__ == "AcceleratorConfig":  # ours or transformers', which fills in the defaults
-            return value == type(value)()
+            return bool(value == type(value)())
         is_empty = value is None or (not value and not isinstance(value, (bool, int, float)))
         return is_empty or value in ("no", "none")
 
