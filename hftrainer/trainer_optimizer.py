@@ -272,8 +272,8 @@ def _stable_adamw(request: Request) -> Made:
     return _load(request.name, "optimi", "StableAdamW"), keywords
 
 
-_OF_RMSPROP = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
-_OF_TORCHAO = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
+_OF_RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
+_OF_TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
 
 #: Optimizer name → function that returns its class and keywords.
 OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
