@@ -322,6 +322,7 @@ OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
         has_betas=False,
         alpha_init=(float, 0.98),
         lamb=(float, 2.0),
+        gamma=(float, 0.1),
         grokking_signal_decay_rate=(float, 0.1),
         gradient_clipping=(float, 1.0),
     ),
