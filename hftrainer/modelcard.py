@@ -188,7 +188,9 @@ class TrainingSummary:
 
     def create_metadata(self) -> dict[str, Any]:
         """The metadata at the top of the card, which the Hub uses for its search."""
-        return self._card_data().to_dict()
+        data: Any = self._card_data()
+        metadata: dict[str, Any] = data.to_dict()
+        return metadata
 
     def _card_data(self) -> ModelCardData:
         from huggingface_hub import ModelCardData

@@ -143,7 +143,8 @@ def _polynomial(
     if step > num_training_steps:
         return lr_end / peak
     left = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
-    return ((peak - lr_end) * left**power + lr_end) / peak
+    fallen: float = left**power
+    return ((peak - lr_end) * fallen + lr_end) / peak
 
 
 def get_inverse_sqrt_schedule(

@@ -42,7 +42,8 @@ class PolynomialDecay:
     def __call__(self, step: int) -> float:
         """The learning rate after so many optimizer steps."""
         done = min(step, self.decay_steps) / self.decay_steps if self.decay_steps else 1.0
-        return (self.initial_learning_rate - self.end_learning_rate) * (1 - done) ** self.power + self.end_learning_rate
+        left: float = (1 - done) ** self.power
+        return (self.initial_learning_rate - self.end_learning_rate) * left + self.end_learning_rate
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
-from hftrainer.arguments.changes import complete
 from hftrainer.arguments.choices import HPSearchBackend
+from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
@@ -174,7 +174,7 @@ class Trainer(EarlierMethods):
         if args is None:
             args = TrainingArguments("tmp_trainer")
             logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
-        complete(args, TrainingArguments)
+        add_missing_fields(args, TrainingArguments)
         self.args = args
         components.setup.resolve_arguments()
         components.policy = components.resolved.policy

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer.arguments.choices import OptimizerNames
+from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat import swap
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
@@ -22,6 +23,7 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
+_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 #: Module of an optimizer → how to install it.
 INSTALL = {
     "apex.optimizers": "build https://github.com/NVIDIA/apex; optim='adamw_torch_fused' is as fast",
@@ -99,22 +101,32 @@ class Request:
         betas = (self.args.adam_beta1, self.args.adam_beta2)
         return {**self.lr, "betas": betas, "eps": self.args.adam_epsilon}
 
-    def option(self, name: str, kind: Callable[[str], Any], default: Any = None) -> Any:
-        """One of `optim_args`, as a number, a bool or a string."""
-        self.asked.add(name)
-        if name not in self.options:
-            return default
-        try:
-            return _flag(self.options[name]) if kind is bool else kind(self.options[name])
-        except ValueError:
-            raise InvalidArgument(
-                f"optim_args: {name}={self.options[name]!r} is not a valid {'flag' if kind is bool else kind.__name__}."
-            ) from None
+    def read(self, **kinds: Any) -> dict[str, Any]:
+        """Those of `optim_args` that were given, and those with a default, each of its type.
 
-    def given(self, **kinds: Callable[[str], Any]) -> dict[str, Any]:
-        """Those of `optim_args` that were given, each converted to its type."""
-        values = {name: self.option(name, kind) for name, kind in kinds.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        Args:
+            kinds: option → its type, a function of text; or its type and default.
+
+        Raises:
+            InvalidArgument: for a text that is not of its type.
+        """
+        self.asked.update(kinds)
+        values: dict[str, Any] = {}
+        for name, kind in kinds.items():
+            convert, *default = kind if isinstance(kind, tuple) else (kind,)
+            if name in self.options:
+                values[name] = self._converted(name, convert)
+            elif default:
+                (values[name],) = default
+        return values
+
+    def _converted(self, name: str, convert: Callable[[str], Any]) -> Any:
+        text = self.options[name]
+        try:
+            return _flag(text) if convert is bool else convert(text)
+        except ValueError:
+            expected = "flag" if convert is bool else convert.__name__
+            raise InvalidArgument(f"optim_args: {name}={text!r} is not a valid {expected}.") from None
 
 
 Made = tuple[Any, dict[str, Any]]
@@ -138,21 +150,43 @@ def _load(name: str, module: str, attribute: str) -> Any:
         raise MissingPackage(f"optim={name!r} needs {module}.{attribute} ({error}): {INSTALL[module]}") from error
 
 
-def _adamw_torch(request: Request) -> Made:
-    return torch.optim.AdamW, request.adam
+def _of(module: str, attribute: str, *, has_betas: bool = True, **kinds: Any) -> Callable[[Request], Made]:
+    """A class of torch or another library.
+
+    Args:
+        module: its module.
+        attribute: its name.
+        has_betas: whether it takes Adam's betas and epsilon, beside the learning rate.
+        kinds: the options in `optim_args`, as `Request.read` takes them.
+    """
+
+    def make(request: Request) -> Made:
+        keywords = request.adam if has_betas else request.lr
+        return _load(request.name, module, attribute), {**keywords, **request.read(**kinds)}
+
+    return make
+
+
+def dtype(name: str) -> torch.dtype:
+    """The dtype of that name in torch; ValueError for none."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(name)
+    return found
 
 
 def _adamw_torch_fused(request: Request) -> Made:
-    if request.args.device.type == "xla":  # torch has no fused kernel for it; XLA fuses the whole step
-        return _adamw_torch(request)
-    return torch.optim.AdamW, {**request.adam, "fused": True}
+    # For XLA torch has no fused kernel; XLA fuses the whole step.
+    fused = {} if request.args.device.type == "xla" else {"fused": True}
+    return torch.optim.AdamW, {**request.adam, **fused}
 
 
 def _of_transformers(name: str, ours: type) -> type:
     """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
-    return swap.rebound("transformers.optimization", name, ours)
+    kind: type = swap.rebound("transformers.optimization", name, ours)
+    return kind
 
 
 def _adamw_hf(request: Request) -> Made:
@@ -163,72 +197,23 @@ def _adafactor(request: Request) -> Made:
     return _of_transformers("Adafactor", Adafactor), {**request.lr, "scale_parameter": False, "relative_step": False}
 
 
-def _sgd(request: Request) -> Made:
-    kwargs = request.given(momentum=float, dampening=float, weight_decay=float, nesterov=bool)
-    return torch.optim.SGD, {**request.lr, **kwargs}
-
-
-def _adagrad(request: Request) -> Made:
-    return torch.optim.Adagrad, {**request.lr, **request.given(lr_decay=float, weight_decay=float, eps=float)}
-
-
-def _rmsprop(request: Request) -> Made:
-    kwargs = request.given(momentum=float, alpha=float, eps=float, weight_decay=float, centered=bool)
-    return torch.optim.RMSprop, {**request.lr, **kwargs}
-
-
-def _of(module: str, attribute: str) -> Callable[[Request], Made]:
-    """An Adam of another library, with only Adam's keywords."""
-    return lambda request: (_load(request.name, module, attribute), request.adam)
-
-
-def _anyprecision(request: Request) -> Made:
-    def dtype(name: str) -> torch.dtype:
-        found = getattr(torch, name, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(name)
-        return found
-
-    return _load(request.name, "torchdistx.optimizers", "AnyPrecisionAdamW"), {
-        **request.adam,
-        "use_kahan_summation": request.option("use_kahan_summation", bool, False),
-        "momentum_dtype": request.option("momentum_dtype", dtype, torch.float32),
-        "variance_dtype": request.option("variance_dtype", dtype, torch.float32),
-        "compensation_buffer_dtype": request.option("compensation_buffer_dtype", dtype, torch.bfloat16),
-    }
-
-
-def _torchao(request: Request) -> Made:
-    kind = _load(request.name, "torchao.optim", "AdamW4bit" if "4bit" in request.name else "AdamW8bit")
-    return kind, {
-        **request.adam,
-        "block_size": request.option("block_size", int, 256),
-        "bf16_stochastic_round": request.option("bf16_stochastic_round", bool, False),
-    }
-
-
 def _bitsandbytes(request: Request) -> Made:
     name = request.name
     kwargs = {"optim_bits": 8 if "8bit" in name else 32, "is_paged": "paged" in name}
     if "rmsprop" in name:
         del kwargs["is_paged"]
-        own = request.given(momentum=float, alpha=float, eps=float, weight_decay=float, centered=bool)
-        return _load(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **own, **kwargs}
+        return _load(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_OF_RMSPROP), **kwargs}
     if "lion" in name:
         own = {**request.lr, "betas": request.adam["betas"]}
         return _load(name, "bitsandbytes.optim", "Lion"), {**own, **kwargs}
     if "ademamix" in name:
         beta1, beta2 = request.adam["betas"]
-        own = {
-            "betas": (
-                request.option("beta1", float, beta1),
-                request.option("beta2", float, beta2),
-                request.option("beta3", float, 0.9999),
-            ),
-            "alpha": request.option("alpha", float, 5.0),
-            "eps": request.option("eps", float, request.args.adam_epsilon),
-            **request.given(t_alpha=int, t_beta3=int),
-        }
+        epsilon = request.args.adam_epsilon
+        own = request.read(
+            beta1=(float, beta1), beta2=(float, beta2), beta3=(float, 0.9999), alpha=(float, 5.0), eps=(float, epsilon)
+        )
+        own |= {"betas": tuple(own.pop(f"beta{number}") for number in (1, 2, 3))}
+        own |= request.read(t_alpha=int, t_beta3=int)
         return _load(name, "bitsandbytes.optim", "AdEMAMix"), {**request.lr, **own, **kwargs}
     return _load(name, "bitsandbytes.optim", "AdamW"), {**request.adam, **kwargs}
 
@@ -236,12 +221,7 @@ def _bitsandbytes(request: Request) -> Made:
 def _galore(request: Request) -> Made:
     kind = "GaLoreAdafactor" if "adafactor" in request.name else "GaLoreAdamW"
     kind += "8bit" if "8bit" in request.name else ""
-    own = {
-        "rank": request.option("rank", int, 128),
-        "update_proj_gap": request.option("update_proj_gap", int, 200),
-        "scale": request.option("scale", float, 0.25),
-        "proj_type": request.option("proj_type", str, "std"),
-    }
+    own = request.read(rank=(int, 128), update_proj_gap=(int, 200), scale=(float, 0.25), proj_type=(str, "std"))
     kwargs = request.lr
     if "adafactor" in request.name:
         kwargs |= {"scale_parameter": False, "relative_step": False}
@@ -250,16 +230,15 @@ def _galore(request: Request) -> Made:
 
 
 def _apollo(request: Request) -> Made:
-    own = {
-        "rank": request.option("rank", int, 128),
-        "proj": request.option("proj", str, "random"),
-        "scale_type": request.option("scale_type", str, "channel"),
-        "update_proj_gap": request.option("update_proj_gap", int, 200),
-        "scale": request.option("scale", float, 1.0),
-        "proj_type": request.option("proj_type", str, "std"),
-        "betas": request.adam["betas"],
-        "eps": request.adam["eps"],
-    }
+    own = request.read(
+        rank=(int, 128),
+        proj=(str, "random"),
+        scale_type=(str, "channel"),
+        update_proj_gap=(int, 200),
+        scale=(float, 1.0),
+        proj_type=(str, "std"),
+    )
+    own |= {name: request.adam[name] for name in ("betas", "eps")}
     made = _load(request.name, "apollo_torch", "APOLLOAdamW")
     return low_rank.build(request.name, request.args, request.model, made, own, request.lr)
 
@@ -269,18 +248,6 @@ def _lomo(request: Request) -> Made:
     if request.model is None:
         raise InvalidArgument(f"optim={request.name!r} needs the model, not its parameters: pass model=.")
     return kind, {**request.lr, "model": request.model}
-
-
-def _grokadamw(request: Request) -> Made:
-    defaults = {
-        "alpha_init": 0.98,
-        "lamb": 2.0,
-        "gamma": 0.1,
-        "grokking_signal_decay_rate": 0.1,
-        "gradient_clipping": 1.0,
-    }
-    own = {name: request.option(name, float, default) for name, default in defaults.items()}
-    return _load(request.name, "grokadamw", "GrokAdamW"), {**request.lr, **own}
 
 
 def _schedule_free(request: Request) -> Made:
@@ -295,35 +262,43 @@ def _schedule_free(request: Request) -> Made:
                 f"optim={request.name!r} does its own warm-up: set warmup_steps to a number of steps, not {warmup}."
             )
         kwargs["warmup_steps"] = warmup
-    kwargs |= {"weight_lr_power": request.option("weight_lr_power", float, 2.0), "r": request.option("r", float, 0.0)}
+    kwargs |= request.read(weight_lr_power=(float, 2.0), r=(float, 0.0))
     return _load(request.name, "schedulefree", kinds[which]), kwargs
 
 
 def _stable_adamw(request: Request) -> Made:
-    return _load(request.name, "optimi", "StableAdamW"), {
-        **request.adam,
-        "weight_decay": request.args.weight_decay,
-        "decouple_lr": request.option("decouple_lr", bool, False),
-        "max_lr": request.option("max_lr", float),
-        "kahan_sum": request.option("kahan_sum", bool),
-    }
+    options = request.read(decouple_lr=(bool, False), max_lr=(float, None), kahan_sum=(bool, None))
+    keywords = {**request.adam, "weight_decay": request.args.weight_decay, **options}
+    return _load(request.name, "optimi", "StableAdamW"), keywords
 
+
+_OF_RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
+_OF_TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
 
 #: Optimizer name → function that returns its class and keywords.
 OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
     "adamw_hf": _adamw_hf,
-    "adamw_torch": _adamw_torch,
+    "adamw_torch": _of("torch.optim", "AdamW"),
     "adamw_torch_fused": _adamw_torch_fused,
     "adamw_torch_xla": _of("torch_xla.amp.syncfree", "AdamW"),
     "adamw_torch_npu_fused": _of("torch_npu.optim", "NpuFusedAdamW"),
     "adamw_apex_fused": _of("apex.optimizers", "FusedAdam"),
     "adafactor": _adafactor,
-    "adamw_anyprecision": _anyprecision,
-    "adamw_torch_4bit": _torchao,
-    "adamw_torch_8bit": _torchao,
-    "sgd": _sgd,
-    "adagrad": _adagrad,
-    "rmsprop": _rmsprop,
+    "adamw_anyprecision": _of(
+        "torchdistx.optimizers",
+        "AnyPrecisionAdamW",
+        use_kahan_summation=(bool, False),
+        momentum_dtype=(dtype, torch.float32),
+        variance_dtype=(dtype, torch.float32),
+        compensation_buffer_dtype=(dtype, torch.bfloat16),
+    ),
+    "adamw_torch_4bit": _of("torchao.optim", "AdamW4bit", **_OF_TORCHAO),
+    "adamw_torch_8bit": _of("torchao.optim", "AdamW8bit", **_OF_TORCHAO),
+    "sgd": _of(
+        "torch.optim", "SGD", has_betas=False, momentum=float, dampening=float, weight_decay=float, nesterov=bool
+    ),
+    "adagrad": _of("torch.optim", "Adagrad", has_betas=False, lr_decay=float, weight_decay=float, eps=float),
+    "rmsprop": _of("torch.optim", "RMSprop", has_betas=False, **_OF_RMSPROP),
     **dict.fromkeys(
         """
         ademamix adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit paged_adamw_32bit paged_adamw_8bit
@@ -341,7 +316,16 @@ OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
     ),
     "lomo": _lomo,
     "adalomo": _lomo,
-    "grokadamw": _grokadamw,
+    "grokadamw": _of(
+        "grokadamw",
+        "GrokAdamW",
+        has_betas=False,
+        alpha_init=(float, 0.98),
+        lamb=(float, 2.0),
+        gamma=(float, 0.1),
+        grokking_signal_decay_rate=(float, 0.1),
+        gradient_clipping=(float, 1.0),
+    ),
     "schedule_free_radam": _schedule_free,
     "schedule_free_adamw": _schedule_free,
     "schedule_free_sgd": _schedule_free,
@@ -379,15 +363,10 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
             f"optim_args of optim={name!r}: {', '.join(unknown)} unknown, {takes}. For other keywords of its class, "
             "pass optimizer_cls_and_kwargs to Trainer."
         )
-    if not request.uses_adam and (ignored := _changed(args, "adam_beta1", "adam_beta2", "adam_epsilon")):
-        logger.warning("%s has no effect: optim=%r has no such setting, or takes it in optim_args.", ignored, name)
+    if not request.uses_adam and (ignored := changed_arguments(args, _OF_ADAM)):
+        shown = ", ".join(f"{argument}={value}" for argument, value in ignored.items())
+        logger.warning("%s has no effect: optim=%r has no such setting, or takes it in optim_args.", shown, name)
     return made
-
-
-def _changed(args: TrainingArguments, *names: str) -> str:
-    """Those arguments that do not have their default, with their values."""
-    fields = type(args).__dataclass_fields__
-    return ", ".join(f"{name}={value}" for name in names if (value := getattr(args, name)) != fields[name].default)
 
 
 def keep_embeddings_precise(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:

@@ -64,13 +64,8 @@ def without_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
     """The nested outputs with 0 rows in their arrays; with `lists_of_samples`, also with empty lists."""
     if lists_of_samples and isinstance(data, list):
         return []
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(without_rows(value, lists_of_samples=lists_of_samples) for value in data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(without_rows(value, lists_of_samples=lists_of_samples) for value in data)
-    if isinstance(data, Mapping):
-        cut = {key: without_rows(value, lists_of_samples=lists_of_samples) for key, value in data.items()}
-        return type(data)(cut)  # type: ignore[call-arg]
+    if isinstance(data, _CONTAINERS):
+        return rebuilt(data, lambda value: without_rows(value, lists_of_samples=lists_of_samples))
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return (data if data.ndim else data.reshape(1))[:0]
     return data
@@ -126,7 +121,8 @@ class LabelSmoother:
         items: Any = ignored.numel() - ignored.long().sum() if num_items_in_batch is None else num_items_in_batch
         items = items.to(own.device) if isinstance(items, torch.Tensor) else items
         spread_mean = spread.sum() / (items * negative.shape[-1])
-        return (1 - self.epsilon) * (own.sum() / items) + self.epsilon * spread_mean
+        loss: torch.Tensor = (1 - self.epsilon) * (own.sum() / items) + self.epsilon * spread_mean
+        return loss
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.compat.overrides import has_length, is_measured, number_of_arguments
 from hftrainer.data.randomness import enable_full_determinism, seed_worker, set_seed
 from hftrainer.errors import UnsupportedArgument
+from hftrainer.trainer_pt_utils import nested_apply
 
 __all__ = [
     "PREFIX_CHECKPOINT_DIR",
@@ -202,13 +203,12 @@ def speed_metrics(
 
 def denumpify_detensorize(metrics: Any) -> Any:
     """Convert NumPy scalars and one-element tensors to Python numbers, so that metrics can be written as JSON."""
-    if isinstance(metrics, (list, tuple)):
-        return type(metrics)(denumpify_detensorize(value) for value in metrics)
-    if isinstance(metrics, Mapping):
-        return type(metrics)({key: denumpify_detensorize(value) for key, value in metrics.items()})  # type: ignore[call-arg]
-    if isinstance(metrics, np.generic) or (isinstance(metrics, torch.Tensor) and metrics.numel() == 1):
-        return metrics.item()
-    return metrics
+    return nested_apply(_as_number, metrics)
+
+
+def _as_number(leaf: Any) -> Any:
+    is_number = isinstance(leaf, np.generic) or (isinstance(leaf, torch.Tensor) and leaf.numel() == 1)
+    return leaf.item() if is_number else leaf
 
 
 def is_main_process(local_rank: int) -> bool:

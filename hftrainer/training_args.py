@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments import accelerate_state, installed, legacy
-from hftrainer.arguments.accelerator_config import as_object
-from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments import legacy
+from hftrainer.arguments.accelerate import get_partial_state, initialize_state
+from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
@@ -61,7 +61,7 @@ class _AcceptingHidden(abc.ABCMeta):
 
 
 @dataclass
-class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidden):
+class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
     The fields are documented in `hftrainer.arguments`, a module per subject. It is a dataclass: subclass it to add
@@ -73,7 +73,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
     """
 
     #: The default optimizer.
-    default_optim = BaseArguments.__dataclass_fields__["optim"].default
+    default_optim = ChainingSetters.__dataclass_fields__["optim"].default
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TrainingArguments:
         """Check the keywords before the generated `__init__`, to suggest the right ones."""
@@ -99,8 +99,8 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
             raise InvalidArgument("\n".join(found))
         self.hf_deepspeed_config = begin_deepspeed(self)
         self._connect_launched()
-        accelerate_state.begin(self)
-        installed.set_values(self)
+        initialize_state(ResolvedArguments(self))
+        legacy.set_values(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude a Trainer's resolved arguments from copies and pickles: they belong to that Trainer and process."""
@@ -110,7 +110,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
         """Set an argument; an old name also sets the current one."""
         is_made = "_legacy_done" in vars(self)
         if name == "accelerator_config" and is_made:
-            value = as_object(value)
+            value = as_accelerator_config(value)
         object.__setattr__(self, name, value)
         if name in ALIASES and is_made:
             object.__setattr__(self, ALIASES[name], value)
@@ -123,7 +123,7 @@ class TrainingArguments(ChainingSetters, BaseArguments, metaclass=_AcceptingHidd
     def distributed_state(self) -> Any:
         """Rank and world size: accelerate's `PartialState`; without accelerate, an object with its attributes."""
         given = vars(self).get("_distributed_state")
-        return accelerate_state.current(self) if given is None else given
+        return get_partial_state(ResolvedArguments.of(self)) if given is None else given
 
     @distributed_state.setter
     def distributed_state(self, state: Any) -> None:

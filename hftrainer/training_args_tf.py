@@ -28,7 +28,7 @@ class OneProgramStrategy:
     def __init__(self, replicas: int) -> None:
         self.num_replicas_in_sync = replicas
 
-    def scope(self) -> contextlib.AbstractContextManager:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """An empty context."""
         return contextlib.nullcontext()
 

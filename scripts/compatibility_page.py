@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
 
 from hftrainer import Seq2SeqTrainingArguments
-from hftrainer.arguments import launched
+from hftrainer.arguments import accelerate
 from hftrainer.arguments.field import arguments_of
 from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
@@ -189,7 +189,7 @@ def page() -> str:
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
-    launched_rows = "".join(f"| `{name}` | {_handled(row)} |\n" for name, row in launched.VARIABLES.items())
+    launched_rows = "".join(f"| `{name}` | {_handled(row)} |\n" for name, row in accelerate.VARIABLES.items())
     releases = "".join(
         f"| {kind.until} | {_linked(text)} (`{name}`) |\n"
         for kind in reversed(POLICIES)
@@ -229,7 +229,7 @@ def _attribute(row: dict[str, str]) -> str:
     return f"| {names} | {', '.join(row['releases'].split())} | {row['ours']} | {row['theirs']} |\n"
 
 
-def _handled(row: launched.Variable) -> str:
+def _handled(row: accelerate.Variable) -> str:
     accepted = " or ".join(f"`{value}`" for value in row.accepted or () if value)
     others = f"; others than {accepted} are **refused**" if accepted else "; **refused**"
     return row.effect + (f"{others}: {row.instead}" if row.instead else "")

@@ -18,6 +18,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf_deepspeed_config
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.resolved import requested_precision
 from hftrainer.errors import WrongConfig, suggest
 from hftrainer.parallel.config_files import env_flag, parse_bool, read_config, why_text
 from hftrainer.parallel.processes import Processes
@@ -169,14 +170,8 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
 def _values(args: BaseArguments) -> SimpleNamespace:
     """The arguments that transformers reads; half precision may be set by the script or the launcher, too."""
     names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "save_on_each_node")
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    chosen = vars(args).get("_mixed_precision")  # set by the script; overrides the arguments
-    half = {
-        name: bool(getattr(args, name) if chosen is None else chosen == name) or getattr(args, f"{name}_full_eval")
-        for name in ("bf16", "fp16")
-    }
-    if chosen is None and not any(half.values()) and launched in half:
-        half[launched] = True
+    requested = requested_precision(args)
+    half = {name: requested == name or getattr(args, f"{name}_full_eval") for name in ("bf16", "fp16")}
     of_apex = {"fp16_backend": AUTO, "fp16_opt_level": None}  # until v4.57
     values = {name: getattr(args, name) for name in (*names, *_GIVE_WAY)}
     return SimpleNamespace(**values, **half, **of_apex, bf16_full_eval=False, fp16_full_eval=False)

@@ -12,7 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch.optim import Optimizer
 
-from hftrainer.checkpointing import distributed
+from hftrainer.checkpointing import sharded
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import precision_plugin
@@ -35,13 +35,13 @@ class _FsdpStrategy(PreparedModelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights, on rank 0."""
         assert self.model is not None
-        return distributed.model_state(self.model, whole=True)
+        return sharded.model_state(self.model, whole=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state by parameter names, on rank 0."""
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return distributed.optimizer_state(self.model, optimizer, whole=True)
+        return sharded.optimizer_state(self.model, optimizer, whole=True)
 
 
 class Fsdp1Strategy(PrecisionFromPlan, _FsdpStrategy, FSDPStrategy):
@@ -71,6 +71,6 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
 def build(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy."""
     first = plan.sharding is not None and plan.sharding.version == 1
-    sharded = (Fsdp1Strategy if first else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
-    sharded.sync_each_batch = settings.sync_each_batch
-    return sharded
+    strategy = (Fsdp1Strategy if first else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
+    strategy.sync_each_batch = settings.sync_each_batch
+    return strategy

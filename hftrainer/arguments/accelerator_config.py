@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,13 @@ _ACCUMULATION = {
     "sync_with_dataloader": "bool",
     "sync_each_batch": "bool",
 }
-#: Type → what to give, and whether a value is of this type.
-_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "bool | None": ("True or False", lambda value: isinstance(value, (bool, type(None)))),
-    "int": ("a number of micro-batches, at least 1", lambda value: type(value) is int and value >= 1),
-    "dict[str, Any] | None": ("a dict", lambda value: isinstance(value, (Mapping, type(None)))),
+#: Type of a key → the classes of its values, and what to give.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "True or False"),
+    "bool | None": ((bool, type(None)), "True or False"),
+    "int": ((int,), "a number of micro-batches, at least 1"),
+    "dict[str, Any] | None": ((Mapping, type(None)), "a dict"),
 }
-
-
 #: Affects how the arguments are made, not the run: this key is not serialized.
 OF_CONSTRUCTION = "use_configured_state"
 
@@ -97,17 +95,17 @@ class AcceleratorConfig:
         """
         keys = _keys(given)
         kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-        unknown, wrong = _check("accelerator_config", keys, kinds)
+        errors = _check("accelerator_config", keys, kinds)
         inner = keys.get("gradient_accumulation_kwargs")
         if isinstance(inner, Mapping):
-            of_inner = _check("accelerator_config['gradient_accumulation_kwargs']", inner, _ACCUMULATION)
-            unknown, wrong = unknown + of_inner[0], wrong + of_inner[1]
-        if unknown or wrong:
-            raise (UnknownKey if unknown else InvalidArgument)("\n".join([*unknown, *wrong]))
+            errors += _check("accelerator_config['gradient_accumulation_kwargs']", inner, _ACCUMULATION)
+        if errors:
+            is_unknown = any(isinstance(error, UnknownKey) for error in errors)
+            raise (UnknownKey if is_unknown else InvalidArgument)("\n".join(map(str, errors)))
         return cls(**keys)
 
 
-def as_object(given: Any) -> Any:
+def as_accelerator_config(given: Any) -> Any:
     """`accelerator_config` as an object with attributes; an object that was given is returned itself.
 
     Raises:
@@ -128,7 +126,8 @@ def _keys(given: Any) -> dict[str, Any]:
     if isinstance(given, AcceleratorConfig):
         return copy.deepcopy(vars(given))
     if callable(getattr(given, "to_dict", None)):
-        return given.to_dict()
+        keys: dict[str, Any] = given.to_dict()
+        return keys
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgument(f"accelerator_config={given!r}: give a dict, or the path of a JSON file.")
     try:
@@ -138,15 +137,19 @@ def _keys(given: Any) -> dict[str, Any]:
         raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
 
 
-def _check(where: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Sentences for the keys that are unknown, and for the values of a wrong type."""
-    unknown = [name for name in keys if name not in kinds]
-    all_known = f": it takes {', '.join(sorted(kinds))}."
-    wrong = [name for name, kind in kinds.items() if name in keys and not _KINDS[kind][1](keys[name])]
-    return (
-        [f"{where} has no key {name!r}{suggest(name, kinds, all_known)}" for name in unknown],
-        [f"{where}[{name!r}]={keys[name]!r}: give {_KINDS[kinds[name]][0]}." for name in wrong],
-    )
+def _check(where: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> list[InvalidArgument]:
+    """An error for each key that is unknown, and for each value of a wrong type."""
+    errors: list[InvalidArgument] = []
+    for name, value in keys.items():
+        if name not in kinds:
+            hint = suggest(name, kinds, f": it takes {', '.join(sorted(kinds))}.")
+            errors.append(UnknownKey(f"{where} has no key {name!r}{hint}"))
+            continue
+        classes, expected = _KINDS[kinds[name]]
+        is_valid = isinstance(value, classes) and (kinds[name] != "int" or (type(value) is int and value >= 1))
+        if not is_valid:
+            errors.append(InvalidArgument(f"{where}[{name!r}]={value!r}: give {expected}."))
+    return errors
 
 
 #: The config of a run without `accelerator_config`.

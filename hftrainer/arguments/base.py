@@ -74,7 +74,8 @@ class BaseArguments(OldArguments):
         if self._on_cpu:
             return torch.device("cpu")
         if devices.uses_xla():
-            return load("xla", "devices").device()
+            device: torch.device = load("xla", "devices").device()
+            return device
         kind = devices.detect_device_type()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
@@ -103,7 +104,8 @@ class BaseArguments(OldArguments):
     @property
     def _n_gpu(self) -> int:
         """The value of `n_gpu`. Scripts set it to 1 to avoid DataParallel."""
-        return vars(self).get("_n_gpu", int(self.device.type not in ("cpu", "xla")))
+        count: int = vars(self).get("_n_gpu", int(self.device.type not in ("cpu", "xla")))
+        return count
 
     @_n_gpu.setter
     def _n_gpu(self, count: int) -> None:
@@ -197,14 +199,14 @@ class BaseArguments(OldArguments):
         shown = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirrors]
         values = {name: getattr(self, name) for name in shown}
         return {
-            name: plain_field(name, value)
+            name: f"<{name.upper()}>" if name.endswith("_token") else _to_plain_value(name, value)
             for name, value in values.items()
             if name not in silent or value != silent[name]
         }
 
     def to_json_string(self) -> str:
         """The fields as an indented JSON object; values without a JSON form are written as text."""
-        return json.dumps(as_json(self.to_dict()), indent=2)
+        return json.dumps(self.to_dict(), indent=2, default=_to_json_value)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
         """The fields as numbers, booleans, strings and tensors only, as TensorBoard's hyperparameters need them."""
@@ -217,67 +219,42 @@ class BaseArguments(OldArguments):
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
-def plain_field(name: str, value: Any) -> Any:
-    """The value of a field for `to_dict`: enumerations, dtypes and configurations are plain, tokens are hidden.
+def _to_plain_value(name: str, value: Any) -> Any:
+    """The value of a field, or of a key in one, for `to_dict`.
 
-    Other objects are kept, so that arguments can be made from the dict again, as in transformers.
-
-    Args:
-        name: the field.
-        value: its value, which is not modified.
+    Enumerations, dtypes and configurations are plain. Other objects are kept, so that arguments can be made from the
+    dict again, as in transformers.
     """
-    if name.endswith("_token"):
-        return f"<{name.upper()}>"
     if isinstance(value, enum.Enum):
         return value.value
-    if name == "lightning_config" and isinstance(value, dict):
-        return {key: item if _has_json_form(item) else str(item) for key, item in value.items()}
-    if name == "accelerator_config" and callable(getattr(value, "to_dict", None)):
-        return {key: item for key, item in value.to_dict().items() if key != OF_CONSTRUCTION}
-    if name == "parallelism_config" and dataclasses.is_dataclass(value):
-        return {key: size for key, size in vars(value).items() if key.endswith("_size")}
+    if isinstance(value, torch.dtype) and name in _DTYPE_KEYS:
+        return _name_of(value)
     if isinstance(value, list):
         return [item.value if isinstance(item, enum.Enum) else item for item in value]
-    if name == "model_init_kwargs" and isinstance(value, dict):
-        value = {key: _quantization(item) if key == "quantization_config" else item for key, item in value.items()}
-    return _with_named_dtypes({name: value})[name]
-
-
-def as_json(value: Any) -> Any:
-    """The value in a form that JSON supports; other objects become their `to_dict()` or their text."""
-    if isinstance(value, enum.Enum):
-        return as_json(value.value)
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if name == "parallelism_config" and dataclasses.is_dataclass(value):
+        return {key: size for key, size in vars(value).items() if key.endswith("_size")}
+    if name in ("accelerator_config", "quantization_config") and callable(getattr(value, "to_dict", None)):
+        value = value.to_dict()
+    if not isinstance(value, dict):
         return value
-    if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(as_json(key)): as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
+    if name == "lightning_config":
+        return {key: item if isinstance(item, _JSON_TYPES) else str(item) for key, item in value.items()}
+    return {key: _to_plain_value(key, item) for key, item in value.items() if key != OF_CONSTRUCTION}
+
+
+_JSON_TYPES = (bool, int, float, str, list, dict, type(None))
+
+
+def _to_json_value(value: Any) -> Any:
+    """A form that JSON supports: the value of an enumeration, the name of a dtype, `to_dict()`, or else the text."""
+    if isinstance(value, enum.Enum):
+        return value.value
     if isinstance(value, torch.dtype):
         return _name_of(value)
-    if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
-        return as_json(value.to_dict())
-    return str(value)
-
-
-def _with_named_dtypes(values: dict[str, Any]) -> dict[str, Any]:
-    named = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            value = _with_named_dtypes(value)
-        elif key in _DTYPE_KEYS and isinstance(value, torch.dtype):
-            value = _name_of(value)
-        named[key] = value
-    return named
+    if isinstance(value, Mapping):
+        return dict(value)
+    return value.to_dict() if callable(getattr(value, "to_dict", None)) and not isinstance(value, type) else str(value)
 
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _quantization(config: Any) -> Any:
-    return config.to_dict() if callable(getattr(config, "to_dict", None)) else config
-
-
-def _has_json_form(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, list, dict))

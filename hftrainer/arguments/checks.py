@@ -14,15 +14,15 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.errors import suggest
 from hftrainer.parallel import devices
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
-from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.fsdp_settings import FsdpSettings
+from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
 from hftrainer.plugins import load
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
+    from hftrainer.arguments.resolved import ResolvedArguments
 
 #: Devices that are not supported → why.
-REFUSED = {
+_UNSUPPORTED_DEVICES = {
     "hpu": "Gaudi needs replaced torch operators and graph marks in the loop; optimum-habana has both",
     "sdaa": "the Trainer of transformers does not use it either",
     "neuron": "it compiles whole graphs, which the loop does not support; use optimum-neuron",
@@ -42,29 +42,23 @@ BACKENDS = {
 }
 
 
-def check_device(args: BaseArguments, precision: str, processes: int, spreads: bool) -> Iterator[str]:
-    """A sentence for each setting that the device does not support.
-
-    Args:
-        args: the arguments.
-        precision: Lightning's precision.
-        processes: world size.
-        spreads: whether each process has only a part of the model.
-    """
-    kind = args.device.type
+def check_device(resolved: ResolvedArguments) -> Iterator[str]:
+    """A sentence for each setting that the device does not support."""
+    args, kind, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
+    is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
     if legacy.value(args, "use_mps_device") and kind != "mps":
         yield f"use_mps_device=True, but {_why_no_mps(args)}: leave it out to train on {kind}."
-    here = [name for name in REFUSED if hasattr(torch, name) and getattr(torch, name).is_available()]
-    if kind == "cpu" and here and not _asks_for_cpu(args):
+    found = [name for name in _UNSUPPORTED_DEVICES if hasattr(torch, name) and getattr(torch, name).is_available()]
+    if kind == "cpu" and found and not _asks_for_cpu(args):
         yield (
-            f"torch.{here[0]} is available, but hftrainer cannot train on it: {REFUSED[here[0]]}. Set use_cpu=True to "
-            "train on the CPU."
+            f"torch.{found[0]} is available, but hftrainer cannot train on it: {_UNSUPPORTED_DEVICES[found[0]]}. Set "
+            "use_cpu=True to train on the CPU."
         )
     elif kind == "cpu" and not _asks_for_cpu(args) and (reason := devices.unused_tpu()):
         yield reason
     if kind == "mps":
-        yield from _check_mps(precision, processes, spreads)
-    elif kind in UNSUPPORTED_BY_LIGHTNING and spreads:
+        yield from _check_mps(resolved.precision, processes, is_model_sharded)
+    elif kind in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
         yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
     several = processes > 1 and kind not in ("mps", "xla")
     if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
@@ -83,8 +77,8 @@ def _why_no_mps(args: BaseArguments) -> str:
     return "there is no Apple GPU, or macOS is too old for it"
 
 
-def _check_mps(precision: str, processes: int, spreads: bool) -> Iterator[str]:
-    if processes > 1 or spreads:
+def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterator[str]:
+    if processes > 1 or is_model_sharded:
         what = f"{processes} processes are" if processes > 1 else "A sharded or split model is"
         yield (
             f"{what} not possible on Apple's GPU: it is one device, and neither gloo nor nccl works on mps. Start one "
@@ -113,15 +107,10 @@ def _check_backend(given: str, kind: str, several: bool) -> str | None:
     return f" does not connect processes on {kind}: {instead}" if several and kind not in serves else None
 
 
-def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterator[str]:
-    """A sentence for each setting that TPUs do not support.
-
-    Args:
-        args: the training arguments.
-        here: rank of this process.
-        cores: `tpu_num_cores`.
-    """
-    kind = args.device.type
+def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
+    """A sentence for each setting that TPUs do not support."""
+    args, kind, rank_info = resolved.args, resolved.device.type, resolved.rank_info
+    cores = legacy.value(args, "tpu_num_cores") or None
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
         reason = (
             "there is none: set PJRT_DEVICE=TPU"
@@ -131,18 +120,18 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
     if kind not in ("xla", "tpu"):
         return
-    if cores is not None and cores != here.local_world_size:
+    if cores is not None and cores != rank_info.local_world_size:
         yield (
-            f"tpu_num_cores={cores}, but this run uses {here.local_world_size} of this machine's cores: start "
+            f"tpu_num_cores={cores}, but this run uses {rank_info.local_world_size} of this machine's cores: start "
             "the script with python -m hftrainer run --tpu, which starts a process for each."
         )
-    launched = here.launcher == "xla" if kind == "xla" else devices.TPU_ADDRESSES in os.environ
-    if here.world_size > 1 and not launched:
+    launched = rank_info.launcher == "xla" if kind == "xla" else devices.TPU_ADDRESSES in os.environ
+    if rank_info.world_size > 1 and not launched:
         yield (
-            f"{here.launcher!r} has started {here.world_size} processes, which have no TPU core of their own: start "
-            "the script with python -m hftrainer run --tpu."
+            f"{rank_info.launcher!r} has started {rank_info.world_size} processes, which have no TPU core of their "
+            "own: start the script with python -m hftrainer run --tpu."
         )
-    if here.launcher == "xla" and load("xla", "devices").cores_in_this_process() > 1:
+    if rank_info.launcher == "xla" and load("xla", "devices").cores_in_this_process() > 1:
         yield (
             "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard over all "
             "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
@@ -156,37 +145,35 @@ def check_xla(args: BaseArguments, here: RankInfo, cores: int | None) -> Iterato
 
 
 #: Optimizers whose states torch cannot shard, or that need whole weights: parts of their names.
-_NEED_WHOLE = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
+_NEEDS_WHOLE_PARAMETERS = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
 #: Optimizers that work with FSDP2 but not with FSDP1, which flattens parameters.
-_NEED_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
+_NEEDS_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
 
 
-def check_fsdp(
-    args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any], *, launched: bool, own_optimizer: bool
-) -> Iterator[str]:
+def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Iterator[str]:
     """A sentence for each setting that FSDP does not support.
 
     Args:
-        args: the arguments.
-        settings: how the model is sharded.
-        config: `lightning_config`.
-        launched: whether a launcher has started the processes.
-        own_optimizer: whether the script has made the optimizer.
+        resolved: the arguments.
+        has_custom_optimizer: whether the script has made the optimizer.
     """
+    args, settings, world_size = resolved.args, resolved.fsdp, resolved.rank_info.world_size
+    # `check_device` reports devices that cannot shard.
+    if settings is None or resolved.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):
+        return
     asked = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
     if args.deepspeed:
         yield "fsdp and deepspeed both shard the model: give one of them."
-    on_xla = args.device.type == "xla"
     if settings.xla is not None:
-        yield from _check_xla(args, settings)
-    elif on_xla:
+        yield from _check_fsdp_of_xla(resolved, settings, settings.xla)
+    elif resolved.device.type == "xla":
         yield f"{asked} on a TPU uses torch_xla: give fsdp_config={{'xla': True}} too."
-    elif args.world_size == 1 and not launched:
+    elif world_size == 1 and resolved.rank_info.launcher == "lightning":
         yield (
             f"{asked} shards the model over processes, but there is one: start the script with torchrun, accelerate "
             "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
         )
-    elif "hybrid" in settings.strategy and args.world_size == 1:
+    elif "hybrid" in settings.strategy and world_size == 1:
         yield f"fsdp={settings.strategy!r} needs at least two processes, but there is one: use 'full_shard'."
     if settings.activation_checkpointing and args.activation_checkpointing:
         yield (
@@ -196,22 +183,22 @@ def check_fsdp(
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
             yield f"{name}=True would round sharded weights: use {name[:4]}=True, or leave out fsdp."
-    yield from _check_optimizers(args, settings, own_optimizer)
-    yield from _check_saving(args, settings, config)
+    yield from _check_optimizers(args, settings, has_custom_optimizer)
+    yield from _check_saving(args, settings, resolved.lightning_config)
 
 
-def _check_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
-    assert settings.xla is not None
-    if args.device.type != "xla":
+def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla: XlaSettings) -> Iterator[str]:
+    world_size = resolved.rank_info.world_size
+    if resolved.device.type != "xla":
         absent = f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
         missing = "training is on another device" if devices.has_torch_xla() else absent
         yield f"fsdp_config['xla'] needs a TPU, but {missing}."
-    if settings.xla.spmd and args.world_size > 1:
+    if xla.spmd and world_size > 1:
         yield (
-            f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, but there are {args.world_size}: start the "
+            f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, but there are {world_size}: start the "
             "script with plain python."
         )
-    if not settings.xla.spmd and getattr(args, "predict_with_generate", False):
+    if not xla.spmd and getattr(resolved.args, "predict_with_generate", False):
         yield "predict_with_generate bypasses the wrapper that gathers weights: set fsdp_config['xla_fsdp_v2'] too."
     asked = {
         "activation_checkpointing": settings.activation_checkpointing,
@@ -225,16 +212,16 @@ def _check_xla(args: BaseArguments, settings: FsdpSettings) -> Iterator[str]:
         yield f"fsdp_config[{name!r}] is a key of torch's FSDP, but with 'xla' torch_xla shards: {instead}."
 
 
-def _check_optimizers(args: BaseArguments, settings: FsdpSettings, own_optimizer: bool) -> Iterator[str]:
+def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_optimizer: bool) -> Iterator[str]:
     name = spelled(args.optim)
     if settings.xla is not None and settings.xla.spmd:
         return  # parameters keep their shapes
-    own = name.startswith("adamw_torch")
-    if not own and (any(part in name for part in _NEED_WHOLE) or name == "adamw_8bit"):
+    is_torchs = name.startswith("adamw_torch")
+    if not is_torchs and (any(part in name for part in _NEEDS_WHOLE_PARAMETERS) or name == "adamw_8bit"):
         yield f"optim={name!r} needs whole parameters, but fsdp shards them: use 'adamw_torch' or its 8bit form."
-    elif settings.version == 1 and name in _NEED_SHAPES:
+    elif settings.version == 1 and name in _NEEDS_SHAPES:
         yield f"optim={name!r} needs the shapes of the parameters, but FSDP1 flattens them: use FSDP2."
-    if own_optimizer:
+    if has_custom_optimizer:
         yield (
             "optimizers holds the parameters of the whole model, which fsdp replaces: pass optimizer_cls_and_kwargs, "
             "or override create_optimizer."

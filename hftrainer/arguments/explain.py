@@ -82,15 +82,15 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.support import given_arguments, is_refused, make_plan
+    from hftrainer.arguments.support import given_arguments, make_plan
 
     values = args.to_dict()
     lines = []
-    for name, about in given_arguments(args):
+    for name, (given, about) in given_arguments(args).items():
         if name in values or name in legacy.HIDDEN:
-            value = values.get(name, getattr(args, name))
+            value = values.get(name, given)
             detail = f"off; with True: {about.detail}" if value is False else about.detail
-            lines.append(Line(name, value, "refused" if is_refused(about, value) else about.kind, detail))
+            lines.append(Line(name, value, "refused" if about.refuses(value) else about.kind, detail))
     plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:

@@ -55,6 +55,24 @@ class Argument:
     gone: tuple[Any, str] | None = None
     earlier: Mapping[str, Any] | None = None
 
+    def is_neutral(self, value: Any, default: Any) -> bool:
+        """Whether a value asks for nothing: it is the default, empty, or the value that None stands for.
+
+        Args:
+            value: the value.
+            default: the default of the class, which may be a subclass with another one.
+        """
+        if self.neutral is not None or value == default:
+            return value in (None, self.neutral, default)
+        if type(value).__name__ == "AcceleratorConfig":  # ours or transformers', which fills in the defaults
+            return bool(value == type(value)())
+        is_empty = value is None or (not value and not isinstance(value, (bool, int, float)))
+        return is_empty or value in ("no", "none")
+
+    def refuses(self, value: Any) -> bool:
+        """Whether a value that is not neutral is refused."""
+        return self.kind == "refused" or bool(self.accepted and value not in (None, *self.accepted))
+
     @property
     def earlier_defaults(self) -> str:
         """The earlier defaults as text; empty if there are none."""
@@ -120,6 +138,12 @@ def old_name(default: Any, renamed: Rename, since: str, until: str, help: str = 
 def arguments_of(kind: Any) -> dict[str, Argument]:
     """Argument → what is known about it, for the fields of a dataclass that `arg` has declared."""
     return {field.name: _arguments[field] for field in dataclasses.fields(kind) if field in _arguments}
+
+
+def changed_arguments(args: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Argument → its value, for those of the given ones that do not have the default of their class."""
+    fields = type(args).__dataclass_fields__
+    return {name: value for name in names if (value := getattr(args, name)) != fields[name].default}
 
 
 # ---- Old names -------------------------------------------------------------------------------------------------------

@@ -10,17 +10,21 @@ from hftrainer.arguments.field import Rename, arg, arguments_of, as_words, item_
 from hftrainer.arguments.fields import CurrentArguments
 from hftrainer.errors import InvalidArgument
 
-_APEX = (
-    "apex",
-    "apex.amp is gone from NVIDIA Apex: fp16=True uses torch's float16 autocast, as its level O1 did; leave the "
-    "argument out",
-)
 _JIT = (True, "torch has discontinued TorchScript: evaluations run the model as it is; torch_compile=True compiles it")
 _IPEX = (
     True,
     "Intel has moved its extension into torch: the model runs by torch's own kernels; leave the argument out",
 )
-_BACKENDS = ("auto", "amp", "cuda_amp", "cpu_amp", "apex")
+_BACKEND: dict[str, Any] = {
+    "until": "4.57",
+    "neutral": "auto",
+    "accepted": ("auto", "amp", "cuda_amp", "cpu_amp", "apex"),
+    "gone": (
+        "apex",
+        "apex.amp is gone from NVIDIA Apex: fp16=True uses torch's float16 autocast, as its level O1 did; leave the "
+        "argument out",
+    ),
+}
 _AUTOCAST = "auto, amp, cuda_amp, cpu_amp: torch's autocast; apex too, with a warning: its amp is gone"
 
 #: FairScale's options → FSDP's.
@@ -112,26 +116,8 @@ class OldArguments(CurrentArguments):
     save_safetensors: bool = arg(
         True, "Write safetensors, not torch's pickles.", "4.28", "checkpointing.weights", until="4.57", neutral=True
     )
-    fp16_backend: str | None = arg(
-        None,
-        "Library of mixed precision.",
-        "4.0",
-        _AUTOCAST,
-        until="4.57",
-        neutral="auto",
-        accepted=_BACKENDS,
-        gone=_APEX,
-    )
-    half_precision_backend: str | None = arg(
-        None,
-        "Library of mixed precision.",
-        "4.15",
-        _AUTOCAST,
-        until="4.57",
-        neutral="auto",
-        accepted=_BACKENDS,
-        gone=_APEX,
-    )
+    fp16_backend: str | None = arg(None, "Library of mixed precision.", "4.0", _AUTOCAST, **_BACKEND)
+    half_precision_backend: str | None = arg(None, "Library of mixed precision.", "4.15", _AUTOCAST, **_BACKEND)
     fp16_opt_level: str | None = arg(
         None,
         "Optimization level of Apex.",

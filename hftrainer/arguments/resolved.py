@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
 from hftrainer.releases import followed
 from hftrainer.releases.policy import ReleasePolicy
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
 
 def asks_for_deepspeed(args: BaseArguments) -> bool:
     """Whether the arguments or `accelerate launch` ask for DeepSpeed."""
-    launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() in ("true", "1")
-    return launched or args.deepspeed not in (None, "", False)
+    return env_flag("ACCELERATE_USE_DEEPSPEED") or args.deepspeed not in (None, "", False)
 
 
 def begin_deepspeed(args: BaseArguments) -> Any:
@@ -51,7 +51,8 @@ class ResolvedArguments:
     @classmethod
     def of(cls, args: BaseArguments) -> ResolvedArguments:
         """The resolved arguments of the last Trainer made with `args`; new ones if there is none."""
-        return vars(args).get("_resolved") or cls(args)
+        resolved: ResolvedArguments | None = vars(args).get("_resolved")
+        return resolved or cls(args)
 
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
@@ -84,8 +85,9 @@ class ResolvedArguments:
         return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
     def forget_rank_info(self) -> None:
-        """Clear `rank_info`: the other processes have been started since."""
-        vars(self).pop("rank_info", None)
+        """Clear `rank_info`, and the device: the other processes have been started since."""
+        for name in ("rank_info", "device"):
+            vars(self).pop(name, None)
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -127,12 +129,8 @@ class ResolvedArguments:
     def precision(self) -> str:
         """Lightning's precision, from DeepSpeed, `lightning_config`, the arguments or the launcher, in this order."""
         if self.deepspeed is not None:
-            return self.deepspeed.precision
-        return self.precision_without_deepspeed
-
-    @functools.cached_property
-    def precision_without_deepspeed(self) -> str:
-        """Lightning's precision, without DeepSpeed's configuration."""
+            by_deepspeed: str = self.deepspeed.precision
+            return by_deepspeed
         if (given := self.lightning_config.get("precision")) is not None:
             return "32-true" if str(given) == "32" else str(given)
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(requested_precision(self.args), "32-true")
@@ -141,5 +139,6 @@ class ResolvedArguments:
 def requested_precision(args: Any) -> str:
     """'bf16', 'fp16' or 'no': set by a script on the arguments, by the arguments or else by the launcher."""
     by_arguments = "fp16" if args.fp16 else "bf16" if args.bf16 else None
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return vars(args).get("_mixed_precision", by_arguments or launched)
+    by_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    precision: str = vars(args).get("_mixed_precision", by_arguments or by_launcher)
+    return precision

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
 from hftrainer.arguments.validation import normalize
 
 Self = TypeVar("Self", bound="ChainingSetters")
 
 
-class ChainingSetters:
+class ChainingSetters(BaseArguments):
     """Methods that set the arguments of one subject, and return the arguments object.
 
     Each sets all arguments of its subject: those not given get the method's default. Contradictions between subjects
@@ -22,7 +23,7 @@ class ChainingSetters:
         for parameter, value in values.items():
             if parameter != "self":
                 setattr(self, names.get(parameter, prefix + parameter), value)
-        normalize(self)  # type: ignore[arg-type]
+        normalize(self)
         return self
 
     def set_training(

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.accelerate import check_launched, unknown_variables
 from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
-from hftrainer.arguments.installed import is_set_by_release
-from hftrainer.arguments.launched import check_launched, unknown_variables
-from hftrainer.arguments.lightning_config import (
-    ALSO_SET_BY,
-    brings_async_checkpoints,
-    check_keywords,
-    passed_on,
-)
 from hftrainer.arguments.old_fields import ARGUMENTS
-from hftrainer.errors import WrongConfig
+from hftrainer.arguments.validation import out_of_range
+from hftrainer.errors import InvalidArgument, WrongConfig, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
-from hftrainer.parallel.environment import can_start_again, check_rank_info
+from hftrainer.parallel.environment import LAUNCHERS, can_start_again, check_choices, check_rank_info
 from hftrainer.parallel.plan import LightningPlan, check_layout
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
@@ -31,57 +27,51 @@ from hftrainer.plugins import load
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
     from hftrainer.arguments.resolved import ResolvedArguments
+    from hftrainer.releases.policy import ReleasePolicy
 
+logger = logging.getLogger(__name__)
 
 #: Keywords of `DistributedDataParallel` that are arguments with the prefix ddp_.
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
-def given_arguments(args: BaseArguments) -> Iterator[tuple[str, Argument]]:
-    """Each argument whose value is not neutral, and what is known about it; without the user's own fields."""
+def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
+    """Argument → its value and what is known about it, if that is not neutral; without the user's own fields."""
     known = {**ARGUMENTS, **arguments_of(args)}
-    own = legacy.redeclared(type(args))
-    hidden = {name: field for name, field in legacy.HIDDEN.items() if name in vars(args)}
-    for field in {**hidden, **{field.name: field for field in dataclasses.fields(args)}}.values():
-        name = field.name
-        if name not in known or name in own:
-            continue
-        value, neutral = getattr(args, name), known[name].neutral
+    ours = known.keys() - legacy.redeclared(type(args))
+    hidden = [field for field in legacy.HIDDEN.values() if field.name in vars(args)]
+    fields = {field.name: field for field in (*hidden, *dataclasses.fields(args)) if field.name in ours}
+    return {
+        name: (value, known[name])
+        for name, field in fields.items()
         # Most arguments are left at their default.
-        if value is field.default or is_set_by_release(args, name):
-            continue
-        if value not in (None, neutral) if neutral is not None else not _is_neutral(value, field.default):
-            yield name, known[name]
+        if (value := getattr(args, name)) != field.default
+        and not known[name].is_neutral(value, field.default)
+        and not legacy.is_set_by_release(args, name)
+    }
 
 
-def is_refused(about: Argument, value: Any) -> bool:
-    """Whether a value that is not neutral is refused."""
-    return about.kind == "refused" or bool(about.accepted and value not in (None, *about.accepted))
-
-
-def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False) -> list[str]:
+def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool = False) -> list[str]:
     """A sentence for each argument that this release does not support.
 
     Args:
         resolved: the training arguments, with the model if it exists: the way it was loaded is checked too.
-        own_optimizer: whether the script has made the optimizer.
+        has_custom_optimizer: whether the script has made the optimizer.
     """
     args = resolved.args
-    given = ((name, getattr(args, name), about) for name, about in given_arguments(args))
     found = [
         f"{name}={value!r} is not supported: {about.detail}."
-        for name, value, about in given
-        if is_refused(about, value)
+        for name, (value, about) in given_arguments(args).items()
+        if about.refuses(value)
     ]
     found += check_launched(resolved.device)
     try:
-        found += check_keywords(resolved.lightning_config)
-        found += _check_sharding(resolved, own_optimizer)
+        found += _check_keywords(resolved.lightning_config)
+        found += check_fsdp(resolved, has_custom_optimizer)
         if resolved.deepspeed is not None:
             found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
-        found += check_layout(resolved.layout, resolved.fsdp, args.world_size)
-        spreads = resolved.sharding is not None or resolved.layout.tp_size > 1
-        found += check_device(args, resolved.precision_without_deepspeed, resolved.rank_info.world_size, spreads)
+        found += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
+        found += check_device(resolved)
     except WrongConfig as error:
         found.append(str(error))
     return found + check_launch(resolved)
@@ -89,25 +79,8 @@ def check_supported(resolved: ResolvedArguments, *, own_optimizer: bool = False)
 
 def check_launch(resolved: ResolvedArguments) -> list[str]:
     """A sentence for each reason why the processes that the launcher has started cannot train."""
-    args, rank_info = resolved.args, resolved.rank_info
-    of_xla = check_xla(args, rank_info, legacy.value(args, "tpu_num_cores") or None)
-    return [*check_rank_info(rank_info, resolved.readable_config, visible_device_count(resolved.device)), *of_xla]
-
-
-def _check_sharding(resolved: ResolvedArguments, own_optimizer: bool) -> list[str]:
-    args, settings, config = resolved.args, resolved.fsdp, resolved.lightning_config
-    if settings is None or resolved.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):  # `check_device` reports these
-        return []
-    launched = resolved.rank_info.launcher != "lightning"
-    return list(check_fsdp(args, settings, config, launched=launched, own_optimizer=own_optimizer))
-
-
-def _is_neutral(value: Any, default: Any) -> bool:
-    """Whether `value` is the default or empty. `transformers` fills in accelerate's defaults."""
-    if type(value).__name__ == "AcceleratorConfig":
-        return value == type(value)()
-    nothing = value is None or (not value and not isinstance(value, (bool, int, float)))
-    return nothing or value == default or value in ("no", "none")
+    gpus = visible_device_count(resolved.device)
+    return [*check_rank_info(resolved.rank_info, resolved.readable_config, gpus), *check_xla(resolved)]
 
 
 def process_group_backend(resolved: ResolvedArguments) -> str | None:
@@ -137,12 +110,12 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         sharding=resolved.sharding,
         layout=resolved.layout,
         deepspeed=resolved.deepspeed,
-        async_checkpoint=config.get("async_checkpoint", False) or brings_async_checkpoints(config.get("plugins")),
+        async_checkpoint=config.get("async_checkpoint", False) or _has_async_checkpoint_plugin(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         read_once=MappingProxyType(
             {name: copy.copy(getattr(args, name, None)) for name, about in ARGUMENTS.items() if about.read_once}
         ),
-        config=MappingProxyType(passed_on(config)),
+        config=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
     )
 
 
@@ -168,13 +141,146 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         found.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {resolved.device}, which is not an XLA device."
         )
-    if args.fsdp_config and not args.fsdp and not is_set_by_release(args, "fsdp_config"):
+    if args.fsdp_config and not args.fsdp and not legacy.is_set_by_release(args, "fsdp_config"):
         found.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         found.append(f"{' and '.join(given)} have no effect with fsdp: there are no replicas.")
     return found + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
-        for name, arguments in ALSO_SET_BY.items()
+        for name, arguments in _OVERRIDDEN_ARGUMENTS.items()
         for argument in arguments
         if name in config and getattr(args, argument)
     ]
+
+
+# ---- lightning_config -----------------------------------------------------------------------------------------------
+
+#: Keywords that are forwarded to `lightning.Trainer` unchanged.
+FORWARDED = frozenset(
+    """
+    benchmark detect_anomaly deterministic default_root_dir enable_autolog_hparams limit_predict_batches
+    limit_test_batches limit_val_batches max_time model_registry plugins profiler
+    """.split()
+)
+#: Keywords that the Trainer's own arguments set → what to use instead.
+RESERVED = {
+    "accelerator": "use_cpu",
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "callbacks": "Trainer(callbacks=[...])",
+    "check_val_every_n_epoch": "eval_strategy and eval_steps",
+    "enable_checkpointing": "save_strategy",
+    "enable_model_summary": "a ModelSummary in Trainer(callbacks=[...])",
+    "enable_progress_bar": "disable_tqdm",
+    "fast_dev_run": "max_steps",
+    "gradient_clip_algorithm": "max_grad_norm",
+    "gradient_clip_val": "max_grad_norm",
+    "limit_train_batches": "max_steps",
+    "log_every_n_steps": "logging_steps",
+    "logger": "report_to or Trainer(loggers=[...])",
+    "max_epochs": "num_train_epochs",
+    "max_steps": "max_steps",
+    "min_epochs": "num_train_epochs",
+    "min_steps": "max_steps",
+    "num_sanity_val_steps": "eval_on_start",
+    "overfit_batches": "a smaller train_dataset",
+    "reload_dataloaders_every_n_epochs": "an override of get_train_dataloader",
+    "use_distributed_sampler": "_get_train_sampler",
+    "val_check_interval": "eval_strategy and eval_steps",
+}
+#: Other keywords → their allowed values: the first ones of Lightning, the last three of hftrainer.
+ALLOWED: dict[str, tuple[Any, ...]] = {
+    "barebones": (False, None),
+    "inference_mode": (True, False),
+    "precision": ("32-true", "bf16-mixed", "16-mixed", "32", 32),
+    "strategy": ("auto", "ddp"),
+    "sync_batchnorm": (False,),
+    "async_checkpoint": (False, True),
+    "environment": tuple(LAUNCHERS),
+    "on_save_error": ("continue", "stop"),
+}
+_PROFILERS = ("simple", "advanced", "pytorch", "xla")
+#: Keywords that others check: the number of processes, and the release that is followed.
+CHECKED_ELSEWHERE = ("devices", "num_nodes", "behaviour")
+#: Keywords → the arguments that they override.
+_OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
+
+
+def _check_keywords(config: Mapping[str, Any]) -> list[str]:
+    """A sentence for each keyword that is unknown or not supported."""
+    errors = list(check_choices(config))
+    for name, value in config.items():
+        allowed = _PROFILERS if name == "profiler" and isinstance(value, str) else ALLOWED.get(name, (value,))
+        if name in RESERVED:
+            errors.append(f"lightning_config[{name!r}]: the Trainer decides this; use {RESERVED[name]}.")
+        elif value not in allowed:
+            choices = " or ".join(map(repr, allowed))
+            errors.append(f"lightning_config[{name!r}]={value!r} is not supported: it must be {choices}.")
+        elif name not in FORWARDED and name not in ALLOWED and name not in CHECKED_ELSEWHERE:
+            hint = suggest(name, [*FORWARDED, *RESERVED, *ALLOWED, *CHECKED_ELSEWHERE], ".")
+            errors.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
+    return errors
+
+
+def _has_async_checkpoint_plugin(plugins: Any) -> bool:
+    """Whether Lightning's `AsyncCheckpointIO` is among the plugins; only possible if Lightning is imported."""
+    module = sys.modules.get("lightning.pytorch.plugins.io")
+    kind = getattr(module, "AsyncCheckpointIO", None)
+    given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+    return kind is not None and any(isinstance(plugin, kind) for plugin in given)
+
+
+# ---- Changes after the Trainer is made ------------------------------------------------------------------------------
+
+#: Read once. Too much depends on them to continue with the old value and a warning.
+_NEEDS_ANOTHER_TRAINER = ("lightning_config", "deepspeed")
+
+
+def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool) -> None:
+    """Apply the current values of the arguments to a run, as far as transformers does.
+
+    Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read
+    once, when the Trainer is made, keep their first value, and a warning names them.
+
+    Args:
+        engine: the engine of the Trainer, with the plan that was made from the arguments.
+        args: the arguments with their current values.
+        policy: what the followed release of transformers does.
+        has_custom_loader: whether the script makes the training loader, and so may read the batch size again.
+
+    Raises:
+        InvalidArgument: for a change that needs another engine, and for numbers out of range.
+    """
+    if wrong := list(out_of_range(args)):
+        raise InvalidArgument("\n".join(wrong))
+    plan = engine.plan
+    again = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
+    once = {name: value for name, value in plan.read_once.items() if name not in again}
+    now = {name: getattr(args, name, None) for name in once}
+    changed = {name: value for name, value in once.items() if value is not now[name] and value != now[name]}
+    if refused := _refused_changes(engine, args, changed):
+        raise InvalidArgument(
+            f"{', '.join(refused)} changed after the Trainer was made, which depends on it: make another Trainer."
+        )
+    if changed and changed != engine.ignored_changes:
+        logger.warning(
+            "Changed after the Trainer was made, which reads it once, as in transformers: %s. The first value stays in "
+            "use; make another Trainer for the second.",
+            ", ".join(f"{name} ({_plain(value)!r} → {_plain(now[name])!r})" for name, value in changed.items()),
+        )
+    engine.ignored_changes = changed
+    engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
+
+
+def _refused_changes(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
+    plan, strategy = engine.plan, engine.strategy
+    refused = [name for name in _NEEDS_ANOTHER_TRAINER if name in changed]
+    if str(args.device) != plan.device:
+        refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
+    before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
+    if strategy.fixes_accumulation and now != before:
+        refused.append(f"gradient_accumulation_steps ({before} → {now}), which {strategy.argument} has read too,")
+    return refused
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from hftrainer.arguments import accelerate_state
-from hftrainer.arguments.accelerator_config import as_object
+from hftrainer.arguments import legacy
+from hftrainer.arguments.accelerate import find_device_mismatch
+from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import (
     DebugOption,
@@ -76,7 +79,8 @@ def normalize(args: BaseArguments) -> None:
         args.eval_steps = args.logging_steps
         logger.info("eval_steps is not given: the value of logging_steps, %s, is used.", args.logging_steps)
     _choose_best_metric(args)
-    _normalize_accelerator_config(args)
+    args.accelerator_config = as_accelerator_config(args.accelerator_config)
+    set_accumulation_steps(ResolvedArguments(args))
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
         if isinstance(value, float) and 1 < value < math.inf and value == int(value):
@@ -87,6 +91,37 @@ def choose_start_method(args: BaseArguments) -> None:
     """Choose fork for loading processes if there is an Apple GPU, unless the script has chosen."""
     if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
+
+
+def add_missing_fields(args: BaseArguments, known: type[BaseArguments]) -> None:
+    """Set the fields that `args` lack, in place: from their older names, or else our defaults.
+
+    Their own fields and the result of their `to_dict` do not change.
+
+    Args:
+        args: the training arguments; instances of `known` lack nothing.
+        known: our class, with all fields.
+    """
+    if isinstance(args, known):
+        return
+    for field in {**known.__dataclass_fields__, **legacy.HIDDEN}.values():
+        if field.name not in legacy.FIELDS and not hasattr(args, field.name):
+            setattr(args, field.name, _value(args, field))
+    choose_start_method(args)
+    if sentences := legacy.gone(args):
+        warnings.warn("\n".join(sentences), FutureWarning, stacklevel=3)
+
+
+def _value(args: BaseArguments, field: dataclasses.Field[Any]) -> Any:
+    """The value of a field that `args` lack."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    for old, new in ALIASES.items():
+        if new == field.name and hasattr(args, old):
+            return getattr(args, old)
+    for old, rename in legacy.RENAMED.items():
+        if rename.new == field.name and hasattr(args, old):
+            return rename.write(default, getattr(args, old))
+    return default
 
 
 def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[str]:
@@ -173,13 +208,7 @@ def _choose_best_metric(args: BaseArguments) -> None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
 
 
-def _normalize_accelerator_config(args: BaseArguments) -> None:
-    """Convert the config to an object with attributes, and take `gradient_accumulation_steps` from it."""
-    args.accelerator_config = as_object(args.accelerator_config)
-    take_accumulation(ResolvedArguments(args))
-
-
-def take_accumulation(resolved: ResolvedArguments) -> None:
+def set_accumulation_steps(resolved: ResolvedArguments) -> None:
     """Set `gradient_accumulation_steps` from `accelerator_config`, if the argument has its default.
 
     Raises:
@@ -191,20 +220,15 @@ def take_accumulation(resolved: ResolvedArguments) -> None:
 
 
 def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
-    """A sentence for each error in `accelerator_config`; transformers' arguments are checked without `normalize`."""
-    args = resolved.args
-    try:
-        config = resolved.accelerator_config
-    except InvalidArgument as error:
-        yield str(error)
-        return
+    """A sentence for each contradiction of `accelerator_config` to another argument, or to accelerate's state."""
+    args, config = resolved.args, resolved.accelerator_config
     if config.num_steps is not None and args.gradient_accumulation_steps not in (1, config.num_steps):
         yield (
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and accelerator_config"
             f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one. "
             "The `AcceleratorConfig`'s `num_steps` is set but takes the argument's place only if that is 1."
         )
-    if config.use_configured_state and (reason := accelerate_state.check_device(args.device)):
+    if config.use_configured_state and (reason := find_device_mismatch(resolved.device)):
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
@@ -227,9 +251,11 @@ def out_of_range(args: BaseArguments) -> Iterator[str]:
         if about.minimum is None:
             continue
         value = getattr(args, name)
+        if isinstance(value, (int, float)) and not value < about.minimum:
+            continue
         if (reason := why_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
-        elif not isinstance(value, (int, float)) or value < about.minimum:
+        else:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hftrainer.arguments.launched import row_of
+from hftrainer.arguments.accelerate import find_variable
 from hftrainer.cli.parser import Parser, add_json
 from hftrainer.compat.version import __version__
 from hftrainer.parallel.environment import WrongEnvironment, detect
@@ -307,6 +307,8 @@ _NAMED = re.compile(
 def environment() -> dict[str, str]:
     """The variables that are set: value and effect of those in the table, 'set' for the others."""
     shown = {name: f"{os.environ[name]} ({effect})" for name, effect in EFFECTS.items() if name in os.environ}
-    launched = {name: f"{os.environ[name]} ({row.effect})" for name in os.environ if (row := row_of(name)) is not None}
+    launched = {
+        name: f"{os.environ[name]} ({row.effect})" for name in os.environ if (row := find_variable(name)) is not None
+    }
     shown = launched | shown
     return shown | {name: "set" for name in sorted(os.environ) if name not in shown and _NAMED.search(name)}

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from hftrainer.arguments import installed
+from hftrainer.arguments import legacy
 from hftrainer.compat import swap
 from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
 from hftrainer.releases import followed
@@ -32,15 +32,15 @@ def install() -> None:
     for sentence in warnings_of_earlier_imports():
         warnings.warn(sentence, stacklevel=2)
     followed.follow(followed.installed_release())
-    _set_defaults(installed.earlier_defaults())
-    installed.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
+    _set_defaults(legacy.earlier_defaults())
+    legacy.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
     swap.begin()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
     swap.end()
-    installed.forget_fields()
+    legacy.forget_fields()
     followed.follow(NEWEST)
     _set_defaults(_original_defaults)
     _original_defaults.clear()

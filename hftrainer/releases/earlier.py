@@ -123,7 +123,7 @@ class Until5_5(Until5_9):
     }
 
     def gradient_divisor(self, args: Any) -> int:
-        return args.gradient_accumulation_steps
+        return int(args.gradient_accumulation_steps)
 
 
 class Until5_3(Until5_5):
@@ -229,7 +229,7 @@ class Until4_54(Until4_55):
     }
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:
-        return args.gradient_accumulation_steps
+        return int(args.gradient_accumulation_steps)
 
 
 class Until4_52(Until4_54):

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
 
-from hftrainer.arguments import accelerate_state, legacy
-from hftrainer.arguments.changes import take_changes
+from hftrainer.arguments import legacy
+from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.field import changed_arguments
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
-from hftrainer.arguments.support import check_supported, make_plan, overridden
-from hftrainer.arguments.validation import check_accelerator_config, check_values, take_accumulation
+from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
+from hftrainer.arguments.validation import check_accelerator_config, check_values, set_accumulation_steps
 from hftrainer.callbacks.handler import CallbackHandler, make_callback, pop_matching
 from hftrainer.callbacks.progress import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
@@ -202,7 +203,7 @@ class TrainerSetup:
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(components.resolved.accelerator_config),
         )
-        accelerate_state.follow(trainer.args, trainer.accelerator)
+        copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
         strategy.check_optimizers(*components.optimizers_given)
         for name in FLAGS:
@@ -236,8 +237,8 @@ class TrainerSetup:
 
     def take_changes_in(self, args: TrainingArguments) -> None:
         """Use the values of `args`, which may be another object than the Trainer's arguments."""
-        own_loader = is_overridden(self.trainer, "get_train_dataloader")
-        take_changes(self.components.engine, args, self.components.policy, own_loader=own_loader)
+        components, is_custom = self.components, is_overridden(self.trainer, "get_train_dataloader")
+        apply_argument_changes(components.engine, args, components.policy, has_custom_loader=is_custom)
 
     def take_changes(self) -> None:
         """Apply to the next run the arguments that the script has changed since the Trainer was made."""
@@ -246,7 +247,8 @@ class TrainerSetup:
         if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
         self.take_changes_in(trainer.args)
-        accelerate_state.follow(trainer.args, trainer.accelerator)  # another Trainer may have been made since
+        # Another Trainer may have been made since.
+        copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         self._follow_changes()
         if trainer.args.push_to_hub:  # it may have been set since
             trainer.accelerator.processes.from_main(
@@ -257,7 +259,7 @@ class TrainerSetup:
         """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
         resolved = self.components.resolved
         resolved.model = self.trainer.model
-        if found := check_supported(resolved, own_optimizer=self.trainer.optimizer is not None):
+        if found := check_supported(resolved, has_custom_optimizer=self.trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
             logger.warning(sentence)
@@ -301,10 +303,10 @@ class TrainerSetup:
     def _check_values(self) -> None:
         """Check each argument by itself, and arguments that contradict each other."""
         resolved = self.components.resolved
-        if not (found := list(check_accelerator_config(resolved))):
-            take_accumulation(resolved)  # before DeepSpeed's configuration is completed with it
-            found = check_values(resolved) if isinstance(self.trainer.args, TrainingArguments) else []
-        if found:
+        # Before DeepSpeed's configuration is completed with it.
+        set_accumulation_steps(resolved)
+        is_ours = isinstance(resolved.args, TrainingArguments)
+        if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
             raise InvalidArgument("\n".join(found))
 
     def _check_optimizer(self) -> None:
@@ -377,10 +379,10 @@ def _is_of_lightning(callback: Any) -> bool:
 def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
     """Log a warning about arguments for an optimizer, where the script's own has other values."""
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
-        value = getattr(args, name)
+        value = changed_arguments(args, [name]).get(name)
         groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]
         held = {float(group.get(f"initial_{key}", group[key])) for group in groups}
-        if value != type(args).__dataclass_fields__[name].default and value not in held:
+        if value is not None and value not in held:
             logger.warning(
                 "%s=%s has no effect: optimizers passes an optimizer, which has %s.", name, value, sorted(held)
             )

@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list, gather, gather_object
 from transformers.trainer_pt_utils import AcceleratorConfig as TheirConfig
 
 import hftrainer
-from hftrainer.arguments import accelerate_state
+from hftrainer.arguments import accelerate as accelerate_arguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import alike, assert_equal, assert_same_weights, build, callback, compare, train
@@ -211,7 +211,7 @@ get_logger("late").info("said")
 
 
 def test_without_accelerate(monkeypatch):
-    monkeypatch.setattr(accelerate_state, "_library", lambda: None)
+    monkeypatch.setattr(accelerate_arguments, "_library", lambda: None)
     args = arguments()
     state = args.distributed_state
     assert (state.distributed_type, state.num_processes, state.is_last_process) == ("NO", 1, True)

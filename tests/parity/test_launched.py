@@ -1,6 +1,6 @@
 """Every setting of accelerate's launchers is followed or refused: its own options, files and variables are enumerated.
 
-A new one fails a test here, and gets a row in `hftrainer.arguments.launched` or in `OF_LAUNCHERS`.
+A new one fails a test here, and gets a row in `hftrainer.arguments.accelerate` or in `OF_LAUNCHERS`.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import launch
 
-from hftrainer.arguments.launched import VARIABLES, check_launched, row_of, unknown_variables
+from hftrainer.arguments.accelerate import VARIABLES, check_launched, find_variable, unknown_variables
 from tests.support.parity import build
 
 #: Options of which no process that is launched sees anything but its rank, its devices and the script's arguments.
@@ -80,7 +80,7 @@ def actions():
 
 
 def is_known(name):
-    return name in OF_OTHERS or row_of(name) is not None
+    return name in OF_OTHERS or find_variable(name) is not None
 
 
 @pytest.mark.parametrize("option", sorted(actions().keys() - OF_LAUNCHERS))
@@ -103,7 +103,7 @@ def test_variables_that_accelerate_reads():
     sources = [path for path in Path(accelerate.__file__).parent.rglob("*.py") if "test_utils" not in path.parts]
     found = {name for path in sources for name in re.findall(r"\"(ACCELERATE_[A-Z0-9_]*[A-Z0-9])\"", path.read_text())}
     assert len(found) > 25
-    assert sorted(name for name in found if row_of(name) is None) == []
+    assert sorted(name for name in found if find_variable(name) is None) == []
 
 
 REFUSED = [

@@ -9,15 +9,16 @@ import torch
 from lightning.pytorch.profilers import PassThroughProfiler, SimpleProfiler
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.arguments.lightning_config import PASSED, PLACE, PLANNED, RULED
+from hftrainer.arguments.support import ALLOWED, CHECKED_ELSEWHERE, FORWARDED, RESERVED
 from hftrainer.errors import UnsupportedArgument
 from tests.support.arguments import make_trainer
 
 
 def test_every_keyword_of_lightning_is_decided():
     keywords = set(inspect.signature(pl.Trainer.__init__).parameters) - {"self"}
-    assert keywords == PASSED | RULED.keys() | PLANNED.keys() | set(PLACE)
-    assert not PASSED & RULED.keys()
+    ours = {"async_checkpoint", "environment", "on_save_error", "behaviour"}
+    assert keywords | ours == FORWARDED | RESERVED.keys() | ALLOWED.keys() | set(CHECKED_ELSEWHERE)
+    assert not FORWARDED & RESERVED.keys() and not ours & keywords
 
 
 def test_passed_on(tmp_path):
@@ -102,9 +103,9 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        *(({name: 1}, rf"\['{name}'\]: the Trainer decides this; use ") for name in sorted(RULED)),
-        ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported yet"),
-        ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported yet"),
+        *(({name: 1}, rf"\['{name}'\]: the Trainer decides this; use ") for name in sorted(RESERVED)),
+        ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported: it must be 'auto' or 'ddp'"),
+        ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported: it must be '32-true' or"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
         ("absent.json", "there is no such file"),
         ("a.json", r"a.json is not valid JSON: .*line 1 column 14"),

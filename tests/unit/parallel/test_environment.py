@@ -203,7 +203,11 @@ WRONG = {
     "devices without cores": ("", {"devices": 10**12}, r"\['devices'\]=10+ asks for as many .* give at most \d+\."),
     "devices by name": ("", {"devices": [0, 2]}, "give their number, and select them with CUDA_VISIBLE_DEVICES"),
     "no nodes": ("", {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a number from 1"),
-    "launcher": ("", {"environment": "slrum"}, r"\['environment'\]='slrum': it must be 'torchrun' or 'slurm' or"),
+    "launcher": (
+        "",
+        {"environment": "slrum"},
+        r"\['environment'\]='slrum' is not supported: it must be 'torchrun' or 'slurm' or",
+    ),
     "launcher in the environment": ("HFTRAINER_ENVIRONMENT=x", {}, "HFTRAINER_ENVIRONMENT='x': it must be"),
     "number": (f"{TORCHRUN} RANK=one", {}, "RANK='one': it must be a number from 0"),
     "precision": ("ACCELERATE_MIXED_PRECISION=fp8", {}, "ACCELERATE_MIXED_PRECISION=fp8"),

@@ -1,0 +1,260 @@
+"""What accelerate's launchers set, and its global states, which we keep equal to this run.
+
+accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) read `PartialState` and `AcceleratorState`.
+Without them they raise or do nothing. We fill them in ourselves: accelerate would set a launcher's environment
+variables and the number of threads, and choose devices and processes a second time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hftrainer.arguments.resolved import ResolvedArguments, asks_for_deepspeed
+from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.config_files import FALSE, env_flag
+from hftrainer.parallel.process_state import DistributedType, ProcessState
+from hftrainer.parallel.processes import Processes
+
+
+def initialize_state(resolved: ResolvedArguments) -> None:
+    """Set up `PartialState` from the arguments, and reset the state of an earlier Trainer, as transformers does.
+
+    Until the process group starts, the state describes a single process, so that no collective waits for other ranks.
+    """
+    library = _library()
+    if library is None or resolved.accelerator_config.use_configured_state:
+        return
+    library.AcceleratorState._reset_state(reset_partial_state=True)
+    _fill_partial(library, resolved, _distributed_type(resolved))
+
+
+def _distributed_type(resolved: ResolvedArguments) -> DistributedType:
+    """Accelerate's name for the processes; `NO` until the process group starts."""
+    kind, connected = resolved.device.type, torch.distributed.is_initialized()
+    if kind == "xla":
+        return DistributedType.XLA
+    if connected and asks_for_deepspeed(resolved.args):
+        return DistributedType.DEEPSPEED
+    return DistributedType.of(kind, several=connected and resolved.rank_info.world_size > 1)
+
+
+def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> None:
+    """Copy the settings of the Trainer's accelerator into both states, before each of its runs.
+
+    Args:
+        resolved: the Trainer's arguments, ours or transformers'.
+        accelerator: the Trainer's accelerator; the process group has started.
+
+    Raises:
+        InvalidArgument: if `use_configured_state` keeps a state whose precision differs.
+    """
+    library = _library()
+    if library is None:
+        return
+    state = library.AcceleratorState
+    if resolved.accelerator_config.use_configured_state:
+        if state._shared_state:
+            _check_configured(state(), accelerator)
+            return
+    else:
+        _fill_partial(library, resolved, accelerator.distributed_type)
+    state._reset_state()
+    state._shared_state.update(library.PartialState._shared_state)
+    state._shared_state.update(
+        deepspeed_plugins=accelerator.state.deepspeed_plugin,
+        torch_tp_plugin=None,
+        parallelism_config=accelerator.parallelism_config,
+        device_mesh=None,
+        dynamo_plugin=_dynamo(resolved.args),
+        _mixed_precision=accelerator.mixed_precision,
+    )
+    # Without FSDP the attribute is absent.
+    if accelerator.state.fsdp_plugin is not None:
+        state._shared_state["fsdp_plugin"] = accelerator.state.fsdp_plugin
+
+
+def get_partial_state(resolved: ResolvedArguments) -> Any:
+    """Accelerate's `PartialState`; without accelerate, an object with the same attributes."""
+    library = _library()
+    if library is not None:
+        return library.PartialState()
+    return ProcessState(Processes.at(resolved.rank_info), resolved.device, _distributed_type(resolved))
+
+
+def find_device_mismatch(device: torch.device) -> str | None:
+    """Why a run on `device` cannot use the state that accelerate already has, or None."""
+    library = sys.modules.get("accelerate.state")
+    if library is None or not library.PartialState._shared_state:
+        return "accelerate has no state yet. Please define this beforehand: make an Accelerator or a PartialState."
+    found = library.PartialState().device
+    if found.type != device.type:
+        return f"accelerate's state is on {found}, but the run would be on {device}; set use_cpu to match."
+    return None
+
+
+def _library() -> Any:
+    """`accelerate.state`; None if accelerate is not installed, is blocked, or cannot be imported."""
+    blocked = sys.modules.get("accelerate", ...) is None
+    if blocked or ("accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None):
+        return None
+    try:
+        return importlib.import_module("accelerate.state")
+    except ImportError as error:
+        warnings.warn(
+            f"accelerate cannot be imported ({error}): its states and loggers do not know this run.", stacklevel=2
+        )
+        return None
+
+
+def _fill_partial(library: Any, resolved: ResolvedArguments, kind: DistributedType) -> None:
+    device, rank_info = resolved.device, resolved.rank_info
+    connected = rank_info.world_size > 1 and torch.distributed.is_initialized()
+    backend = torch.distributed.get_backend() if connected else None
+    library.PartialState._reset_state()
+    library.PartialState._shared_state.update(
+        _cpu=device.type == "cpu",
+        backend="xla" if kind == "XLA" else backend,
+        device=device,
+        debug=env_flag("ACCELERATE_DEBUG_MODE"),
+        distributed_type=library.DistributedType(kind.value),
+        num_processes=rank_info.world_size,
+        process_index=rank_info.rank,
+        local_process_index=rank_info.local_rank,
+    )
+    library.PartialState()  # adds what it reads from the environment at each call
+    if env_flag("ACCELERATE_CPU_AFFINITY"):
+        importlib.import_module("accelerate.utils").set_numa_affinity(rank_info.local_rank)
+
+
+def _check_configured(state: Any, accelerator: Any) -> None:
+    if state.mixed_precision != accelerator.mixed_precision:
+        raise InvalidArgument(
+            "accelerator_config['use_configured_state']=True: accelerate's state was set up with mixed_precision="
+            f"{state.mixed_precision!r}, but the arguments ask for {accelerator.mixed_precision!r}: make them the same."
+        )
+
+
+def _dynamo(args: Any) -> Any:
+    """Accelerate's plugin for `torch.compile`; with its defaults if accelerate does not know the backend."""
+    from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+
+    backend = args.torch_compile_backend if args.torch_compile else None
+    if backend is None or backend.upper() not in DynamoBackend.list():
+        return TorchDynamoPlugin()
+    return TorchDynamoPlugin(backend=backend, mode=args.torch_compile_mode)
+
+
+# ---- Variables of accelerate's launchers -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variable:
+    """How a variable is handled.
+
+    Attributes:
+        effect: what it does here.
+        accepted: the accepted values, in lower case; None accepts all.
+        instead: what to do instead of other values.
+    """
+
+    effect: str
+    accepted: tuple[str, ...] | None = None
+    instead: str = ""
+
+
+_OFF = ("", *FALSE)
+#: For variables that change something in accelerate's own functions only, with this library as with any other.
+_ITS_OWN = "of accelerate's own functions"
+_WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a file of one is given"
+
+#: Name, or its beginning with '*' → how it is handled.
+VARIABLES = {
+    "ACCELERATE_USE_CPU": Variable("runs on the CPU"),
+    "ACCELERATE_MIXED_PRECISION": Variable(
+        "precision, unless fp16 or bf16 is set", ("", "no", "fp32", "bf16", "fp16"), "launch with bf16"
+    ),
+    "ACCELERATE_FP8_*": Variable("details of fp8, which is refused"),
+    "ACCELERATE_DOWNCAST_BF16": Variable("nothing", ("",), "set XLA_DOWNCAST_BF16=1, which torch_xla reads"),
+    "ACCELERATE_DYNAMO_BACKEND": Variable("compiles the model"),
+    "ACCELERATE_DYNAMO_MODE": Variable("how the model is compiled"),
+    "ACCELERATE_DYNAMO_USE_DYNAMIC": Variable("how the model is compiled"),
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": Variable("how the model is compiled"),
+    "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": Variable(
+        "nothing", _OFF, "launch without it, which compiles the whole model"
+    ),
+    "ACCELERATE_CPU_AFFINITY": Variable("binds each process to the CPU cores near its GPU"),
+    "ACCELERATE_DEBUG_MODE": Variable("accelerate checks collective operations"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Variable("must be gradient_accumulation_steps, with DeepSpeed"),
+    "ACCELERATE_GRADIENT_CLIPPING": Variable(f"gradient_clipping {_WITH_DEEPSPEED}"),
+    "ACCELERATE_USE_DEEPSPEED": Variable("DeepSpeed, unless the argument deepspeed is given"),
+    "ACCELERATE_CONFIG_DS_FIELDS": Variable("names settings that contradict a DeepSpeed file, which are refused"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": Variable("the path of DeepSpeed's configuration"),
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": Variable(f"ZeRO's stage {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_*": Variable(f"devices and paths of offloaded states {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable(f"whole weights in checkpoints {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": Variable("nothing: models are partitioned with ZeRO-3, as by accelerate"),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": Variable("classes of layers that ZeRO-3 gathers as one"),
+    "ACCELERATE_USE_FSDP": Variable("FSDP, unless the argument fsdp is given"),
+    "FSDP_*": Variable("settings of FSDP by their names in fsdp_config; unknown ones are refused by name"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": Variable("sizes of groups of processes, without parallelism_config"),
+    "PARALLELISM_CONFIG_*": Variable("those sizes; cp_size and sp_size above 1 are refused by name"),
+    "ACCELERATE_ALLOW_CP_STANDALONE": Variable("of cp_size, which is refused above 1"),
+    "ACCELERATE_USE_MEGATRON_LM": Variable("nothing", _OFF, "launch with --use_fsdp or --use_deepspeed"),
+    "MEGATRON_LM_*": Variable("settings of Megatron-LM, which is refused"),
+    "ACCELERATE_USE_SAGEMAKER": Variable("nothing: processes are found by the variables of their launcher"),
+    "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Variable(
+        "nothing", ("", "no"), "launch with 'NO', and start the processes with torchrun"
+    ),
+    "ACCELERATE_TORCH_DEVICE": Variable(
+        "must be the device of the run", None, "select GPUs with CUDA_VISIBLE_DEVICES, or set use_cpu"
+    ),
+    "ACCELERATE_IN_TPU_POD": Variable("of accelerate's launcher"),
+    "ACCELERATE_DEBUG_RDV_FILE": Variable("of accelerate's debug_launcher"),
+    "ACCELERATE_BYPASS_DEVICE_MAP": Variable(_ITS_OWN),
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": Variable(_ITS_OWN),
+    "ACCELERATE_LOG_LEVEL": Variable(_ITS_OWN),
+    "ACCELERATE_ENABLE_RICH": Variable(_ITS_OWN),
+    "ACCELERATE_NUM_PROCESSES": Variable("of accelerate's own tests"),
+}
+
+
+def find_variable(name: str) -> Variable | None:
+    """How a variable is handled; None for one that is not in the table."""
+    rows = (row for key, row in VARIABLES.items() if key.endswith("*") and name.startswith(key[:-1]))
+    return VARIABLES.get(name) or next(rows, None)
+
+
+def check_launched(device: Any, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """A sentence for each setting of accelerate's launchers that is not supported.
+
+    Args:
+        device: the device of the run.
+        environment: the environment variables.
+    """
+    for name, row in VARIABLES.items():
+        value = environment.get(name, "")
+        if row.accepted is not None and value.lower() not in row.accepted:
+            yield f"The launcher asks for {name}={value}, which is not supported: {row.instead}."
+    if given := environment.get("ACCELERATE_TORCH_DEVICE", ""):
+        try:
+            asked = torch.device(given)
+        except RuntimeError as error:
+            yield f"ACCELERATE_TORCH_DEVICE={given!r} is no device ({str(error).partition('.')[0]}): unset it."
+        else:
+            if asked.type != device.type or asked.index not in (None, device.index):
+                instead = VARIABLES["ACCELERATE_TORCH_DEVICE"].instead
+                yield f"ACCELERATE_TORCH_DEVICE={given!r}, but the run is on {str(device)!r}: {instead}."
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Variables of accelerate that are not in the table: misspelled, or of a newer release."""
+    return sorted(name for name in environment if name.startswith("ACCELERATE_") and find_variable(name) is None)
