@@ -85,6 +85,20 @@ class CallbackHandler(TrainerCallback):
         """The class names, one per line."""
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Call `on_log` of every callback, after clearing `should_log`."""
+        control.should_log = False
+        return self.call_event("on_log", args, state, control, logs=logs, **kwargs)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Call `on_evaluate` of every callback, after clearing `should_evaluate`."""
+        control.should_evaluate = False
+        return self.call_event("on_evaluate", args, state, control, metrics=metrics, **kwargs)
+
+    def on_predict(self, args, state, control, metrics=None, **kwargs):
+        """Call `on_predict` of every callback."""
+        return self.call_event("on_predict", args, state, control, metrics=metrics, **kwargs)
+
     def call_event(
         self, event: str, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
@@ -186,13 +200,12 @@ def make_callback(callback: Any) -> Any:
 
 
 def _make_event_method(event: str):
-    flags, names = CLEARED_FLAGS.get(event, ()), EVENT_VALUES.get(event, ())
+    flags = CLEARED_FLAGS.get(event, ())
 
-    def call(self, args, state, control, *values, **kwargs):
+    def call(self, args, state, control, **kwargs):
         for flag in flags:
             setattr(control, flag, False)
-        given = dict(zip(names[: len(values)], values, strict=True))
-        return self.call_event(event, args, state, control, **{**dict.fromkeys(names), **given, **kwargs})
+        return self.call_event(event, args, state, control, **kwargs)
 
     call.__name__ = event
     call.__qualname__ = f"CallbackHandler.{event}"
@@ -208,13 +221,10 @@ CLEARED_FLAGS = {
     "on_train_begin": ("should_training_stop",),
     "on_epoch_begin": ("should_epoch_stop",),
     "on_step_begin": ("should_log", "should_evaluate", "should_save"),
-    "on_log": ("should_log",),
-    "on_evaluate": ("should_evaluate",),
     "on_save": ("should_save",),
 }
-#: Event → values that callers of the handler may give by position.
-EVENT_VALUES = {"on_log": ("logs",), "on_evaluate": ("metrics",), "on_predict": ("metrics",)}
 #: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs a step.
 _NOTHING = {event: getattr(TrainerCallback, event) for event in EVENTS}
 for _event in EVENTS:
-    setattr(CallbackHandler, _event, _make_event_method(_event))
+    if _event not in vars(CallbackHandler):
+        setattr(CallbackHandler, _event, _make_event_method(_event))

@@ -124,7 +124,7 @@ def test_user_chooses(make):
 def test_lightning_gets_the_place(make):
     trainer = Trainer(make_plain(), make(f"WORLD_SIZE=1 RANK=0 LOCAL_RANK=0 {MEET}"))
     environment = trainer._hftrainer.engine._build_trainer(max_epochs=1)._accelerator_connector.cluster_environment
-    assert type(environment).__name__ == "Launched"
+    assert type(environment).__name__ == "LaunchedEnvironment"
     environment.teardown()
     assert os.environ["WORLD_SIZE"] == "1"
 
