@@ -301,7 +301,8 @@ def follows_metric(scheduler: Any) -> bool:
     """Whether the scheduler steps on evaluations, with their metric: torch's, ours, or transformers' own GreedyLR."""
     if isinstance(scheduler, LRScheduler):
         return isinstance(scheduler, ReduceLROnPlateau)
-    return peers.is_greedy_scheduler(scheduler)
+    # Theirs is not a torch scheduler.
+    return peers.is_instance(scheduler, "transformers.optimization", "GreedyLR")
 
 
 def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:

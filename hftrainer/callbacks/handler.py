@@ -49,7 +49,7 @@ class CallbackHandler(TrainerCallback):
         kind = callback if isinstance(callback, type) else type(callback)
         if issubclass(kind, nn.Module):  # LightningModules have hooks of the same names
             raise TypeError(f"callbacks: {kind.__name__} is a module, not a callback.")
-        if any(defining_package(base) == "pytorch_lightning" for base in kind.__mro__):
+        if "pytorch_lightning" in map(defining_package, kind.__mro__):
             raise TypeError(
                 f"callbacks: {kind.__name__} comes from pytorch_lightning, which is another package: import it from "
                 "lightning.pytorch."

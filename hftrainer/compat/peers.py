@@ -16,7 +16,8 @@ import torch
 from hftrainer.errors import MissingPackage
 
 
-def _is_instance(value: Any, module: str, *class_names: str) -> bool:
+def is_instance(value: Any, module: str, *class_names: str) -> bool:
+    """Whether `value` is of one of the classes of a module; False while the module is not imported."""
     library = sys.modules.get(module)
     classes = tuple(kind for name in class_names if isinstance(kind := getattr(library, name, None), type))
     return isinstance(value, classes)
@@ -28,17 +29,17 @@ def _is_instance(value: Any, module: str, *class_names: str) -> bool:
 
 def is_pretrained(model: Any) -> bool:
     """Whether `model` is a transformers model."""
-    return _is_instance(model, "transformers.modeling_utils", "PreTrainedModel")
+    return is_instance(model, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def is_peft(model: Any) -> bool:
     """Whether `model` is a PEFT model."""
-    return _is_instance(model, "peft", "PeftModel", "PeftMixedModel")
+    return is_instance(model, "peft", "PeftModel", "PeftMixedModel")
 
 
 def is_torchmetric(value: Any) -> bool:
     """Whether `value` is a torchmetrics metric, or a collection of them."""
-    return _is_instance(value, "torchmetrics.metric", "Metric") or _is_instance(
+    return is_instance(value, "torchmetrics.metric", "Metric") or is_instance(
         value, "torchmetrics.collections", "MetricCollection"
     )
 
@@ -89,24 +90,19 @@ def causal_lm_names() -> frozenset[str]:
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def is_greedy_scheduler(scheduler: Any) -> bool:
-    """Whether `scheduler` is the GreedyLR of transformers, which is not a torch scheduler."""
-    return _is_instance(scheduler, "transformers.optimization", "GreedyLR")
-
-
 def is_dataset(dataset: Any) -> bool:
     """Whether `dataset` is a map-style Dataset of the datasets library."""
-    return _is_instance(dataset, "datasets", "Dataset")
+    return is_instance(dataset, "datasets", "Dataset")
 
 
 def is_any_dataset(dataset: Any) -> bool:
     """Whether `dataset` is from the datasets library, map-style or a stream."""
-    return _is_instance(dataset, "datasets", "Dataset", "IterableDataset")
+    return is_instance(dataset, "datasets", "Dataset", "IterableDataset")
 
 
 def loses_shuffle_buffer(dataset: Any) -> bool:
     """Whether `dataset` is a stream of the datasets library whose state lacks the samples in a shuffle buffer."""
-    return _is_instance(dataset, "datasets", "IterableDataset") and _is_buffered(dataset._ex_iterable)
+    return is_instance(dataset, "datasets", "IterableDataset") and _is_buffered(dataset._ex_iterable)
 
 
 def _is_buffered(stream: Any) -> bool:
@@ -134,32 +130,32 @@ def batch_rebalance_sampler() -> Any:
 
 def is_rebalanced(sampler: Any) -> bool:
     """Whether `sampler` yields whole batches that are already this rank's."""
-    return _is_instance(sampler, "transformers.trainer_pt_utils", "BatchRebalanceSampler")
+    return is_instance(sampler, "transformers.trainer_pt_utils", "BatchRebalanceSampler")
 
 
 def shard_of(dataset: Any, rank: int, processes: int) -> Any | None:
     """The shards of a rank in a stream of the datasets library; None if there are fewer shards than processes."""
-    if not _is_instance(dataset, "datasets", "IterableDataset") or dataset.num_shards < processes:
+    if not is_instance(dataset, "datasets", "IterableDataset") or dataset.num_shards < processes:
         return None
     return dataset.shard(num_shards=processes, index=rank)
 
 
 def pads(processing_class: Any) -> bool:
     """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
-    return _is_tokenizer(processing_class) or _is_instance(
+    return _is_tokenizer(processing_class) or is_instance(
         processing_class, "transformers.feature_extraction_sequence_utils", "SequenceFeatureExtractor"
     )
 
 
 def is_tokenizing(processing_class: Any) -> bool:
     """Whether `processing_class` has special tokens: a tokenizer or a processor."""
-    return _is_tokenizer(processing_class) or _is_instance(
+    return _is_tokenizer(processing_class) or is_instance(
         processing_class, "transformers.processing_utils", "ProcessorMixin"
     )
 
 
 def _is_tokenizer(processing_class: Any) -> bool:
-    return _is_instance(processing_class, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
+    return is_instance(processing_class, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
 
 
 def uncompiled(model: Any) -> Any:
