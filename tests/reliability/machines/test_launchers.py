@@ -17,7 +17,7 @@ def check(found, expected):
         assert one["place"] == one["still"] == [2, rank, rank]
         assert one["weights"] == wanted["weights"]
         assert one["step"] == 3
-        assert one["environment"] == "Launched"
+        assert one["environment"] == "LaunchedEnvironment"
 
 
 def test_torchrun(expected):
