@@ -181,7 +181,7 @@ class Trainer(EarlierMethods):
         self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
         self._memory_tracker.start()
         components.setup.set_log_level()
-        set_tf32(self.args.tf32)
+        set_tf32(self.args)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.processing_class = _processing_class(processing_class, tokenizer)

@@ -141,7 +141,11 @@ class CurrentArguments:
     )
     fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.", "4.15", "trainer: evaluation_loop")
     tf32: bool | None = arg(
-        None, "Allow TF32 matrix products; None keeps torch's setting.", "4.15", "model.changes", read_once=True
+        None,
+        "Allow TF32 matrix products; None allows them in compiled models.",
+        "4.15",
+        "model.changes",
+        read_once=True,
     )
     activation_checkpointing: bool | None = arg(
         None, "Recompute activations to save memory (v5 name).", "5.23", "model.changes", bare=True, neutral=False

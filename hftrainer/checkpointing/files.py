@@ -6,11 +6,13 @@ The manifest is the last file written, and covers all others.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import os
+import weakref
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +28,10 @@ _CHUNK = 1 << 20
 _FLUSHING, _READING = 4, 2
 #: Files of at least this many bytes leave the page cache once they are on the disk.
 _LARGE = 1 << 22
+#: Copies of at least this many bytes have pages of their own. These are pinned, which is faster to copy to from a GPU.
+_PINNED = 1 << 20
+#: Types of tensors that are a view of their storage; others may be made of several tensors.
+_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
 #: `save` flushes a file whenever this many bytes were written; smaller files are flushed with the manifest.
 WINDOW = 1 << 26
 
@@ -36,6 +42,72 @@ class Entry:
 
     size: int
     crc32: int
+
+
+# ---- Copying ---------------------------------------------------------------------------------------------------------
+
+
+class HostCopies:
+    """Copies of states in CPU memory, which are written while training changes the originals.
+
+    The memory is kept for the next checkpoint. `DefaultStager` of torch.distributed.checkpoint does the same, but older
+    releases of torch have none, and that of torch 2.11 works only once.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.UntypedStorage] = []
+        self._used = 0
+
+    def begin(self) -> None:
+        """Use the memory again: what it holds has been written."""
+        self._used = 0
+
+    def copy(self, values: Any) -> Any:
+        """A deep copy; tensors that share their memory do so in the copy."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        memo: dict[int, Any] = {}
+        for tensor in _tensors(values):
+            if type(tensor) not in _WITH_STORAGE or tensor.layout != torch.strided:
+                memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
+                continue
+            original = tensor.untyped_storage()
+            if (key := original.data_ptr()) not in storages:
+                storages[key] = self._filled(original)
+            copied = torch.empty(0, dtype=tensor.dtype)
+            memo[id(tensor)] = copied.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return copy.deepcopy(values, memo)
+
+    def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
+        if not self._has_next(original.nbytes()):
+            del self._buffers[self._used :]
+            self._buffers.append(_allocate(original.nbytes(), pinned=original.device.type == "cuda"))
+        buffer = self._buffers[self._used]
+        self._used += 1
+        return buffer.copy_(original, non_blocking=original.device.type == "cuda")
+
+    def _has_next(self, size: int) -> bool:
+        return self._used < len(self._buffers) and self._buffers[self._used].nbytes() == size
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (Mapping, list, tuple)):
+        for value in values.values() if isinstance(values, Mapping) else values:
+            yield from _tensors(value)
+
+
+def _allocate(size: int, pinned: bool) -> torch.UntypedStorage:
+    """Memory of exactly this size, where torch's own pinned memory would be up to twice as large."""
+    buffer = torch.UntypedStorage(size)
+    if pinned and size >= _PINNED:
+        runtime = torch.cuda.cudart()
+        # Where the system does not let so much be pinned, copying is slower and nothing else.
+        if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    return buffer
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------

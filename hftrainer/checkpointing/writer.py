@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
 from hftrainer.checkpointing import files, names
@@ -127,7 +126,7 @@ class CheckpointWriter:
         self._pending: CheckpointInProgress | None = None
         self._uses_other_thread = False
         self._thread: ThreadPoolExecutor | None = None
-        self._stager: Any = None
+        self._copies = files.HostCopies()
 
     @contextlib.contextmanager
     def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
@@ -142,6 +141,7 @@ class CheckpointWriter:
             CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
         """
         self.wait()
+        self._copies.begin()
         current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
         self.failed = False
         with self._reporting(path, if_failed), current.discarding_partial():
@@ -205,7 +205,7 @@ class CheckpointWriter:
         """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
         values = self._to_cpu(values)
         if self._filled is not None and self.in_background:
-            copied = self._copied(values)
+            copied = self._copies.copy(values)
             self._filled.writes.append(lambda: write(copied))
         elif self._filled is not None and self._uses_other_thread:
             self._filled.futures.append(self._executor.submit(write, values))
@@ -264,7 +264,7 @@ class CheckpointWriter:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._thread = self._stager = None
+            self._thread, self._copies = None, files.HostCopies()
 
     @contextlib.contextmanager
     def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
@@ -287,22 +287,6 @@ class CheckpointWriter:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         return self._thread
-
-    def _copied(self, values: Any) -> Any:
-        """The values with their tensors in CPU memory, in buffers that the next checkpoint reuses."""
-        if self._stager is None:
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-            pinned = torch.cuda.is_available()
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=pinned,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=pinned,
-                )
-            )
-        return self._stager.stage({"values": values})["values"]
 
 
 #: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.

@@ -111,8 +111,8 @@ def compile_model(model: nn.Module, args: Any) -> None:
         model: the model.
         args: has the arguments `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
     """
-    backend = (args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND").lower()
-    if backend in ("", "no") or model._compiled_call_impl is not None:
+    backend = _compile_backend(args)
+    if backend is None or model._compiled_call_impl is not None:
         return
     dynamic = _dynamo("USE_DYNAMIC")
     model.compile(
@@ -121,6 +121,11 @@ def compile_model(model: nn.Module, args: Any) -> None:
         fullgraph=string_to_bool(_dynamo("USE_FULLGRAPH") or "no"),
         dynamic=string_to_bool(dynamic) if dynamic else None,
     )
+
+
+def _compile_backend(args: Any) -> str | None:
+    backend = (args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND").lower()
+    return None if backend in ("", "no") else backend
 
 
 def _dynamo(setting: str) -> str:
@@ -147,18 +152,22 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
     liger._apply_liger_kernel_to_instance(model=bare, **(config or {}))
 
 
-def set_tf32(enabled: bool | None) -> None:
-    """Allow, or forbid, TF32 matrix products on NVIDIA GPUs (inputs with 10 bits of mantissa); None changes nothing.
+def set_tf32(args: Any) -> None:
+    """Allow, or forbid, TF32 matrix products on NVIDIA GPUs: inputs have 10 bits of mantissa.
+
+    Follows `tf32`. If that is None, compiled models use TF32 where the GPU has it, except with `fp16`; others keep the
+    setting of torch.
 
     Raises:
-        InvalidArgument: when it is enabled and the GPU does not support it.
+        InvalidArgument: when `tf32` is True and the GPU does not support it.
     """
-    if enabled is None:
-        return
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    if enabled and not capable:
+    if args.tf32 and not capable:
         raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: remove it.")
-    if capable:
+    enabled = args.tf32
+    if enabled is None and _compile_backend(args) is not None and not args.fp16:
+        enabled = True
+    if enabled is not None and capable:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.9 has newer names for both
             torch.backends.cuda.matmul.allow_tf32 = enabled

@@ -88,7 +88,7 @@ class TrainerSetup:
         trainer._validate_args()
         if isinstance(trainer.args, TrainingArguments):
             trainer.args.hf_deepspeed_config = begin_deepspeed(trainer.args)
-        set_tf32(trainer.args.tf32)
+        set_tf32(trainer.args)
         self.follow_arguments()
         trainer.create_accelerator_and_postprocess()
         if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2

@@ -36,9 +36,10 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def _deterministic():
-    """Exact comparisons need kernels that add up in the same order each time."""
+    """Exact comparisons need kernels that add up in the same order each time, from factors that are not rounded."""
     threads = torch.get_num_threads()
     support.be_deterministic()
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
+    support.set_float32(tf32=False)  # `torch_compile` allows it

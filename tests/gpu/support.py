@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from transformers.utils import import_utils
 
 from tests.support.parity import assert_same, assert_same_weights, build, comparable, record, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_plain, plain_data, without_dropout
@@ -63,6 +64,16 @@ def be_deterministic():
     torch.use_deterministic_algorithms(True)
     # Filling memory that NCCL's stream still uses made gradients NaN: https://github.com/pytorch/pytorch/issues/147810
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def set_float32(tf32):
+    """Whether matrix products round their factors to TF32, by what a fresh process has if not."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    if hasattr(torch.backends, "fp32_precision"):  # since torch 2.9
+        torch.backends.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "none"
+    if enable_tf32 := getattr(import_utils, "enable_tf32", None):
+        enable_tf32.cache_clear()  # or transformers would not set it a second time
 
 
 def assert_as_transformers(run, same=assert_same):

@@ -1,14 +1,17 @@
 """Checkpoints of a device: exact resume with its random states, and saves in the background from its memory."""
 
 import threading
+from collections import OrderedDict, defaultdict
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.multiprocessing import ProcessExitedException
 
 from hftrainer import TrainerCallback
 from hftrainer.checkpointing import writer
+from hftrainer.checkpointing.files import HostCopies
 from tests.gpu import ranks
 from tests.gpu.support import DEVICE, HERE, assert_same_weights, build, train
 
@@ -73,3 +76,29 @@ def test_background_save(tmp_path, monkeypatch, held):
     assert list(copies.at) == [2, 4, 6]
     changed = [not torch.equal(copies.at[2][0][name], copies.at[4][0][name]) for name in names]
     assert all(changed), "training has not gone on"
+
+
+def test_host_copies():
+    """They are apart from the originals, tied where these are, and in memory that is used again."""
+    weight = torch.randn(1024, 1024, device=DEVICE)  # large enough to be pinned
+    added = OrderedDict(weight=weight, tied=weight.t(), part=weight[3:5], parameter=nn.Parameter(weight[0]))
+    added.update(none=torch.empty(0, device=DEVICE), sparse=torch.eye(3, device=DEVICE).to_sparse())
+    added._metadata = {"version": 1}
+    states = {"model": added, "lists": defaultdict(list, step=[torch.tensor(3, device=DEVICE), "text", (1.5, None)])}
+    expected = [value.detach().cpu().clone() for value in added.values()]
+    copies = HostCopies()
+    first = copies.copy(states)
+    weight.zero_()
+    assert first["model"]._metadata == {"version": 1}
+    assert [value.device.type for value in first["model"].values()] == ["cpu"] * len(added)
+    for value, original in zip(first["model"].values(), expected, strict=True):
+        assert torch.equal(value.to_dense(), original.to_dense())
+    tied = {first["model"][name].untyped_storage().data_ptr() for name in ("weight", "tied", "part", "parameter")}
+    assert len(tied) == 1
+    assert type(first["lists"]) is defaultdict
+    assert first["lists"]["step"] == [torch.tensor(3), "text", (1.5, None)]
+    copies.begin()
+    again = copies.copy(states)["model"]["weight"]
+    assert again.untyped_storage().data_ptr() in tied
+    assert not again.any()
+    assert again.is_pinned() == (DEVICE == "cuda")

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.gpu.support import (
+    DEVICE,
     HERE,
     ON_GPU,
     assert_as_transformers,
@@ -15,6 +16,7 @@ from tests.gpu.support import (
     build,
     needs_gpu,
     record,
+    set_float32,
     train,
 )
 
@@ -82,3 +84,23 @@ def test_compiled(tmp_path, model, bf16):
             assert_same(ours, theirs)
 
     assert_as_transformers(run, close)
+
+
+@needs_gpu("there is no TF32")
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}, {"fp16": True}, {"tf32": True}, {"tf32": False}], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tf32(tmp_path, compiled, settings):
+    """Products of float32 matrices after a Trainer was made, by the same GPU, have the bits of float32 or of TF32."""
+    factor = torch.randn(512, 512, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+
+    def product(library):
+        set_float32(tf32=False)
+        if library != "neither":
+            build(library, "plain", tmp_path / library, torch_compile=compiled, **settings, **HERE)
+        return factor @ factor
+
+    exact, theirs, ours = product("neither"), product("transformers"), product("hftrainer")
+    set_float32(tf32=True)
+    assert not torch.equal(exact, factor @ factor)
+    # What accelerate does about tf32=False and torch_compile is in compatibility.toml.
+    assert torch.equal(ours, exact if settings == {"tf32": False} else theirs)
