@@ -50,6 +50,7 @@ $(VENV)/.docs: $(VENV)/.dev
 $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@echo "Installing TRL, sentence-transformers, setfit and Ray ..."
 	@$(PIP) -e '.[transformers,ray]' -r $<
+	@$(PIP) --no-deps colpali-engine==0.3.18 torchvision==0.28.0  # which ask for an older PEFT and a torch with CUDA
 	@touch $@
 
 # DeepSpeed compiles nothing while it is installed, and looks at the torch that is there.
@@ -72,17 +73,10 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 
 # Libraries that pin what they need, beside the transformers that they take: the file names them all, since one may ask for a
 # torch with CUDA; so is the registry's torchaudio compiled, which works without that part.
-libraries = $(call pip,$(1)) --use-pep517 --no-deps -r $(2) && rm -rf $(1)/lib/python*/site-packages/torchaudio/lib
-
-.venv-4.57/.libraries: tests/adapters/downstream/libraries-4.57.txt .venv-4.57/.ready
-	@$(call libraries,.venv-4.57,$<)
-	@touch $@
-
-.venv-5.16/.libraries: tests/adapters/downstream/libraries-5.16.txt
+.venv-%/.libraries: tests/adapters/downstream/libraries-%.txt .venv-%/.ready
 	@echo "Installing the packages of $< ..."
-	@$(PYTHON) -m venv .venv-5.16
-	@$(call pip,.venv-5.16) -c $< torch
-	@$(call libraries,.venv-5.16,$<)
+	@$(call pip,.venv-$*) --use-pep517 --no-deps -r $<
+	@rm -rf .venv-$*/lib/python*/site-packages/torchaudio/lib
 	@touch $@
 
 # ---- Tests -----------------------------------------------------------------------------------------------------------
@@ -107,11 +101,11 @@ test-install: $(VENV)/.dev  ## an environment with only what pyproject.toml decl
 # Three environments, since libraries take different releases of transformers. LLaMA-Factory asks for accelerate 1.11 or
 # older, and the releases were tried with a newer one. WRITE=1 writes the page.
 DOWNSTREAM := tests/adapters/downstream/test_libraries.py
-LIBRARIES_5.16 := gliner FlagEmbedding chronos-forecasting colpali-engine ms-swift
+LIBRARIES_5.2 := gliner FlagEmbedding chronos-forecasting ms-swift
 LIBRARIES_4.57 := adapters span-marker pylate llamafactory
-test-downstream: $(VENV)/.libraries .venv-5.16/.libraries .venv-4.57/.libraries  ## TRL, sentence-transformers, setfit, PEFT and nine more: the same numbers
+test-downstream: $(VENV)/.libraries .venv-5.2/.libraries .venv-4.57/.libraries  ## TRL, sentence-transformers, setfit, PEFT and nine more: the same numbers
 	@$(PYTEST) tests/adapters/downstream
-	@LIBRARIES="$(LIBRARIES_5.16)" $(IN_MEMORY) .venv-5.16/bin/python -m pytest -q $(DOWNSTREAM)
+	@LIBRARIES="$(LIBRARIES_5.2)" $(IN_MEMORY) .venv-5.2/bin/python -m pytest -q $(DOWNSTREAM)
 	@LIBRARIES="$(LIBRARIES_4.57)" USE_TF=0 DISABLE_VERSION_CHECK=1 $(IN_MEMORY) .venv-4.57/bin/python -m pytest -q $(DOWNSTREAM)
 	@test -z "$(WRITE)" || $(RUN) scripts/compatibility_page.py
 

@@ -123,6 +123,8 @@ def keeps_ratio(name: str) -> bool:
 
 
 def _is_given(name: str, value: Any) -> bool:
+    if name == "warmup_ratio" in CURRENT and not keeps_ratio(name):
+        return value is not None  # v5.0 to v5.2: 0.0 too replaces `warmup_steps`
     return RENAMED[name].takes_false if value is False else value not in (None, False, "", [])
 
 
@@ -134,10 +136,11 @@ def _translate_one(args: BaseArguments, name: str, value: Any, before: Any) -> N
             return
         if not 0 <= value < 1:
             raise InvalidArgument(f"warmup_ratio={value!r}: give a fraction of all steps, at least 0 and below 1.")
-        if now >= 1 or (now and now != before):  # documented since v4.2: warmup_steps overrides it
+        # Documented since v4.2: warmup_steps overrides it. v5.0 to v5.2 do the reverse.
+        if name not in CURRENT and (now >= 1 or (now and now != before)):
             return
     wanted = rename.write(now, value)
-    if not rename.merges and now != before and now != wanted:
+    if not rename.merges and name != "warmup_ratio" and now not in (before, wanted):
         first, second = (
             (name, rename.new) if name.endswith("_token") else (f"{name}={value!r}", f"{rename.new}={now!r}")
         )

@@ -138,22 +138,20 @@ class GradientState:
     Args:
         loaders: the prepared loaders that still exist.
         processes: number of processes with their own batches.
-        accumulation: the config's `gradient_accumulation_kwargs`.
+        accumulation: the values of accelerate's accumulation plugin.
 
     Attributes:
-        plugin_kwargs: the values of accelerate's accumulation plugin that differ from its defaults. `num_steps` is 1:
-            the Trainer accumulates, not accelerate.
+        plugin_kwargs: those that differ from its defaults. Scripts may change `num_steps`, which divides gradients.
         sync_gradients: whether this micro-batch ends an optimizer step.
     """
 
-    def __init__(self, loaders: Iterable[Any], processes: int, accumulation: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, loaders: Iterable[Any], processes: int, accumulation: Mapping[str, Any]) -> None:
         self._loaders = loaders
         self._shown: Iterable[Any] | None = None
         self._processes = processes
         self.sync_gradients = True
-        given = {**(accumulation or {}), "num_steps": 1}
         self.plugin_kwargs: dict[str, Any] = {
-            name: value for name, value in given.items() if value != _ACCUMULATION_DEFAULTS.get(name)
+            name: value for name, value in accumulation.items() if value != _ACCUMULATION_DEFAULTS.get(name)
         }
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
@@ -162,8 +160,8 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches that accelerate accumulates: one."""
-        return int(self.plugin_kwargs["num_steps"])
+        """What gradients are divided by, beside the division of the loss: 1, but for v5.2 to v5.5."""
+        return int(self.plugin_kwargs.get("num_steps", 1))
 
     @property
     def adjust_scheduler(self) -> bool:

@@ -45,6 +45,7 @@ class EngineAccelerator(ProcessState):
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
         is_own: whether a model is the Trainer's own, which `train()` prepares.
         config: the keys of `accelerator_config`.
+        num_steps: what gradients are divided by, beside the division of the loss.
 
     Attributes:
         gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.
@@ -58,6 +59,7 @@ class EngineAccelerator(ProcessState):
         prepare_loader: Callable[[torch.utils.data.DataLoader[Any]], Any],
         is_own: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
+        num_steps: int,
     ) -> None:
         plan = engine.plan
         processes = plan.processes
@@ -85,10 +87,8 @@ class EngineAccelerator(ProcessState):
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
         self.multi_device = processes.several
-        self.gradient_accumulation_steps = 1  # the Trainer accumulates, as in transformers
-        self.gradient_state = GradientState(
-            self._loaders, processes.data_processes, config["gradient_accumulation_kwargs"]
-        )
+        accumulation = {**(config["gradient_accumulation_kwargs"] or {}), "num_steps": num_steps}
+        self.gradient_state = GradientState(self._loaders, processes.data_processes, accumulation)
 
     def __getattr__(self, name: str) -> Any:
         """Raise for accelerate's other names, with what to use instead."""
@@ -110,6 +110,15 @@ class EngineAccelerator(ProcessState):
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
         self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """What accelerate accumulates: 1, since the Trainer accumulates, but for v5.2 to v5.5."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward through the precision plugin and the strategy."""

@@ -106,7 +106,7 @@ class TrainingLoop:
             interrupted=self._interrupted,
         )
         self.micro_batches.position = position
-        self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
+        self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         # Inspect the signature of an override once, not at each step.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
 

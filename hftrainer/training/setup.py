@@ -202,6 +202,7 @@ class TrainerSetup:
             components.loaders.prepare,
             is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(components.resolved.accelerator_config),
+            num_steps=components.policy.gradient_divisor(trainer.args),
         )
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import typing
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -125,6 +126,28 @@ def test_an_argument_of_the_release_that_a_subclass_declares():
     args = make(per_gpu_train_batch_size=2)
     args.group_by_length = True
     assert (args.train_sampling_strategy, args.train_batch_size, args.group_by_length) == ("group_by_length", 2, True)
+
+
+@pytest.mark.skipif("warmup_ratio" not in Theirs.__dataclass_fields__, reason="it is no field of this release")
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("ratio", [0.0, 0.3])
+@pytest.mark.parametrize("declared", [False, True], ids=["given", "the default of a subclass"])
+def test_warmup_by_both(declared, ratio, steps):
+    """Until v4.57 the steps overrule the ratio; in v5.0 to v5.2 the ratio overrules the steps, even if it is 0."""
+
+    def warmup(library):
+        @dataclasses.dataclass
+        class Config(library.TrainingArguments):
+            warmup_ratio: float = ratio
+
+        args = (
+            make(Config, warmup_steps=steps)
+            if declared
+            else make(library.TrainingArguments, warmup_steps=steps, warmup_ratio=ratio)
+        )
+        return args.get_warmup_steps(10), args.warmup_steps
+
+    assert warmup(hftrainer) == warmup(SimpleNamespace(TrainingArguments=Theirs))
 
 
 def test_what_is_refused_by_an_old_name():

@@ -93,6 +93,17 @@ def what_an_override_gets(folder):
     return found
 
 
+def divided_by_the_loss_alone(folder):
+    """With the division of accelerate turned off, as ms-swift does; v5.2 to v5.5 divide gradients a second time."""
+
+    class Own(transformers.Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.accelerator.gradient_state.plugin_kwargs["num_steps"] = 1
+
+    return train("transformers", "plain", folder, trainer_class=lambda library: Own, max_steps=3, **ACCUMULATING)
+
+
 def overrides_of_all_that_make_an_optimizer(folder):
     """Which of them train() calls."""
     calls = []
@@ -294,6 +305,7 @@ CASES = {
     # Of 20 steps the last is not a multiple of 3.
     "best model": trained("plain", **BEST),
     "best model, one kept": trained("plain", **BEST, save_total_limit=1),
+    "accumulating, divided once": divided_by_the_loss_alone,
     "by epoch": trained("plain", eval_strategy="epoch", save_strategy="epoch"),
     "not clipped": trained("plain", max_grad_norm=0.0),
     "evaluated at the start": trained("plain", eval_on_start=True, **STEPS),

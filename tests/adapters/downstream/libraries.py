@@ -98,7 +98,9 @@ def is_installed(module: str) -> bool:
 
 def chosen() -> list[str]:
     """The libraries that LIBRARIES in the environment names; else those that the environment of TRL has."""
-    default = "trl sentence-transformers setfit peft" if is_installed("trl") and is_installed("setfit") else ""
+    default = (
+        "trl sentence-transformers setfit peft colpali-engine" if is_installed("trl") and is_installed("setfit") else ""
+    )
     return os.environ.get("LIBRARIES", default).split()
 
 
