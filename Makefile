@@ -1,8 +1,8 @@
 # Every target makes what it needs in .venv; a fresh clone has nothing to prepare.
 PYTHON ?= python3
 VENV ?= .venv
-# The exact versions that were tried together. `make test CONSTRAINTS=tests/versions/newest.txt VENV=.venv-newest` tries
-# the newest of everything but torch.
+# The exact versions that were tried together. `make test CONSTRAINTS=tests/versions/newest.txt VENV=build/newest` tries the
+# newest of everything but torch.
 CONSTRAINTS ?= constraints.txt
 # Some machines say 1: the packages here would be compiled by each of the hundreds of processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
@@ -79,6 +79,13 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@rm -rf .venv-$*/lib/python*/site-packages/torchaudio/lib
 	@touch $@
 
+.venv-bench/.ready: pyproject.toml $(CONSTRAINTS)
+	@echo "Installing torch, lightning and transformers into .venv-bench ..."
+	@$(PYTHON) -m venv .venv-bench
+	@$(call pip,.venv-bench) -c $(CONSTRAINTS) torch
+	@$(call pip,.venv-bench) -c $(CONSTRAINTS) -e '.[transformers]'
+	@touch $@
+
 # ---- Tests -----------------------------------------------------------------------------------------------------------
 
 test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBUTING.md
@@ -118,12 +125,13 @@ test-versions: $(VENV)/.dev $(RELEASES:%=.venv-%/.ready)  ## older releases of t
 			$$(test $$release = floor && echo tests/unit tests/lightning) || exit 1; \
 	done
 
-# What is installed beside an older release would stay as it is: the environment is made anew.
+# The environment is made for this, since what is installed beside an older release would stay as it is.
 upstream: $(VENV)/.dev  ## what the newest releases have changed since the pinned ones, and the parity tests beside them
 	@$(VENV)/bin/python scripts/upstream.py
-	@rm -rf .venv-newest
-	@$(MAKE) --no-print-directory VENV=.venv-newest CONSTRAINTS=tests/versions/newest.txt .venv-newest/.dev
-	@$(IN_MEMORY) .venv-newest/bin/python -m pytest -q $(WORKERS) tests/parity tests/reliability/test_exact_resume.py
+	@rm -rf build/newest
+	@$(MAKE) --no-print-directory VENV=build/newest CONSTRAINTS=tests/versions/newest.txt build/newest/.dev
+	@$(IN_MEMORY) build/newest/bin/python -m pytest -q $(WORKERS) tests/parity tests/reliability/test_exact_resume.py
+	@rm -rf build/newest
 
 # ADAPTERS=xla for torch_xla on the CPU. Ray reports on itself to a server, unless it is told not to.
 ADAPTERS ?= deepspeed ray tensorflow
@@ -171,10 +179,12 @@ coverage: $(VENV)/.dev  ## make test, and which lines and branches it reaches; f
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-# BENCH=startup, eval_memory, checkpoint, data, growth, memory, search_memory, gpu; report runs them all (half an hour).
+# BENCH=startup, eval_memory, checkpoint, data, growth, memory, search_memory, gpu; report runs them all (half an hour). With
+# packages beside transformers, each import and some steps take longer: only those benchmarks that need some have them.
 BENCH ?= step_overhead
-bench: $(VENV)/.dev  ## microseconds per optimizer step against transformers and plain Lightning; BENCH=... for others
-	@$(RUN) benchmarks/$(BENCH).py
+NEEDS_MORE := $(filter data search_memory report,$(BENCH))
+bench: .venv-bench/.ready $(if $(NEEDS_MORE),$(VENV)/.dev)  ## microseconds per optimizer step against transformers and plain Lightning; BENCH=... for others
+	@$(if $(NEEDS_MORE),$(VENV),.venv-bench)/bin/python benchmarks/$(BENCH).py $(if $(filter report,$(BENCH)),--python .venv-bench/bin/python)
 
 demo: $(VENV)/.demo  ## fine-tune a vision transformer on handwritten digits (CPU, about half a minute)
 	@$(RUN) examples/digits_vit.py

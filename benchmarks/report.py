@@ -1,6 +1,8 @@
 """Runs the benchmarks, and writes what they print into README.md, and their ratios to transformers into a picture.
 
-    python benchmarks/report.py [step_overhead data ...]     # default: all; half an hour on two idle cores
+    make bench BENCH=report     # or: python benchmarks/report.py --python .venv-bench/bin/python [step_overhead data ...]
+
+All of them take half an hour on two idle cores.
 
 The figures of earlier runs are kept in `results.json` beside it, so that single benchmarks can be run again.
 """
@@ -92,12 +94,12 @@ BENCHMARKS: dict[str, tuple[list[str], Callable[[dict[str, Any]], dict[str, floa
 }
 
 
-def run(name: str) -> dict[str, Any]:
-    """Run a benchmark; what it has printed, and its ratios."""
+def run(name: str, python: str) -> dict[str, Any]:
+    """Run a benchmark by this interpreter; what it has printed, and its ratios."""
     command, ratios = BENCHMARKS[name]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         paths = [str(FOLDER / each) if each.endswith(".py") else each for each in command]
-        line = [sys.executable, *paths, "--json", file.name]
+        line = [python, *paths, "--json", file.name]
         done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
         return {"printed": done.stdout.strip("\n"), "ratios": ratios(json.loads(Path(file.name).read_text()))}
 
@@ -131,13 +133,15 @@ def draw(ratios: dict[str, float]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("benchmarks", nargs="*", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    chosen = parser.parse_args().benchmarks or list(BENCHMARKS)
+    parser.add_argument("--python", default=sys.executable, help="runs all but `data`, which needs datasets")
+    options = parser.parse_args()
+    chosen = options.benchmarks or list(BENCHMARKS)
     if unknown := set(chosen) - set(BENCHMARKS):
         parser.error(f"there is no {', '.join(sorted(unknown))}: choose from {', '.join(BENCHMARKS)}")
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     for name in chosen:
         print(f"{name} ...", flush=True)
-        results[name] = run(name)
+        results[name] = run(name, sys.executable if name == "data" else options.python)
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     write_readme(results)
     draw({name: ratio for found in results.values() for name, ratio in found["ratios"].items()})
