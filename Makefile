@@ -121,7 +121,7 @@ RELEASES ?= 4.48 4.57 5.2
 test-versions: $(VENV)/.dev $(RELEASES:%=.venv-%/.ready)  ## older releases of transformers: every difference between releases
 	@for release in $(RELEASES); do \
 		echo "tests/versions/$$release.txt:"; \
-		USE_TF=0 NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python .venv-$$release/bin/python -m pytest -q tests/compat \
+		USE_TF=0 NEWEST_PYTHON=$(CURDIR)/$(VENV)/bin/python $(IN_MEMORY) .venv-$$release/bin/python -m pytest -q $(WORKERS) tests/compat \
 			$$(test $$release = floor && echo tests/unit tests/lightning) || exit 1; \
 	done
 
