@@ -18,10 +18,7 @@ SAMPLES, EVALUATED, GLOBAL_BATCH, SAVED_AT = 40, 10, 8, 3
 LAYOUTS = {
     1: {"one": {}},
     2: {"dp_shard": {"dp_shard_size": 2}, "dp_replicate": {"dp_replicate_size": 2}, "tp": {"tp_size": 2}},
-    4: {
-        "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2},
-        "dp_shard x tp": {"dp_shard_size": 2, "tp_size": 2},
-    },
+    4: {"hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2}, "dp_shard x tp": {"dp_shard_size": 2, "tp_size": 2}},
 }
 
 

@@ -122,8 +122,7 @@ def times_of(case):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "time"),
-    [(name, time) for name, case in CASES.items() if not case.alone for time in times_of(case)],
+    ("name", "time"), [(name, time) for name, case in CASES.items() if not case.alone for time in times_of(case)]
 )
 def test_argument(tmp_path, capsys, name, time):
     case = CASES[name]

@@ -257,8 +257,7 @@ class Stubborn(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs"),
-    [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})],
+    ("kind", "kwargs"), [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})]
 )
 def test_optimizer_cls_and_kwargs(tmp_path, kind, kwargs):
     compare(tmp_path, "plain", trainer={"optimizer_cls_and_kwargs": (kind, kwargs)})

@@ -180,10 +180,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "accelerator.backward, in the middle": {"change": DOUBLED, "step": 3},
     "accelerator.backward that does nothing": {"change": fused},
     "accelerator.clip_grad_norm_": {
-        "change": replacing("accelerator.clip_grad_norm_", lambda clip: lambda of, limit, *_: clip(of, limit / 10, 1)),
+        "change": replacing("accelerator.clip_grad_norm_", lambda clip: lambda of, limit, *_: clip(of, limit / 10, 1))
     },
     "accelerator.gather_for_metrics": {
-        "change": replacing("accelerator.gather_for_metrics", lambda _: lambda data, *args, **kwargs: data[:1]),
+        "change": replacing("accelerator.gather_for_metrics", lambda _: lambda data, *args, **kwargs: data[:1])
     },
     "accelerator.prepare": {"change": replacing("accelerator.prepare", other_optimizer), **CONSTANT},
     "optimizer.step": {"change": two_steps},

@@ -146,10 +146,7 @@ def test_said(make_trainer, said, case):
 
 
 RESUMED = {
-    "#28544, patience": (
-        {},
-        r"EarlyStoppingCallback starts from scratch \(.*counter=0, 1 in the checkpoint",
-    ),
+    "#28544, patience": ({}, r"EarlyStoppingCallback starts from scratch \(.*counter=0, 1 in the checkpoint"),
     "another rate": ({"learning_rate": 1.0}, "settings of the optimizer stay in use: learning_rate=5e-05, not 1.0"),
     "another decay": ({"weight_decay": 0.5}, "settings of the optimizer stay in use: weight_decay=0.0, not 0.5"),
     "other betas": ({"adam_beta1": 0.5}, r"stay in use: betas=\(0.9, 0.999\), not \(0.5, 0.999\)"),
@@ -304,10 +301,7 @@ def test_names_of_logged_values(make_trainer, tmp_path, name):
 
 
 SEARCHED = {
-    "a metric that is missing": (
-        {"compute_objective": lambda metrics: metrics["eval_f1"]},
-        "reads 'eval_f1', and",
-    ),
+    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', and"),
     "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: give a function of one argument"),
     "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: give a function of one argument, the trial"),
     "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: give a function of one argument"),

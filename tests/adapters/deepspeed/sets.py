@@ -16,13 +16,7 @@ from tests.support.parity import build, record
 from tests.support.tiny import plain_data
 
 AUTO = dict.fromkeys(
-    (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    ),
-    "auto",
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
 )
 STAGES = {
     **{stage: {**AUTO, "zero_optimization": {"stage": stage}} for stage in (0, 1, 2)},
@@ -76,10 +70,7 @@ CASES = {
         {**SHARED, "deepspeed": {**OF_CONFIGURATION, "scheduler": None}, "lr_scheduler_type": "cosine"},
     ),
     "configuration's schedule": ("plain", {**SHARED, "deepspeed": {**OF_CONFIGURATION, "optimizer": None}}),
-    "offload": (
-        "plain",
-        {**SHARED, "deepspeed": offloaded(2, "optimizer", zero_force_ds_cpu_optimizer=False)},
-    ),
+    "offload": ("plain", {**SHARED, "deepspeed": offloaded(2, "optimizer", zero_force_ds_cpu_optimizer=False)}),
     "offload, stage 3": (
         "plain",
         {**SHARED, "deepspeed": offloaded(3, "optimizer", "param", zero_force_ds_cpu_optimizer=False)},

@@ -86,11 +86,7 @@ def pages(first: int, end: int, pictured: bool) -> ColPaliEngineDataset:
 
 
 def live(
-    folder: Path,
-    pictured: bool = False,
-    lora: bool = False,
-    two_sets: bool = False,
-    **settings: Any,
+    folder: Path, pictured: bool = False, lora: bool = False, two_sets: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """The record of a life; `settings` go before those of all cases."""
 

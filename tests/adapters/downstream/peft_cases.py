@@ -7,15 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import (
-    AdaLoraConfig,
-    IA3Config,
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers import (
     AutoModelForCausalLM,

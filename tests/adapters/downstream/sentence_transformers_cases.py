@@ -76,12 +76,7 @@ def judge(dropout: float) -> CrossEncoder:
 
 #: Kind of model → how it is made, its Trainer and arguments, and its evaluator.
 KINDS: dict[str, tuple[Callable[[float], Any], type, type, type]] = {
-    "dense": (
-        embedder,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-        EmbeddingSimilarityEvaluator,
-    ),
+    "dense": (embedder, SentenceTransformerTrainer, SentenceTransformerTrainingArguments, EmbeddingSimilarityEvaluator),
     "sparse": (
         sparse_embedder,
         SparseEncoderTrainer,

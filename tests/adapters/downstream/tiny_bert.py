@@ -10,13 +10,7 @@ from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
 
 from tests.adapters.downstream.tiny_language import WORDS
 
-MARKS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+MARKS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -240,10 +240,7 @@ def test_optimizer_made_before_the_model_moves(tmp_path):
         Trainer(model, args, optimizers=(optimizer, None))
     model.to(args.device)
     Trainer(
-        model,
-        args,
-        train_dataset=MODELS["plain"][1](),
-        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+        model, args, train_dataset=MODELS["plain"][1](), optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None)
     ).train()
 
 

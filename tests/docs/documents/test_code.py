@@ -232,10 +232,7 @@ def test_documented_defaults(kind):
     # The defaults that the classes have are these too, but for the ones that follow from others.
     assert set(documented) & {
         name for name, about in old_fields.ARGUMENTS.items() if about.earlier and not about.until
-    } == {
-        "log_level_replica",
-        "report_to",
-    }
+    } == {"log_level_replica", "report_to"}
 
 
 # ---- What a Trainer is made with ------------------------------------------------------------------------------------

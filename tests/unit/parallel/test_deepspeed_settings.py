@@ -210,8 +210,7 @@ def test_read_from_anywhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [(None, "neither an existing file nor"), ("{", "not valid JSON"), ("[]", "must hold keys")],
+    ("text", "words"), [(None, "neither an existing file nor"), ("{", "not valid JSON"), ("[]", "must hold keys")]
 )
 def test_unreadable_files_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.json"

@@ -46,12 +46,7 @@ CASES = {
         ({**CPU, "ddp_backend": "nccl"}, None),  # one process needs none
         ({**CPU, "ddp_backend": "ncl"}, "did you mean 'nccl'"),
     ],
-    "mac": [
-        ({}, None),
-        ({"use_mps_device": True}, None),
-        (TWO, NOT_ON_MPS),
-        ({"fsdp": True}, NOT_ON_MPS),
-    ],
+    "mac": [({}, None), ({"use_mps_device": True}, None), (TWO, NOT_ON_MPS), ({"fsdp": True}, NOT_ON_MPS)],
     "mac two_processes": [
         ({}, "2 processes are not possible on Apple's GPU: it is one device, and neither gloo nor nccl"),
         (CPU, None),
