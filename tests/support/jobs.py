@@ -22,7 +22,6 @@ SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"
 
 
 def names(folder):
-    """What is in a folder."""
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -37,18 +36,7 @@ def read_until(process, line):
 
 
 class Forked:
-    """A job in a process of its own.
-
-    Args:
-        folder: of the run.
-        environment: variables besides those of the tests.
-        job: module of tests/reliability.
-        settings: what the job is given as JSON.
-
-    Attributes:
-        output: the file with all that it prints, errors too.
-        process: the `multiprocessing.Process`.
-    """
+    """A job, a module of tests/reliability, in a process of its own; the file `output` has all that it prints."""
 
     def __init__(self, folder, environment=None, job="job", **settings):
         words = ["-m", f"tests.reliability.{job}", folder, json.dumps(settings)]
@@ -77,11 +65,7 @@ class Forked:
 class Group:
     """The processes of one job, with the environment of a launcher if there are several: rank 0 has the store.
 
-    Args:
-        folder: of the run.
-        count: how many.
-        kill_at: for each, at which touch of its files it is killed; 0 for never.
-        settings: of the job.
+    Each is killed at the touch of its files that `kill_at` says, at 0 never.
     """
 
     def __init__(self, folder, count=2, kill_at=(0, 0), **settings):
@@ -99,8 +83,7 @@ class Group:
     def end(self, seconds=None):
         """Wait for the end; when one process has ended, end the others as torchrun does. The statuses.
 
-        Args:
-            seconds: after which processes that have not ended print their stacks and fail; None for never.
+        If none has ended after so many seconds, all print their stacks and fail.
         """
         running = [job.process for job in self.jobs]
         if not connection.wait([process.sentinel for process in running], seconds):
@@ -120,7 +103,6 @@ class Group:
 
 
 def weights(folder):
-    """The final weights of a job."""
     return _final(folder)["weights"]
 
 

@@ -28,8 +28,6 @@ def of_both_libraries(script: Path, folder: Path) -> dict:
 
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
-
-
 DEVICES = ["--lightning_config", '{"devices": 2}']
 
 
@@ -79,20 +77,15 @@ def accelerate(*options):
 
 #: Name → what stands before the script.
 LAUNCHERS = {
-    "torch.distributed.launch": lambda: [
-        "-m",
-        "torch.distributed.launch",
-        "--nproc_per_node=2",
-        f"--master_port={port()}",
-    ],
+    "torch.distributed.launch": lambda: (
+        f"-m torch.distributed.launch --nproc_per_node=2 --master_port={port()}".split()
+    ),
     "accelerate": lambda: accelerate(
         *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
         f"--main_process_port={port()}",
     ),
     "hftrainer": lambda: ["-m", "hftrainer", "run", "--nproc", "2"],
 }
-
-
 #: How accelerate ends each of its files.
 END_OF_FILE = """\
 rdzv_backend: static
@@ -103,8 +96,7 @@ tpu_use_sudo: false
 use_cpu: false
 """
 #: The file with FSDP in the documentation of `accelerate launch`.
-FSDP_FILE = (
-    """
+FSDP_FILE = f"""
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 downcast_bf16: 'no'
@@ -123,6 +115,4 @@ main_training_function: main
 mixed_precision: bf16
 num_machines: 1
 num_processes: 2
-"""
-    + END_OF_FILE
-)
+{END_OF_FILE}"""

@@ -24,16 +24,8 @@ def make_trainer(library: str, folder: Path, model: str = "bert", trainer: Any =
     """A Trainer of `library` with a small run: log lines at every second step, evaluations at every third of eight."""
     package = importlib.import_module(library)
     make_model, make_data = MODELS[model]
-    defaults = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 2, "eval_strategy": "steps"}
+    defaults |= {"eval_steps": 3, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     args = package.TrainingArguments(str(folder), **{**defaults, **settings})
     data = make_data()
     return package.Trainer(make_model(), args, train_dataset=data, eval_dataset=data[:9], **(trainer or {}))
@@ -110,8 +102,6 @@ class CSV:
 
 
 class UsersCSV(CSV):
-    """Lightning's logger, made by the user."""
-
     @property
     def settings(self):
         return {"trainer": {"loggers": [CSVLogger(self.folder / "logs", name="mine", version=0)]}}
@@ -138,8 +128,6 @@ class Recorder(Logger):
 
 
 class UsersOwn(CSV):
-    """A logger of a class of the user's."""
-
     @property
     def settings(self):
         self.recorder = Recorder()
@@ -358,7 +346,6 @@ def mlflow_database(file: Path) -> str:
 
 
 def forget_mlflow() -> None:
-    """Leave no database or experiment for the next test."""
     mlflow = sys.modules["mlflow"]
     mlflow.set_tracking_uri(None)
     mlflow.tracking.fluent._active_experiment_id = None
