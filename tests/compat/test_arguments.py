@@ -93,9 +93,6 @@ def test_flags_alone(kind, library):
     assert theirs <= flags(make_parser(library, "hftrainer", kind))
 
 
-# ---- Subclasses ------------------------------------------------------------------------------------------------------
-
-
 def make_class(library):
     @dataclasses.dataclass
     class Config(library.TrainingArguments):
@@ -146,9 +143,6 @@ def test_a_subclass_of_a_subclass(tmp_path):
         Further(str(tmp_path), gama=1)
     assert "mine" in args._VALID_DICT_FIELDS and "mine" not in hftrainer.TrainingArguments._VALID_DICT_FIELDS
     assert hftrainer.Trainer(make_llama(), args).args.gamma == 7
-
-
-# ---- Our Trainer with the arguments of transformers: a script has changed one import alone ---------------------------
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

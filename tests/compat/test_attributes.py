@@ -83,9 +83,6 @@ def test_attributes_have_the_same_values_at_each_event(tmp_path):
         assert {*READ} == {name for _, values in theirs for name in values}
 
 
-# ---- Set ------------------------------------------------------------------------------------------------------------
-
-
 def summed(outputs, labels, num_items_in_batch=None):
     loss = 2 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
     return loss / (num_items_in_batch if num_items_in_batch is not None else len(labels))

@@ -53,8 +53,6 @@ def shown(processes):
     return run
 
 
-# ---- What is said ----------------------------------------------------------------------------------------------------
-
 #: What both must say of a run and of one that resumes, besides the numbers at the beginning: name → pattern of theirs,
 #: pattern of ours.
 FACTS = {
@@ -111,8 +109,6 @@ def test_all_numbers_at_the_beginning(of_both):
     mine = [line.rpartition(": ")[2] for line in ours[ours.index("Running training") :].splitlines()[1:9]]
     assert numbers == (mine if len(numbers) == 8 else [*mine[:2], *mine[3:]])
 
-
-# ---- By which switches it is seen ------------------------------------------------------------------------------------
 
 LINE = "Number of examples: 38"
 THEIR_LINE = "Num examples = 38"

@@ -158,9 +158,6 @@ def test_adapters(found, strategy):
     assert_same_weights(resumed["weights"], ours["weights"])
 
 
-# ---- What went wrong once --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("strategy", WAYS)
 def test_infinite_gradients_skip_the_step(found, strategy):
     ours, replicas = (found("regressions")[0][f"overflow {name}"] for name in (strategy, "ddp"))

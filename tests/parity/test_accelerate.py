@@ -42,9 +42,6 @@ def make_trainer(args, library=hftrainer):
     return library.Trainer(make_plain(), args, train_dataset=plain_data())
 
 
-# ---- States --------------------------------------------------------------------------------------------------------
-
-
 def test_state_of_the_arguments():
     def run(name):
         args = arguments(importlib.import_module(name))
@@ -194,9 +191,6 @@ def test_devices_of_a_subclass(library):
     assert Elsewhere("unused", report_to="none").device.type == "meta"
 
 
-# ---- Without accelerate ------------------------------------------------------------------------------------------
-
-
 def test_accelerate_that_is_imported_later(tmp_path, processes):
     """In a script that has not imported it."""
     script = f"""
@@ -236,8 +230,6 @@ def test_accelerate_that_cannot_be_imported(monkeypatch):
     with pytest.warns(UserWarning, match="accelerate cannot be imported .made for another torch."):
         assert arguments().distributed_state.num_processes == 1
 
-
-# ---- accelerator_config ------------------------------------------------------------------------------------------
 
 KEYS = {
     "split_batches": True,
@@ -320,9 +312,6 @@ def test_wrong(tmp_path, given, sentence):
     with pytest.raises(InvalidArgument) as caught:
         arguments(accelerator_config=given)
     assert sentence in str(caught.value)
-
-
-# ---- The accelerator ---------------------------------------------------------------------------------------------
 
 
 CONFIGURATIONS = [

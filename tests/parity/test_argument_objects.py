@@ -32,9 +32,6 @@ def make_trainer(library, args, **given):
     return library.Trainer(make_plain(), args, train_dataset=plain_data(), **given)
 
 
-# ---- accelerator_config ----------------------------------------------------------------------------------------------
-
-
 @either
 def test_accelerator_config_is_an_object(tmp_path, library):
     args = make_args(library, tmp_path)
@@ -146,9 +143,6 @@ def test_the_deepspeed_plugin_cannot_be_set(tmp_path):
         args.deepspeed_plugin = object()
 
 
-# ---- Other objects ---------------------------------------------------------------------------------------------------
-
-
 def make_own(library, folder, **given):
     @dataclasses.dataclass
     class OwnArguments(library.TrainingArguments):
@@ -197,9 +191,6 @@ def test_trackers_write_any_argument(tmp_path, monkeypatch, tracker):
 
 def test_the_default_optimizer():
     assert hftrainer.TrainingArguments.default_optim == transformers.TrainingArguments.default_optim
-
-
-# ---- Subclasses with an __init__, old callbacks, and models that cannot be trained -----------------------------------
 
 
 @either

@@ -43,16 +43,10 @@ def _global_state_stays():
     torch.use_deterministic_algorithms(False)
 
 
-# ---- The table -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shown])
 def test_shown_elsewhere(name):
     path, _, test = CASES[name].shown.partition("::")
     assert f"def {test}(" in (ROOT / path).read_text()
-
-
-# ---- Its effect ------------------------------------------------------------------------------------------------------
 
 
 def left_behind(library_name, folder, needs, time, **change):
@@ -203,9 +197,6 @@ def test_pinned_memory(tmp_path, monkeypatch, pins):
     # As on a GPU: without one, torch itself ignores it.
     monkeypatch.setattr(type(args), "device", property(lambda self: torch.device("cuda")))
     assert trainer.get_train_dataloader().pin_memory is pins
-
-
-# ---- Changes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,6 @@ def test_datasets_are_told_the_epoch(tmp_path):
     assert compare(tmp_path, "plain", script=script, trainer=given, max_steps=5).extra["script"][1]
 
 
-# ---- Loaders and samplers of the user ----------------------------------------------------------------------------
-
-
 class OwnRandom(RandomSampler):
     pass
 
@@ -165,9 +162,6 @@ def test_groups_of_similar_length(count, batch_size):
         for sampler in (LengthGroupedSampler, TheirLengthGroupedSampler)
     )
     assert ours == theirs
-
-
-# ---- Tokenizers and collators of the user ------------------------------------------------------------------------
 
 
 def make_tokenizer(**more):

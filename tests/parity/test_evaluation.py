@@ -236,9 +236,6 @@ def test_input_tokens(tmp_path, how, masked, accumulation):
     assert whole.logs[-1]["num_input_tokens_seen"] == alike(resume, assert_equal)[-1] > 0
 
 
-# ---- Overrides ---------------------------------------------------------------------------------------------------
-
-
 def prediction_step(self, *args, **kwargs):
     loss, *rest = super(type(self), self).prediction_step(*args, **kwargs)
     return loss * 2, *rest
@@ -313,8 +310,6 @@ def test_which_is_the_best(tmp_path, greater):
     ours = compare(tmp_path, "plain", script=judge, eval_strategy="steps", **settings)
     assert any(is_new for is_new, _, _ in ours.extra["script"])
 
-
-# ---- By length ---------------------------------------------------------------------------------------------------
 
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 

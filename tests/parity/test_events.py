@@ -25,9 +25,6 @@ from tests.support.tiny import plain_data
 ALL_EVENTS = (*EVENTS, "on_push_begin")
 
 
-# ---- What events bring -------------------------------------------------------------------------------------------
-
-
 def described(name: str, value: Any) -> Any:
     """What two libraries can agree on of a keyword: accelerate's wrappers are what they wrap."""
     if name in ("logs", "metrics"):
@@ -94,8 +91,6 @@ def test_every_event_brings_the_same(tmp_path, run):
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 
 
-# ---- What callbacks change ---------------------------------------------------------------------------------------
-
 SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
 #: Event → the step at which a run that accumulates announces it, and the switch is set.
 ANNOUNCED = {
@@ -150,9 +145,6 @@ def test_model_left_in_eval_mode_by_a_callback(tmp_path):
     compare(tmp_path, "plain", callback=callback(on_step_end=on_step_end))
 
 
-# ---- Calls in any order --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_begin", "on_train_begin", "on_substep_end"])
 def test_evaluate_and_predict_from_a_callback(tmp_path, event):
     def script(trainer):
@@ -197,9 +189,6 @@ def test_metrics_that_evaluate_something_else(tmp_path):
         trainer.evaluate()
 
     compare(tmp_path, "plain", script=script)
-
-
-# ---- States of callbacks -----------------------------------------------------------------------------------------
 
 
 def counting_callback(library: str) -> Any:

@@ -137,9 +137,6 @@ def test_warning_of_a_loss_that_is_no_number(tmp_path, caplog):
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
 
 
-# ---- Label smoothing ---------------------------------------------------------------------------------------------
-
-
 def decoder_data(count=38):
     """With the decoder's inputs, which a model cannot make of labels that the smoother has taken."""
     shift = make_t5()._shift_right
@@ -209,9 +206,6 @@ def test_label_smoothing_of_several_labels(tmp_path):
     with pytest.warns(UserWarning, match="label_smoothing_factor"):
         trainer, _ = build("hftrainer", "bert", tmp_path, trainer={"model": model}, label_smoothing_factor=0.1)
     assert trainer.label_smoother is None
-
-
-# ---- Several losses, and `log_metric` ----------------------------------------------------------------------------
 
 
 class TwoLosses(Plain):

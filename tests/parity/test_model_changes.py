@@ -72,9 +72,6 @@ def test_tokens_per_second(tmp_path):
     assert "train_tokens_per_second" not in without
 
 
-# ---- NEFTune, checkpointed activations ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["bert", "llama", "peft"])
 def test_neftune(tmp_path, model):
     """The noise is taken off at the end."""
@@ -124,9 +121,6 @@ def test_activations_are_computed_again(tmp_path):
     trainer.model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
     trainer.train()
     assert len(calls) == 2  # forward, and again in backward
-
-
-# ---- Compilation, kernels ----------------------------------------------------------------------------------------
 
 
 def test_compiling_in_place(tmp_path):

@@ -146,8 +146,6 @@ def test_layer_wise_optimizers_follow_the_schedule_and_resume(tmp_path):
     assert len(rates) == 1 and 0 < rates.pop() < trainer.args.learning_rate
 
 
-# ---- optim_args ----------------------------------------------------------------------------------------------------
-
 OPTIONS = [
     ("sgd", "momentum=0.9,dampening=0.1,nesterov=false"),
     ("sgd", "momentum=0.9,nesterov=true,weight_decay=0.1"),
@@ -221,9 +219,6 @@ WRONG = [
 def test_wrong(tmp_path, settings, message):
     with pytest.raises(InvalidArgument, match=message):
         train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
-
-
-# ---- Optimizers of the user --------------------------------------------------------------------------------------
 
 
 def test_optimizer_in_two_ways(tmp_path):

@@ -37,8 +37,6 @@ WAYS = {
 }
 every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAYS)
 
-# ---- Places in a run ---------------------------------------------------------------------------------------------
-
 #: Micro-batches in a step, and the step to go on from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
 #: the last of one micro-batch. In the middle of an epoch, at its end, and in the middle of the second.
 PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
@@ -145,8 +143,6 @@ def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
     assert loaded == list(range(24, 38))
     assert_same_weights(resumed.weights, whole.weights)
 
-
-# ---- Files, layouts of weights, and kinds of models --------------------------------------------------------------
 
 ACCUMULATING = {**settings_of(3, 2), "eval_steps": 2, "learning_rate": 5e-2}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}

@@ -64,8 +64,6 @@ def test_every_public_name(name):
     assert wanted - set(dir(ours())) - known == set()
 
 
-# ---- What scripts change before training: change → the callback, and a name in what it leaves -----------------------
-
 CHANGES = {}
 
 

@@ -130,9 +130,6 @@ def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
     assert finished(trainer, True).state.global_step == 9
 
 
-# ---- Overrides -------------------------------------------------------------------------------------------------------
-
-
 def test_overrides_write_at_once(tmp_path):
     """A subclass that writes the model itself sees the weights of the step, not those of later ones."""
 
@@ -163,9 +160,6 @@ def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path)
     for step in found:
         assert torch.load(tmp_path / f"checkpoint-{step}" / "optimizer.pt")["mine"] == step
         assert CheckpointFolder(tmp_path / f"checkpoint-{step}").inspect().changes == ""
-
-
-# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 #: Each but the last is in a thread of its own also without `async_checkpoint`.

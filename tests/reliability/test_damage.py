@@ -56,9 +56,6 @@ def resumed(checkpoint, resume=None, model="bert"):
     return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
-# ---- Harm ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("harm", HARM)
 def test_every_file(runs, tmp_path, harm, caplog):
     """Of the newest checkpoint, each file in turn."""
@@ -126,9 +123,6 @@ def test_a_best_model_that_was_moved(tmp_path, caplog):
     moved = finished(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
     assert "is missing: " in caplog.text
     assert moved.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
-
-
-# ---- Purpose ---------------------------------------------------------------------------------------------------------
 
 
 def to_bin_beside(folder):
@@ -285,9 +279,6 @@ def test_best_model_that_a_callback_changes(tmp_path, caplog):
     with pytest.raises(AssertionError):
         assert_same_weights(loaded["cut"], loaded["plain"])
     assert len(list((tmp_path / "converted").glob("checkpoint-*"))) == 1
-
-
-# ---- The command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

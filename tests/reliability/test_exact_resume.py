@@ -22,8 +22,6 @@ from tests.support.checkpoints import make_trainer
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
 from tests.support.tiny import plain_data, tokenizer
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
 #: Generator → what is drawn from it. NumPy keeps every other normal number for the next call.
 DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn()), "python": random.random}
 
@@ -77,9 +75,6 @@ def grouped(count=22):
     return [{**sample, "input_ids": [0] * (index % 7)} for index, sample in enumerate(plain_data(count))]
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
-
 def build(folder, make_data=Augmented, collator=None, **settings):
     """A Trainer of two epochs with a checkpoint at each step."""
     given = {"train_dataset": make_data(), "eval_dataset": plain_data(9), **settings.pop("trainer", {})}
@@ -122,8 +117,6 @@ def resumed_from_each(tmp_path, steps=None, **settings):
     return resumed
 
 
-# ---- Settings --------------------------------------------------------------------------------------------------------
-
 THREE = {"gradient_accumulation_steps": 3}
 WORKERS = {"dataloader_num_workers": 2}
 #: An epoch has six steps, or two of three micro-batches.
@@ -162,9 +155,6 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(tmp_path, name):
     resumed_from_each(tmp_path, **SETTINGS[name])
-
-
-# ---- Parts of the user's own -----------------------------------------------------------------------------------------
 
 
 class OneByOne(SequentialSampler):
@@ -263,9 +253,6 @@ def test_seeded_masks_of_the_installed_release(tmp_path, workers):
     """Reported for v5.24, whose collator makes a new generator when it does not know the process of the old one."""
     steps = [2, 6] if workers else [2, 6, 8]
     resumed_from_each(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
-
-
-# ---- Streams with a state --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -34,8 +34,6 @@ from tests.support.tiny import make_bert
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
 
 def make(folder, **settings):
     return make_trainer(folder, callbacks=[KeepsState()], **{"max_steps": 5, "logging_steps": 2, **settings})
@@ -218,8 +216,6 @@ def test_values_that_a_step_of_training_would_refuse(sources, folder, name):
         resume(folder)
 
 
-# ---- Configurations --------------------------------------------------------------------------------------------------
-
 ARGUMENTS = {
     **{"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"},
     **{"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "report_to": ["none"], "use_cpu": True, "seed": 7},
@@ -314,8 +310,6 @@ def test_odd_files(place, name):
             read(place / name)
         assert case == "empty" or name in str(refused.value)
 
-
-# ---- References to the Hub -------------------------------------------------------------------------------------------
 
 WORDS = ["", " ", "x" * 200, *"me run .. . checkpoint-2 @ @main / \\ %2e%2e * ~ \0 é".split(" ")]
 REFERENCES = st.builds(

@@ -15,8 +15,6 @@ from tests.support.faults import FailsOnce
 from tests.support.jobs import Forked, assert_same, names, weights
 from tests.support.tiny import Plain
 
-# ---- In processes ----------------------------------------------------------------------------------------------------
-
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}
 
 
@@ -80,9 +78,6 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
     started.process.join()
     assert started.process.exitcode == -signal.SIGTERM
     assert names(tmp_path / "run") == ["checkpoint-7"]
-
-
-# ---- In this process -------------------------------------------------------------------------------------------------
 
 
 def fail():
@@ -161,9 +156,6 @@ def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         make_trainer(tmp_path, callbacks=[at(3, signal.SIGTERM)]).train()
     assert names(tmp_path) == ["checkpoint-3"]
-
-
-# ---- Places within an epoch or an evaluation -------------------------------------------------------------------------
 
 
 def test_memory_runs_out_after_a_resume(tmp_path):

@@ -19,8 +19,6 @@ from tests.reliability.search_job import rate
 from tests.support.checkpoints import make_trainer
 from tests.support.tiny import make_plain
 
-# ---- In processes ----------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def start(processes, tmp_path):
@@ -97,9 +95,6 @@ def test_workers_end_with_the_script(start, number):
         assert "KeyboardInterrupt" in errors
     connection.wait([ended])
     os.close(ended)
-
-
-# ---- In this process -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

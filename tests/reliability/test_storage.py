@@ -18,8 +18,6 @@ from tests.support.checkpoints import BEST, At, OnSave, finished, make_trainer, 
 from tests.support.faults import Disk
 from tests.support.jobs import names
 
-# ---- Rotation --------------------------------------------------------------------------------------------------------
-
 
 def test_rotation_keeps_what_was_just_written(tmp_path):
     make_trainer(tmp_path).train()
@@ -77,9 +75,6 @@ def test_links_and_foreign_manifests(tmp_path):
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
 
-# ---- Staged ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
     """As ms-swift, which copies a file of the run into each checkpoint, and reads the step from its name."""
     seen = []
@@ -120,9 +115,6 @@ def test_what_another_machine_left(tmp_path):
         os.utime(path, (0, 0))
     clear_stale(str(tmp_path))
     assert names(tmp_path) == []
-
-
-# ---- Replaced --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,9 +169,6 @@ def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
     order = [os.path.basename(call.args[1]) for call in copy.mock_calls]
     assert order[-2:] == ["hftrainer_manifest.json", "trainer_state.json"]
     assert "copying its files one by one" in caplog.text
-
-
-# ---- Storage that fails ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])

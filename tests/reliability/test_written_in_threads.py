@@ -100,9 +100,6 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
     assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written, not its size"
 
 
-# ---- Streamed files --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_windows(monkeypatch):
     """The optimizer's state of a tiny model is streamed."""
@@ -167,9 +164,6 @@ def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
         assert [damage(tmp_path / f"checkpoint-{step}") for step in (3, 6, 9)] == [None] * 3
         found.append(leaves(torch.load(tmp_path / "checkpoint-9" / "optimizer.pt")["state"]))
     assert_same_weights(*found)
-
-
-# ---- Killed ----------------------------------------------------------------------------------------------------------
 
 
 def publish_and_kill(folder, flushes):

@@ -91,9 +91,6 @@ class KeepsState(Callback):
         self.count = state_dict["count"]
 
 
-# ---- Harm ------------------------------------------------------------------------------------------------------------
-
-
 def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 

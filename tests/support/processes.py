@@ -67,9 +67,6 @@ def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])}
 
 
-# ---- In the process -------------------------------------------------------------------------------------------------
-
-
 def _become(output: Any, errors: str, cwd: str, variables: dict[str, str]) -> None:
     """Take the streams, folder and environment of a script, and undo what multiprocessing has set."""
     gc.freeze()  # the imports are shared with the server
@@ -125,9 +122,6 @@ def _run_function(call: bytes, answer: Any, *own: Any) -> None:
     _become(*own)
     function, given = pickle.loads(call)  # its module is imported with the environment of the rank
     answer.send_bytes(pickle.dumps(function(*given)))
-
-
-# ---- In the tests ---------------------------------------------------------------------------------------------------
 
 
 class Started:

@@ -46,9 +46,6 @@ def without_times(name: str, value: Any) -> Any:
     return "measured" if name.replace("/", "_").endswith(MEASURED) else value
 
 
-# ---- Trackers: each writes below a folder, and is read from there ---------------------------------------------------
-
-
 @dataclass
 class Written:
     """What a tracker holds of all runs.
@@ -260,9 +257,6 @@ class Comet(CSV):
             experiment.end()
 
 
-# ---- TensorBoard's files --------------------------------------------------------------------------------------------
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
     """Steps and values by tag in the event files of a folder."""
     return _entries(folder, "scalars", lambda tag, event: without_times(tag, event.value))
@@ -284,9 +278,6 @@ def _entries(folder: Path, kind: str, to_value: Callable[[str, Any], Any]) -> di
         tag: [(event.step, to_value(tag, event)) for event in sorted(read(tag), key=lambda event: event.wall_time)]
         for tag in accumulator.Tags()[kind]
     }
-
-
-# ---- W&B's files ----------------------------------------------------------------------------------------------------
 
 
 def wandb_records(folder: Path) -> list[Any]:
@@ -321,9 +312,6 @@ def wandb_items(items: Any) -> dict[str, Any]:
     """Names and values of a record of W&B, without those that it adds itself."""
     values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
     return {name: without_times(name, value) for name, value in values.items() if not name.startswith("_")}
-
-
-# ---- MLflow -------------------------------------------------------------------------------------------------------
 
 
 @functools.cache

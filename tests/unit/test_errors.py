@@ -24,9 +24,6 @@ def make_args(tmp_path):
     return make
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -96,9 +93,6 @@ def test_unsupported_arguments_are_named_together(make_args):
     words = "mp_parameters='a=b' is not supported.*\nfsdp='full_shard' shards the model over processes"
     with pytest.raises(UnsupportedArgument, match=words):
         Trainer(make_plain(), make_args(fsdp="full_shard", mp_parameters="a=b"))
-
-
-# ---- What a Trainer is given -----------------------------------------------------------------------------------------
 
 
 def make_sgd(model):

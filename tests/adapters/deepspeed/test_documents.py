@@ -18,8 +18,6 @@ from tests.docs.documents.running import losses, quiet
 from tests.support.launching import END_OF_FILE, port
 from tests.support.tiny import make_plain, plain_data
 
-# ---- Sections of the configuration, as they stand -------------------------------------------------------------------
-
 #: 292 and 349.
 ZERO = """{
    "zero_optimization": {
@@ -188,8 +186,6 @@ def test_amp(line):
     with pytest.raises(WrongConfig, match=r"deepspeed: amp=.* is refused by DeepSpeed .*has been removed"):
         check_config(args.hf_deepspeed_config)
 
-
-# ---- Launchers ------------------------------------------------------------------------------------------------------
 
 FINETUNE = """
 --model_name_or_path sshleifer/distill-mbart-en-ro-12-4 --data_dir wmt_en_ro

@@ -158,8 +158,6 @@ def test_fewer_processes(tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=0.2)  # dropout of one process, not of two
 
 
-# ---- Launchers ------------------------------------------------------------------------------------------------------
-
 CONFIG = {**AUTO, "zero_optimization": {"stage": 2}}
 
 

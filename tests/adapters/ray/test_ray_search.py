@@ -48,8 +48,6 @@ class TestRay(RayBackend):
 backend = TestRay()
 search, grid = backend.search, backend.grid
 
-# ---- Against transformers --------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("settings", [{"eval_strategy": "epoch", "save_total_limit": 1}, {}], ids=str)
 def test_same_search(tmp_path, settings):
@@ -74,9 +72,6 @@ def test_same_search(tmp_path, settings):
         }
 
     alike(run, assert_equal)
-
-
-# ---- Schedulers and search algorithms --------------------------------------------------------------------------
 
 
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):
@@ -149,9 +144,6 @@ def test_search_algorithms_are_passed_through(tmp_path):
         assert folder.is_dir() and not (tmp_path / "out" / f"run-{trial.trial_id}").exists()
 
 
-# ---- Ended and started again -----------------------------------------------------------------------------------
-
-
 def test_killed_and_resumed(tmp_path, processes):
     """A search that is killed in its second trial: the first is not trained again, the second goes on."""
     how = {"env": {**processes.environment(), "TUNE_GLOBAL_CHECKPOINT_S": "0"}, "cwd": processes.ROOT}
@@ -178,9 +170,6 @@ def test_truncated_state_does_not_start_a_new_search(tmp_path):
         search(make_saving(tmp_path / "out"), name="search", resume="AUTO")
 
 
-# ---- Objectives ------------------------------------------------------------------------------------------------
-
-
 def test_mistakes_end_the_search(tmp_path):
     """What every other trial would find too reaches the user as it is."""
     trainer, rates = make_saving(tmp_path / "out"), grid(learning_rate=[1e-3, 1e-2])
@@ -202,8 +191,6 @@ def test_which_objectives_count(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_SCOPE", "avg")  # where v5 has it
     assert ray_search._scope(TrainingArguments(str(tmp_path))) == "avg"
 
-
-# ---- Bad input -------------------------------------------------------------------------------------------------
 
 PBT = PopulationBasedTraining(hyperparam_mutations={"learning_rate": [1, 2]})
 #: What the search is given → the error, its words, and arguments of the Trainer.
@@ -241,9 +228,6 @@ REFUSED = {
 def test_refused(tmp_path, case):
     *refused, settings = REFUSED[case]
     backend.assert_refused(tmp_path, *refused, **settings)
-
-
-# ---- On the way into another process ---------------------------------------------------------------------------
 
 
 class Holding(TrainerCallback):

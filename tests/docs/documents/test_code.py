@@ -27,9 +27,6 @@ def make(folder, trainer_class=Trainer, model=None, data=8, **given):
     return trainer_class(tiny.make_plain() if model is None else model, quiet(folder, **settings), **given)
 
 
-# ---- Subclasses -----------------------------------------------------------------------------------------------------
-
-
 def my_custom_loss(logits, labels):
     return nn.functional.multi_margin_loss(logits, labels)
 
@@ -119,8 +116,6 @@ def test_own_optimizer_and_scheduler(tmp_path):
     assert trainer.asked == 1
     assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.1, 0.1]
 
-
-# ---- Signatures -----------------------------------------------------------------------------------------------------
 
 #: Methods of v4.15 and their parameters.
 SIGNATURES = """
@@ -235,9 +230,6 @@ def test_documented_defaults(kind):
     } == {"log_level_replica", "report_to"}
 
 
-# ---- What a Trainer is made with ------------------------------------------------------------------------------------
-
-
 def test_output_folder_by_default():
     assert Trainer(tiny.make_plain()).args.output_dir == "tmp_trainer"
 
@@ -265,9 +257,6 @@ def test_callbacks_by_class_and_by_object(tmp_path):
     trainer.add_callback(kept)
     assert trainer.remove_callback(kept) is None
     assert kept not in trainer.callback_handler.callbacks
-
-
-# ---- Runs -----------------------------------------------------------------------------------------------------------
 
 
 def test_resuming():

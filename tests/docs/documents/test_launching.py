@@ -14,8 +14,6 @@ from tests.docs.documents.running import NORMAL, losses, several
 from tests.support.launching import END_OF_FILE, FSDP_FILE, port
 from tests.support.parity import comparable
 
-# ---- torchrun, and FSDP ---------------------------------------------------------------------------------------------
-
 #: Option → what it becomes.
 FSDP = {
     "full_shard": {},
@@ -121,8 +119,6 @@ def test_sharded_model_generates(by_torchrun):
         assert any(any(line) for line in runs["generates"]["tokens"])
 
 
-# ---- torch.distributed.launch, and FairScale ------------------------------------------------------------------------
-
 OF_V4_1 = """
 --model_name_or_path sshleifer/distill-mbart-en-ro-12-4 --data_dir wmt_en_ro
 --output_dir output_dir --overwrite_output_dir
@@ -181,9 +177,6 @@ def test_sharded_ddp(words, option, by_launch):
     assert by_launch[0][words, option]["weights"] == by_launch[1][words, option]["weights"]
 
 
-# ---- Which GPUs -----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def release_alone():
     """What the release logs in one process, with the normal arguments."""
@@ -202,8 +195,6 @@ def test_variables_of_gpus(variable, tmp_path):
     assert comparable(run["logs"]) == release_alone()
     assert (run["place"], run["device"], run["environment"][name]) == ([0, 0, 1], "cpu", value)
 
-
-# ---- accelerate, and run_glue.py ------------------------------------------------------------------------------------
 
 GLUE = "examples/pytorch/text-classification/run_glue.py"
 #: The block's words; the output folder is not in /tmp here.

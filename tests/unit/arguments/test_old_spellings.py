@@ -28,9 +28,6 @@ def make(folder, kind=Trainer, model="plain", **settings):
     return make_trainer(folder, kind, model, **settings)
 
 
-# ---- train(model_path=...) ---------------------------------------------------------------------------------------
-
-
 def test_model_path_of_a_checkpoint_resumes(tmp_path):
     whole = make(tmp_path)
     whole.train()
@@ -63,9 +60,6 @@ def test_model_path_that_is_no_path(tmp_path):
         assert make(tmp_path).train(model_path=None).global_step == 4
 
 
-# ---- Values ---------------------------------------------------------------------------------------------------------
-
-
 def test_debug_of_v4_1():
     with pytest.warns(FutureWarning, match="debug=True is now debug='tpu_metrics_debug'"):
         args = TrainingArguments("x", debug=True, use_cpu=True)
@@ -74,9 +68,6 @@ def test_debug_of_v4_1():
         warnings.simplefilter("error")
         assert dataclasses.replace(args).debug == ["tpu_metrics_debug"]
         assert TrainingArguments("x", debug=False, sharded_ddp=[], use_cpu=True).debug == []
-
-
-# ---- Arguments by position ---------------------------------------------------------------------------------------
 
 
 def test_positions_of_v4():
@@ -112,9 +103,6 @@ def test_positions_of_a_subclass():
     assert (args.per_device_train_batch_size, args.do_train) == (5, True)
 
 
-# ---- Libraries that are gone -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -140,9 +128,6 @@ def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     with pytest.warns(FutureWarning, match="jit_mode_eval=True: torch has discontinued TorchScript") as caught:
         Trainer(make_plain(), args)
     assert files_of(caught, "jit_mode_eval") == [__file__]
-
-
-# ---- Methods -----------------------------------------------------------------------------------------------------
 
 
 def test_noise_by_hand(tmp_path):

@@ -29,9 +29,6 @@ from tests.support.tiny import (
 EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
 
 
-# ---- torchmetrics ------------------------------------------------------------------------------------------------
-
-
 METRICS = {
     "MulticlassAccuracy": lambda metric: metric,
     "acc": lambda metric: MetricCollection({"acc": metric}),
@@ -144,9 +141,6 @@ def test_plots_need_matplotlib(monkeypatch):
         TorchMetrics(MulticlassAccuracy(3), plot=True)
 
 
-# ---- One copy of the predictions -----------------------------------------------------------------------------------
-
-
 @st.composite
 def batches(draw):
     tail = draw(st.sampled_from([None, (), (3,), (2, 2)]))
@@ -243,9 +237,6 @@ def test_memory_is_about_one_copy(tmp_path, processes, kind, folder, copies):
     assert float(run.stdout or "nan") < copies, run.stderr
 
 
-# ---- Loops of old releases -------------------------------------------------------------------------------------------
-
-
 def test_prediction_loop_of_old_scripts(make_trainer):
     """As scripts of v4.4 and before write it."""
 
@@ -280,9 +271,6 @@ def test_loops_and_steps_that_call_super(make_trainer):
     expected, *found = [trainer.evaluate()["eval_loss"] for trainer in trainers]
     assert found == [expected, expected]
     assert called == ["new", "old", "new"]
-
-
-# ---- Odds and ends ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

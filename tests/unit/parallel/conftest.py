@@ -42,9 +42,6 @@ def two_processes(put):
     put(SECOND)
 
 
-# ---- Devices that no test machine has --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def mac(monkeypatch):
     """Apple Silicon with macOS 14."""
@@ -71,9 +68,6 @@ def on_xla(monkeypatch):
 def on_torch_tpu(monkeypatch):
     """On torch_tpu's device, whose name torch does not know here."""
     monkeypatch.setattr(TrainingArguments, "_setup_devices", SimpleNamespace(type="tpu", index=0))
-
-
-# ---- What a process can be connected by ------------------------------------------------------------------------------
 
 
 @pytest.fixture

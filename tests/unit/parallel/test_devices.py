@@ -38,9 +38,6 @@ def make_trainer(**settings):
     return Trainer(make_plain(), make(OnCpu, **settings), train_dataset=plain_data(8))
 
 
-# ---- Apple's GPU -----------------------------------------------------------------------------------------------------
-
-
 def test_lightning_gets_mps(mac, monkeypatch):
     from lightning.fabric.accelerators import MPSAccelerator as OfFabric
     from lightning.pytorch.accelerators import MPSAccelerator
@@ -197,9 +194,6 @@ def test_hints(tmp_path, caplog, error, hint, call):
     assert len(error.__notes__) == (hint is not None)
     logged = [record.message for record in caplog.records if record.name == "hftrainer.parallel.devices"]
     assert logged == (error.__notes__ if sys.version_info < (3, 11) else [])
-
-
-# ---- Other accelerators ----------------------------------------------------------------------------------------------
 
 
 def test_intel(xpu, two_processes, monkeypatch):

@@ -100,9 +100,6 @@ def test_two_steps_of_a_job_have_their_own_ports(make):
     assert [plan_of(make(f"{STEP} SLURM_STEP_ID={step}")).processes.port for step in (1, 2)] == [20679, 20680]
 
 
-# ---- Chosen by the user ----------------------------------------------------------------------------------------------
-
-
 class Own(ClusterEnvironment):
     creates_processes_externally, main_address, main_port = True, "c", 9
     detect, world_size, global_rank = staticmethod(lambda: False), lambda self: 6, lambda self: 4
@@ -127,9 +124,6 @@ def test_lightning_gets_the_place(make):
     assert type(environment).__name__ == "LaunchedEnvironment"
     environment.teardown()
     assert os.environ["WORLD_SIZE"] == "1"
-
-
-# ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -187,8 +181,6 @@ def test_gpu_of_a_rank(make, gpus, count, variables, device, devices):
     assert plan_of(args).trainer_keywords()["devices"] == devices
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
-
 WRONG = {
     "no address": (TWO, {}, "MASTER_ADDR and MASTER_PORT are not set"),
     "no rank": ("WORLD_SIZE=2", {}, "MASTER_ADDR and MASTER_PORT and RANK are not set.*torchrun"),
@@ -227,8 +219,6 @@ def test_meeting_without_an_address(make):
     with pytest.raises(UnsupportedArgument, match="MASTER_ADDR"), make(TWO).main_process_first():
         pass
 
-
-# ---- accelerate launch -----------------------------------------------------------------------------------------------
 
 DEFAULTS = {"mode": None, "fullgraph": False, "dynamic": None}
 

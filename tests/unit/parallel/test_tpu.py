@@ -27,9 +27,6 @@ def no_torch_xla(monkeypatch):
     monkeypatch.setattr(devices, "has_torch_xla", lambda: False)
 
 
-# ---- Whether there is one --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
@@ -76,8 +73,6 @@ def test_device(on_xla):
     assert make(use_cpu=True).device == torch.device("cpu")
 
 
-# ---- Without a library -----------------------------------------------------------------------------------------------
-
 XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu]'", "use_cpu=True")
 
 
@@ -117,9 +112,6 @@ def test_run_without_torch_xla(no_torch_xla, capsys):
     with pytest.raises(SystemExit):
         command.main(["run", "--tpu", __file__])
     assert "--tpu needs torch_xla: pip install 'hftrainer[tpu]'" in capsys.readouterr().err
-
-
-# ---- With either library ---------------------------------------------------------------------------------------------
 
 
 def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
