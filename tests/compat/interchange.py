@@ -26,7 +26,6 @@ SHAPES = {
 
 
 def make_adapters():
-    """A model with two adapters, of which the second is trained."""
     from peft import LoraConfig
 
     model = make_peft()
@@ -37,7 +36,6 @@ def make_adapters():
 
 
 def make_tied():
-    """A language model whose input and output embeddings are one tensor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)

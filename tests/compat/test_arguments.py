@@ -45,7 +45,6 @@ def make_parser(library, of, kind="Seq2SeqTrainingArguments"):
 
 
 def plain(value):
-    """Without enumerations and objects, whose classes are each library's own."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value.to_dict() if hasattr(value, "to_dict") else getattr(value, "value", value)

@@ -31,7 +31,6 @@ IS_NEWEST = pinned("transformers") <= TRANSFORMERS
 
 
 def plain_value(name: str, value: Any) -> Any:
-    """A value as far as two libraries can have it in common."""
     if name == "model_preparation_time":
         return type(value)
     if name in ("state", "control"):
@@ -100,7 +99,6 @@ def reset_log(trainer):
 
 
 def own_handler(trainer):
-    """A handler of a subclass, in the place of the Trainer's."""
     old = trainer.callback_handler
 
     class Quiet(type(old)):

@@ -70,14 +70,12 @@ def folders(tmp_path_factory):
 
 
 def read(path: Path):
-    """What a checkpoint's file holds."""
     if path.suffix == ".safetensors":
         return load_file(path)
     return torch.load(path, weights_only=path.name != "rng_state.pth")
 
 
 def same(ours, theirs) -> bool:
-    """Equal in structure, and to the bit."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     if isinstance(ours, dict):
@@ -88,7 +86,6 @@ def same(ours, theirs) -> bool:
 
 
 def report(folder: Path) -> dict:
-    """What the run says of itself."""
     return json.loads((folder / "report.json").read_text())
 
 

@@ -28,7 +28,6 @@ def make(**settings):
 def program(
     folder, library="hftrainer", before="", after="", run="make({settings}).train()", settings="", model="plain"
 ):
-    """A script that trains with a library."""
     return SCRIPT.format(
         library=library,
         folder=str(folder),
@@ -84,7 +83,6 @@ make(**{**settings, "max_steps": 8}).train(resume_from_checkpoint=True)
 
 @pytest.fixture(scope="module")
 def of_both(tmp_path_factory, shown):
-    """What both libraries show of the same runs at info."""
     folder = tmp_path_factory.mktemp("both")
     found = []
     for library in ("transformers", "hftrainer"):
@@ -171,7 +169,6 @@ SWITCHES = {
 
 @pytest.fixture(scope="module")
 def of_switches(tmp_path_factory, shown):
-    """Switch → what is shown."""
     folder = tmp_path_factory.mktemp("switches")
     return {
         switch: shown(program(folder / str(number), **how))
@@ -202,7 +199,6 @@ def test_explicit_format(of_switches):
 
 
 def test_a_warning_is_shown_once(of_switches):
-    """By default, without any switch."""
     assert "".join(of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
 
 

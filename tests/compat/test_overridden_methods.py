@@ -73,14 +73,12 @@ def mix_gradients(make: Callable[..., Any], library: Any, folder: Path) -> None:
 
 
 def search(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Two trials."""
     make(eval_strategy="epoch", trainer={"model_init": make_plain}).hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}, n_trials=2, backend="optuna"
     )
 
 
 def upload(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Each save, and the model in the end."""
     trainer = make("bert", lambda name, model, *at, **more: make_pushing(name, *at, model, hub_model_id=name, **more))
     trainer.train()
     trainer.push_to_hub()

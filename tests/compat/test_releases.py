@@ -41,7 +41,6 @@ by_length = {"group_by_length": True} if TRANSFORMERS < (5,) else {"train_sampli
 
 
 def trained(model, **settings):
-    """A case that trains once."""
     return lambda folder: train("transformers", model, folder, **copy.deepcopy(settings))
 
 
@@ -52,7 +51,6 @@ def begin(folder, model, step, **settings):
 
 
 def resume(folder, model, step, again=(), **settings):
-    """A case that resumes from what `begin` has written."""
     shutil.copytree(folder.parent / "begun" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     return train("transformers", model, folder, resume=True, **{**settings, "save_steps": step, **dict(again)})
 
@@ -65,7 +63,6 @@ def resumed(model, step, **settings):
 
 
 def what_a_loss_function_gets(model, folder, **settings):
-    """The number of items and its type, in training and evaluation."""
     seen = []
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -94,7 +91,6 @@ def what_an_override_gets(folder):
 
 
 def overrides_of_all_that_make_an_optimizer(folder):
-    """Which of them train() calls."""
     calls = []
 
     class Own(transformers.Trainer):
@@ -193,7 +189,6 @@ def a_batch_size_set_later(folder):
 
 
 def before_and_after_training(folder):
-    """The epoch in the log, the loss of language models, and what predictions consist of."""
     trainer, recorder = build("transformers", "llama", folder, max_steps=3)
     trainer.evaluate()
     trainer.train()
@@ -397,7 +392,6 @@ SKIPPED = {
 
 @contextlib.contextmanager
 def installed():
-    """What the name transformers gives is ours, for a while."""
     hftrainer.install()
     try:
         assert transformers.Trainer is hftrainer.Trainer
@@ -408,8 +402,6 @@ def installed():
 
 @pytest.fixture
 def observe(tmp_path, capsys):
-    """A function that runs a case in a folder of its own."""
-
     def run(name, who):
         case = CASES[name]
         function = getattr(case, "func", case)

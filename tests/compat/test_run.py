@@ -21,8 +21,6 @@ FLAGS = """
 
 @pytest.fixture
 def run(processes):
-    """A function that runs Python in a folder."""
-
     def run_in(folder: Path, *words):
         folder.mkdir(parents=True, exist_ok=True)
         return processes.run(*words, cwd=folder, fresh=True)

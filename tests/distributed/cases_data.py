@@ -13,8 +13,6 @@ from tests.support.tiny import language_data, pad, plain_data
 
 
 class Noisy(Dataset):
-    """Draws from torch's own generator for each sample."""
-
     def __init__(self, count=38):
         self.samples = plain_data(count)
 
@@ -46,8 +44,6 @@ class Sized(Stream):
 
 
 class Shuffled(IterableDataset):
-    """Draws its order from a generator of its own."""
-
     def __init__(self):
         self.generator = torch.Generator().manual_seed(3)
 
@@ -166,14 +162,12 @@ def seeing(library):
 
 
 def make(library, config, data, settings, folder):
-    """A Trainer with one row of a table, and its recorder."""
     given = {"train_dataset": data(), **settings.get("trainer", {})}
     options = {**settings, "trainer": given, "trainer_class": seeing, "accelerator_config": copy.deepcopy(config)}
     return build(library, "llama" if data is varied else "plain", folder, **options)
 
 
 def run(library, case, folder, resume=None):
-    """What came of it, the random state at the end, and the batches seen and gathered."""
     config, data, settings = CASES.get(case, DIFFERENT)
     saves = {"save_strategy": "steps", "save_steps": 3} if case in RESUMED else {}
     trainer, recorder = make(library, config, data, {**settings, **saves}, folder)
@@ -184,7 +178,6 @@ def run(library, case, folder, resume=None):
 
 
 def train_all(library, folder):
-    """By case, what came of it."""
     return {case: run(library, case, folder / library / case.replace(", ", "-")) for case in CASES}
 
 
@@ -240,7 +233,6 @@ REFUSED = (
 
 
 def refuse(folder):
-    """Why each run is refused."""
     found = []
     for row in REFUSED:
         trainer, _ = make("hftrainer", *row[:3], folder)

@@ -167,7 +167,6 @@ CASES = {
 
 
 def result(trainer, data):
-    """Metrics and predictions, without the times."""
     metrics = trainer.evaluate(data)
     output = trainer.predict(data)
     kept = {name: value for name, value in metrics.items() if not name.endswith(("_second", "_runtime", "_time"))}
@@ -204,7 +203,6 @@ OTHERS = {each.__name__: each for each in (predict_objects, evaluate_loss, gathe
 
 
 def evaluate_all():
-    """By case and size, what came of it."""
     found = {name: dict(evaluate()) for name, evaluate in OTHERS.items()}
     for name, (given, make_data, *sizes) in CASES.items():
         trainer = make(**given)

@@ -71,7 +71,6 @@ def run(folder, model, sizes, resume=None):
 
 
 def train_all(folder, layouts):
-    """By layout, what came of it, of a run that goes on, and of one that goes on from one process."""
     model, found = folder / "llama", {}
     if "one" in layouts:
         without_dropout(make_llama)().save_pretrained(model)

@@ -36,7 +36,6 @@ def nan_at_first(trial):
 
 
 def find_all(folder):
-    """What a rank finds in searches of several kinds."""
     optuna.logging.set_verbosity(logging.WARNING)
     args = TrainingArguments(
         str(folder / "out"),

@@ -257,7 +257,6 @@ def groups(folder):
 
 
 def run_group(group, folder):
-    """What came of each run, by name."""
     MODELS["peft"] = (without_dropout(MODELS["peft"][0]), MODELS["peft"][1])
     for name in ("plain", "bert", "llama"):
         make_model, make_data = MODELS[name]

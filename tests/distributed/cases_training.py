@@ -92,7 +92,6 @@ RESUMED = (("plain", 4), ("plain", 6), ("llama, accumulation 3", 3))
 
 
 def train_all(library, folder):
-    """By case, and by case, step and writer of those that go on, what came of it."""
     MODELS["batch norm"] = (make_batch_norm, plain_data)
 
     def run(case, place, resume=None):
@@ -147,7 +146,6 @@ def fill_the_disk(folder):
 
 
 def refuse():
-    """Why each of three runs is refused."""
     found = []
     for settings, callbacks, resume in (
         ({}, [], "some.ckpt"),

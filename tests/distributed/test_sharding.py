@@ -70,7 +70,6 @@ def test_same_as_one_process(found, model, group, name):
 
 @pytest.mark.parametrize("strategy", SAVED)
 def test_resumed_run_ends_the_same(found, strategy):
-    """To the last bit."""
     undisturbed, resumed = (found("saved")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
     assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
@@ -99,7 +98,6 @@ def test_lightning_checkpoints(found, folder, strategy):
 
 @pytest.mark.parametrize("reader", READERS[4])
 def test_two_then_one_then_four(found, reader):
-    """A run of two processes goes on in one, and that in four."""
     undisturbed, alone = found("lightning")[0]["ddp"], found("chained", 1)[0]["alone"]
     ours = found("chained", 4)[0][reader]
     assert losses(ours) == pytest.approx(losses(undisturbed), rel=TOLERANCE)

@@ -21,7 +21,6 @@ TWO = pytest.param(
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What the ranks of a strategy have found, or how they have failed."""
     found = {}
 
     def ask(name, count):

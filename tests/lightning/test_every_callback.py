@@ -23,8 +23,6 @@ from tests.support.tiny import Plain, plain_data
 
 
 class Model(Plain):
-    """A pretrained part and a head."""
-
     def __init__(self):
         torch.manual_seed(1)
         super().__init__()
@@ -62,8 +60,6 @@ def are_same(ours, theirs):
 
 @dataclass
 class Run:
-    """One finished run, as the checks look at it."""
-
     trainer: Trainer
     callback: Any
     mode: str
@@ -96,8 +92,6 @@ def predictions_written(run):
 
 
 class Freezes(of.BaseFinetuning):
-    """Trains the head alone for an epoch."""
-
     def freeze_before_training(self, pl_module):
         self.freeze(pl_module.model.backbone)
 
@@ -119,8 +113,6 @@ class Counts(of.Callback):
 
 
 class Bar(of.ProgressBar):
-    """The least of a progress bar."""
-
     batches = 0
     enable = disable = lambda self: None
     on_train_batch_end = Counts.on_train_batch_end

@@ -13,8 +13,6 @@ SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
 
 
 class Recorder(Callback):
-    """Writes down the hooks around evaluation, with the metrics that are there."""
-
     def __init__(self):
         self.hooks = []
 

@@ -63,7 +63,6 @@ def is_self(receiver: ast.expr) -> bool:
 
 
 def private_imports(tree: ast.AST) -> Iterator[str]:
-    """What is private of that which is imported from Lightning."""
     for node in ast.walk(tree):
         paths = []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -138,7 +137,6 @@ def lightnings(module: ModuleType) -> set[str]:
 
 
 def name_of(path: Path) -> str:
-    """The name that a file is imported by."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[1:] if parts[0] == "adapters" else parts).removesuffix(".__init__")
 

@@ -101,7 +101,6 @@ def left_behind(library_name, folder, needs, time, **change):
 
 @functools.cache
 def unchanged(name, twice):
-    """What our run leaves behind with the argument's default."""
     with tempfile.TemporaryDirectory() as folder:
         return left_behind("hftrainer", Path(folder), CASES[name].needs, "between" if twice else "given")
 
@@ -177,7 +176,6 @@ def test_clipping_to_none(tmp_path):
 
 
 def test_what_processes_write(monkeypatch):
-    """To disks, and to their logs."""
     for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}.items():  # the first of the second node
         monkeypatch.setenv(name, value)
     levels = {"log_level": "warning", "log_level_replica": "error"}

@@ -13,8 +13,6 @@ from tests.support.parity import EVALUATED, accuracy, alike, assert_same_weights
 
 
 class Counts(hftrainer.TrainerCallback):
-    """Counts steps, of a Trainer that it knows."""
-
     def __init__(self, trainer=None):
         self.trainer, self.steps = trainer, 0
 

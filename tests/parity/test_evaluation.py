@@ -69,7 +69,6 @@ CASES = {
 
 
 def summary(prediction):
-    """Numbers that change with any entry, of any nesting."""
     found = {
         f"{name}{path}": float(np.nan_to_num(np.asarray(leaf, dtype=np.float64)).sum())
         for name in ("predictions", "label_ids", "inputs", "losses")
@@ -161,14 +160,11 @@ class HalfStream(SizedStream):
 
 @pytest.mark.parametrize(("length", "workers"), [(18, 2), (8, 0), (30, 0)])
 def test_streams_whose_length_is_wrong(tmp_path, length, workers):
-    """Every batch that comes is evaluated."""
     _, arrays = compare_evaluations(tmp_path, "plain", data=HalfStream(length), dataloader_num_workers=workers)
     assert arrays[".predictions"][1] == (18, 3)
 
 
 class Running:
-    """A metric that adds up batch by batch."""
-
     def __init__(self):
         self.total, self.batches = 0.0, 0
 

@@ -37,8 +37,6 @@ def described(name: str, value: Any) -> Any:
 
 
 def full_recorder(library: Any, folder: Any) -> Any:
-    """A callback of `library` whose `seen` lists (event, keywords, state, switches)."""
-
     def note(event: str, self, args, state, control, **kwargs):
         keywords = {name: described(name, value) for name, value in sorted(kwargs.items())}
         values = dataclasses.asdict(state)
@@ -195,8 +193,6 @@ def counting_callback(library: str) -> Any:
     module = importlib.import_module(f"{library}.trainer_callback")
 
     class Counting(module.TrainerCallback, module.ExportableState):
-        """Counts optimizer steps, on from where a checkpoint's left off."""
-
         def __init__(self, stride: int = 1) -> None:
             self.stride, self.count = stride, 0
 

@@ -23,7 +23,6 @@ def _collect_quickly():
 
 
 def make_of_trial(trial):
-    """A model whose width is searched; the Trainer makes one without a trial first."""
     return with_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
 
 
@@ -68,7 +67,6 @@ CASES = {
 
 
 def search(library, folder, settings, keywords):
-    """A search, all that can be compared of it, and its Trainer and study."""
     torch.manual_seed(0)
     logs, studies, create_study = [], [], optuna.create_study
 

@@ -85,7 +85,6 @@ def is_known(name):
 
 @pytest.mark.parametrize("option", sorted(actions().keys() - OF_LAUNCHERS))
 def test_options(monkeypatch, option):
-    """Each changes a variable that is in the table."""
     before = of_every_launcher(monkeypatch)
     after = of_every_launcher(monkeypatch, **{option: another_value(actions()[option])})
     changed = {name for name, value in after.items() if before.get(name) != value}

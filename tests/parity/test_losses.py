@@ -100,8 +100,6 @@ def test_nan_losses(tmp_path, filtered, logging_steps):
 
 
 class NumberEach(nn.Module):
-    """Returns a number for each row, and no loss."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
@@ -119,8 +117,6 @@ def test_first_number_is_the_loss(tmp_path, caplog):
 
 
 class Dirty(Plain):
-    """Its loss is not a number at some steps."""
-
     calls = 0
 
     def forward(self, x, labels=None):
@@ -209,8 +205,6 @@ def test_label_smoothing_of_several_labels(tmp_path):
 
 
 class TwoLosses(Plain):
-    """Returns its loss in parts."""
-
     def __init__(self, with_total=True):
         torch.manual_seed(1)
         super().__init__()

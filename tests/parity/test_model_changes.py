@@ -22,8 +22,6 @@ def test_other_models(tmp_path, model, accumulation):
 
 @pytest.mark.parametrize("model_init", [Plain, lambda trial: Plain()])
 def test_model_init(tmp_path, model_init):
-    """Each run begins with a new model."""
-
     def script(trainer):
         return [trainer.train().training_loss for _ in range(2)]
 
@@ -74,8 +72,6 @@ def test_tokens_per_second(tmp_path):
 
 @pytest.mark.parametrize("model", ["bert", "llama", "peft"])
 def test_neftune(tmp_path, model):
-    """The noise is taken off at the end."""
-
     def script(trainer):
         embeddings = trainer.model.get_input_embeddings()
         trainer.train()
@@ -124,7 +120,6 @@ def test_activations_are_computed_again(tmp_path):
 
 
 def test_compiling_in_place(tmp_path):
-    """By the script, before it makes the Trainer."""
     model = make_plain()
     model.compile(backend="eager")
     trained = train("hftrainer", "plain", tmp_path / "compiled", trainer={"model": model}, max_steps=3)

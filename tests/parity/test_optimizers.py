@@ -65,8 +65,6 @@ def without_parameters(group):
 
 @pytest.mark.parametrize("name", sorted(NEED_A_GPU))
 def test_what_would_be_built(tmp_path, name):
-    """Class and keywords, but for the parameters, are those of transformers."""
-
     def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name, lr_scheduler_type="constant"))
         kind, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -132,7 +130,6 @@ HALFWAY = {"save_strategy": "steps", "save_steps": 3}
     "name", ["galore_adamw", "apollo_adamw", "adamw_torch_8bit", "schedule_free_adamw", "adafactor"]
 )
 def test_resume(tmp_path, name):
-    """Whatever an optimizer keeps comes back."""
     compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 
 
@@ -239,8 +236,6 @@ class Factory:
 
 
 class Stubborn(torch.optim.Optimizer):
-    """Never calls its closure."""
-
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -259,8 +254,6 @@ def test_optimizer_cls_and_kwargs(tmp_path, kind, kwargs):
 
 
 def with_sgd(make_schedule=lambda optimizer: None, lr=0.1, **options):
-    """Makes the model, its optimizer and a schedule for each run."""
-
     def make():
         model = make_plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
@@ -285,8 +278,6 @@ def test_optimizer_hooks_see_the_gradients(tmp_path, accumulation):
 
 
 class OwnScheduler:
-    """All that transformers asks of a scheduler."""
-
     def __init__(self, optimizer):
         self.optimizer, self.steps = optimizer, 0
 

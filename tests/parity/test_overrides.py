@@ -99,7 +99,6 @@ def answers(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval")
 
 
 def two_steps(trainer):
-    """A function on the optimizer itself, which is no method of it."""
     step = trainer.create_optimizer().step
     trainer.optimizer.step = lambda closure=None: (step(), step())[1]
 
@@ -119,8 +118,6 @@ def fused(trainer):
 
 
 def other_optimizer(prepare):
-    """Makes the run step another optimizer than was created."""
-
     def replacement(*objects):
         prepared = prepare(*objects)
         return (prepared[0], torch.optim.SGD(prepared[0].parameters(), lr=0.3)) if len(objects) == 2 else prepared
@@ -203,8 +200,6 @@ def test_replacement_changes_the_run_alike(tmp_path, name, accumulation):
 
 
 class Batch:
-    """A batch that is an object: neither a mapping nor sized."""
-
     def __init__(self, samples):
         self.x, self.labels = (torch.stack([sample[name] for sample in samples]) for name in ("x", "labels"))
 

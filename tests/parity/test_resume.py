@@ -49,8 +49,6 @@ def settings_of(accumulation, step, **more):
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory):
-    """A run of a library from beginning to end, and its folder: several readers go on from one writer's checkpoint."""
-
     @functools.cache
     def run(writer, model, accumulation, step):
         folder = tmp_path_factory.mktemp("whole")
@@ -81,7 +79,6 @@ def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, way, mode
 
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
 def test_resumed_run_is_that_of_transformers(tmp_path, whole_runs, accumulation, step):
-    """All that it logs, announces and writes."""
     undisturbed, written = whole_runs("transformers", "plain", accumulation, step)
     resumed = alike(lambda name: resume(name, written, tmp_path / name, accumulation, step))
     assert_same_weights(resumed.weights, undisturbed.weights)
@@ -162,7 +159,6 @@ def read(path):
 
 
 def structure(value):
-    """Keys, types and shapes of what a file holds."""
     if isinstance(value, dict):
         return {key: structure(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -190,7 +186,6 @@ GOING_ON = {
 
 
 def go(name, folder, resume, case):
-    """A run, and its best metric, the operations counted and the patience of early stopping."""
     model, more = GOING_ON[case]
     if more is BEST:
         stopper = lambda library: library.EarlyStoppingCallback(9, early_stopping_threshold=5.0)  # noqa: E731
@@ -207,8 +202,6 @@ def go(name, folder, resume, case):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A function of a writer and a case: its undisturbed run, and the folder."""
-
     @functools.cache
     def begin(writer, case):
         folder = tmp_path_factory.mktemp("begun")

@@ -54,7 +54,6 @@ def picture_data():
 
 
 def predict(name, folder, make_model, data, **given):
-    """The metrics and predictions of a model with a cache, without measured times."""
     torch.manual_seed(0)
     model = make_model()
     model.config.use_cache = True
@@ -110,8 +109,6 @@ def test_objects_in_outputs_are_left_out(tmp_path, caplog):
 
 
 class Strange(torch.nn.Module):
-    """Returns, beside its logits, objects of which only one has nothing but tensors."""
-
     def __init__(self, as_tuple=False):
         super().__init__()
         self.layer = torch.nn.Linear(8, 3)

@@ -52,7 +52,6 @@ def settings_of(name, warmup, kwargs):
 
 
 def rates(schedule, optimizer, name, first, last):
-    """The learning rates of each group before every step, and at the end."""
     found = [[group["lr"] for group in optimizer.param_groups]]
     for step in range(first, last):
         optimizer.step()

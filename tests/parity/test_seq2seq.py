@@ -50,7 +50,6 @@ def make_decoder():
 
 
 def uneven_data(count=11):
-    """Prompts and answers of different lengths."""
     return [{key: value[: 3 + i % 5] for key, value in row.items()} for i, row in enumerate(t5_data(count))]
 
 

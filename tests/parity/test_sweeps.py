@@ -96,7 +96,6 @@ def search(trainer, n_trials=1, **keywords):
 
 
 def files(folder):
-    """The files of the runs of a sweep, whatever it is called."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     return sorted(name.replace("sweep1", "sweep0") for name in names)
 

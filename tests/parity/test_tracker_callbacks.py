@@ -34,7 +34,6 @@ def kinds(trainer):
 
 
 def place_of(trainer, kind):
-    """As scripts look for one."""
     return next(i for i, each in enumerate(trainer.callback_handler.callbacks) if isinstance(each, kind))
 
 
@@ -196,7 +195,6 @@ def log_otherwise(trainer, callback, kind, folder):
 
 @case("MLflowCallback")
 def leave_the_run_open(trainer, callback, kind, folder):
-    """The module, and what `setup` leaves behind."""
     callback.setup(trainer.args, trainer.state, trainer.model)
     callback._ml_flow.log_param("mine", 3)
     assert [callback._initialized, callback._auto_end_run, callback._log_artifacts] == [True, True, False]
@@ -213,7 +211,6 @@ def look_at_the_experiment(trainer, callback, kind, folder):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes(tmp_path, monkeypatch, change):
-    """The run is that of transformers with the same change."""
     name, left = CHANGES[change]
 
     def run(library):

@@ -35,8 +35,6 @@ def stop_while_connecting(seconds):
 
 
 class Stops(TrainerCallback):
-    """Stops one rank when a step begins."""
-
     def __init__(self, victim):
         self.victim = victim
 

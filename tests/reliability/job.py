@@ -93,7 +93,6 @@ class Reports(TrainerCallback):
 
 
 def wait_for_sigterm():
-    """Wait for it, and let the Trainer's handler have it."""
     received, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
 
     def receive(number, frame):
@@ -121,8 +120,6 @@ def kill_at(event, folder):
 
 
 class AddsFiles(Trainer):
-    """Writes a file into each checkpoint before the Trainer does, and one after."""
-
     def _save_checkpoint(self, model, trial):
         place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         place.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,6 @@ def check(folder, wanted):
 
 
 def make_trainer(folder, callback, **settings):
-    """A Trainer for a search, with trials of a few steps."""
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(logging.WARNING)
     settings = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **settings}

@@ -95,12 +95,10 @@ SCENARIOS = {
 
 
 def numbers_of(lines, word):
-    """The numbers at the end of the lines that begin with a word."""
     return [int(found[1]) for line in lines if (found := re.fullmatch(rf"{word} .*?(\d+)", line))]
 
 
 def left_over(output):
-    """Processes that still print into a file."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/1"):
         with contextlib.suppress(OSError):
@@ -121,8 +119,6 @@ def step_of(checkpoint):
 
 @dataclass
 class Found:
-    """What came of the runs of a scenario."""
-
     runs: int = 0
     disturbed: Counter = field(default_factory=Counter)
     findings: list = field(default_factory=list)
@@ -158,12 +154,10 @@ class Run:
         return Group(self.folder, self.scenario.count, (kill_at,) * self.scenario.count, **given)
 
     def close(self):
-        """Delete its files."""
         self.disk.remove()
         shutil.rmtree(self.folder.parent)
 
     def live(self, kills, expected, hub):
-        """From the first start to the end, and the comparison with a run that nothing has disturbed."""
         try:
             for _ in range(MOST):
                 if self.found.kills >= kills or self.disturb():
@@ -250,7 +244,6 @@ class Run:
         self._check(group, "nothing")
 
     def compare(self, expected):
-        """With a run that nothing has disturbed; a search is checked by itself."""
         if self.scenario.searches:
             check(self.folder, self.scenario.settings["n_trials"])
             return
@@ -275,7 +268,6 @@ def soak(name, folder, kills, seed, found, hub):
 
 
 def table(results):
-    """The report, a line for each scenario."""
     yield f"{'scenario':34}{'runs':>6}{'kills':>7}{'damaged':>9}{'findings':>10}"
     for name, found in results.items():
         yield f"{name:34}{found.runs:6}{found.kills:7}{found.disturbed['damage']:9}{len(found.findings):10}"

@@ -62,7 +62,6 @@ def make(folder, library="hftrainer", trainer_class=WRITING, model="plain", **se
 
 
 def listed(folder):
-    """What is in the manifest."""
     return set(read_manifest(folder))
 
 
@@ -152,7 +151,6 @@ def test_same_step_saved_twice(tmp_path):
 
 
 def test_hyperparameter_trials(tmp_path):
-    """Each trial has a folder of its own."""
     pytest.importorskip("optuna")
     trainer = make(tmp_path, trainer={"model_init": make_plain}, eval_strategy="steps", eval_steps=2)
     trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 3)}, n_trials=2)

@@ -51,7 +51,6 @@ def hold_back(monkeypatch):
 
 
 def contents(path):
-    """What a file holds, to compare."""
     if path.suffix == ".safetensors":
         return {name: tensor.tolist() for name, tensor in load_file(path).items()}
     if path.suffix in (".pt", ".bin") and path.name != "training_args.bin":
@@ -93,7 +92,6 @@ class Notes(TrainerCallback):
     "config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=["argument", "plugin"]
 )
 def test_training_does_not_wait(tmp_path, hold_back, config):
-    """Lightning's plugin means the same."""
     notes, threads = Notes(), hold_back(folder, "write_manifest")
     make_trainer(tmp_path, callbacks=[notes], max_steps=8, lightning_config=config).train()
     assert len(threads) == 3

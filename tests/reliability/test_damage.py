@@ -38,13 +38,11 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(runs, tmp_path):
-    """A copy of a checkpoint of BERT, alone in its folder."""
     shutil.copytree(runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
     return tmp_path / "out" / "checkpoint-6"
 
 
 def copy(source, folder):
-    """The first two checkpoints of a run; returns the second."""
     shutil.rmtree(folder, ignore_errors=True)
     for step in (3, 6):
         shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
@@ -58,7 +56,6 @@ def resumed(checkpoint, resume=None, model="bert"):
 
 @pytest.mark.parametrize("harm", HARM)
 def test_every_file(runs, tmp_path, harm, caplog):
-    """Of the newest checkpoint, each file in turn."""
     caplog.set_level(logging.WARNING)
     source, expected = runs("bert")
     assert len(names(source / "checkpoint-6")) > 8
@@ -283,8 +280,6 @@ def test_best_model_that_a_callback_changes(tmp_path, caplog):
 
 @pytest.fixture
 def command(capsys):
-    """Runs `hftrainer checkpoint`; returns its status and what it prints."""
-
     def run(*words):
         capsys.readouterr()
         try:

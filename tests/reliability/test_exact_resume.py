@@ -42,8 +42,6 @@ class Augmented(Dataset):
 
 
 class AugmentedStream(IterableDataset):
-    """The same as a stream."""
-
     def __init__(self, *of):
         self.data = Augmented(*of)
         self.read = self.data.read
@@ -53,8 +51,6 @@ class AugmentedStream(IterableDataset):
 
 
 class StatefulStream(AugmentedStream):
-    """A stream that can be brought back to where it was."""
-
     done = 0
 
     def __iter__(self):
@@ -85,7 +81,6 @@ def build(folder, make_data=Augmented, collator=None, **settings):
 
 
 def lines(trainer):
-    """The log without measured times, and without the last line's mean loss, which is of one call's steps."""
     *logs, last = comparable(trainer.state.log_history)
     return [*logs, {name: value for name, value in last.items() if name != "train_loss"}]
 
@@ -158,8 +153,6 @@ def test_settings(tmp_path, name):
 
 
 class OneByOne(SequentialSampler):
-    """Draws each index when it is asked for."""
-
     def __iter__(self):
         return (random.randrange(len(self.data_source)) for _ in self.data_source)
 

@@ -41,8 +41,6 @@ def make(folder, **settings):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Kind → a checkpoint: of a run, of one with a loading process, and parts of a model and its optimizer."""
-
     @functools.cache
     def source(kind):
         folder = tmp_path_factory.mktemp(kind)
@@ -102,7 +100,6 @@ def change_part(part, path, draw, trace):
 
 
 def change_list(path, draw, trace):
-    """Another value of a field of the list of parts, or of one of the descriptions in it."""
     parts = pickle.loads(path.read_bytes())
     name = draw(st.sampled_from(list(vars(parts))))
     value = getattr(parts, name)

@@ -48,7 +48,6 @@ def no_token(request, tmp_path, monkeypatch, caplog, capfd):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of the same run without uploads."""
     torch.set_num_threads(1)
     trainer = make_uploading(tmp_path_factory.mktemp("undisturbed"), push_to_hub=False)
     trainer.train()
@@ -64,13 +63,11 @@ def messages(hub):
 
 
 def steps(*numbers, checkpoint=False):
-    """The messages of the commits for these steps."""
     parts = ("", ", checkpoint") if checkpoint else ("",)
     return [f"Training in progress, step {number}{part}" for number in numbers for part in parts]
 
 
 def assert_one_at_a_time(hub):
-    """Uploads are never made in parallel."""
     made = [request.split("/")[-2] for request in hub.requests if "/preupload/" in request or "/commit/" in request]
     assert made == ["preupload", "commit"] * (len(made) // 2)
 
@@ -316,7 +313,6 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
 
 
 def test_shards_and_adapters(tmp_path):
-    """Only the files of the model are listed."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
         (tmp_path / name).touch()

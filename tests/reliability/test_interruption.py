@@ -19,7 +19,6 @@ STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGIN
 
 
 def finish(folder, **settings):
-    """Run a job to its end, in this process."""
     job.main(str(folder), settings)
     return weights(folder)
 
@@ -85,7 +84,6 @@ def fail():
 
 
 def at(step, number=None, event="on_step_end"):
-    """Fails at an event of a step, or raises a signal."""
     return At(step, lambda: signal.raise_signal(number) if number else fail(), event)
 
 
@@ -174,8 +172,6 @@ def test_memory_runs_out_after_a_resume(tmp_path):
 
 
 class Fails(Plain):
-    """Draws no random numbers, and fails in one of its calls."""
-
     def __init__(self, call=None):
         torch.manual_seed(1)
         super().__init__()

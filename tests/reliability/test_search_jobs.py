@@ -36,7 +36,6 @@ def start(processes, tmp_path):
 
 
 def found(text):
-    """What a process has printed of each search: the best trial, and all of them."""
     return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("found")]
 
 
@@ -99,7 +98,6 @@ def test_workers_end_with_the_script(start, number):
 
 @pytest.fixture
 def search(tmp_path):
-    """Searches with a Trainer of one step."""
     trainer = make_trainer(tmp_path, trainer={"model_init": make_plain}, max_steps=1, save_strategy="no")
 
     def search(**keywords):

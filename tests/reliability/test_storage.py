@@ -183,7 +183,6 @@ def test_errors_of_the_users_own_are_not_the_storages(tmp_path, error):
 
 @pytest.fixture
 def make_disk(tmp_path):
-    """Mounts a small file system; skips the test where this process may not."""
     with contextlib.ExitStack() as stack:
 
         def make(size):
@@ -197,8 +196,6 @@ def make_disk(tmp_path):
 
 
 class Fills(TrainerCallback):
-    """The disk is full from one save to the beginning of a step."""
-
     def __init__(self, disk, saved, mended=None):
         self.disk, self.saved, self.mended = disk, saved, mended
 
@@ -238,7 +235,6 @@ def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
 
 @pytest.fixture
 def limit_files():
-    """Limits how large a file may grow, in bytes; None for the limit before."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limit(size=None):

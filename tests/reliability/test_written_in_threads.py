@@ -34,7 +34,6 @@ LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no mult
 
 
 def write_files(folder):
-    """A folder with files of several sizes, as a checkpoint has."""
     (folder / "part").mkdir(parents=True)
     contents = {"model.safetensors": LARGE, "optimizer.pt": LARGE, "part/0.distcp": 1 << 20, "empty": 0}
     for name, size in contents.items():
@@ -53,7 +52,6 @@ def assert_listed(folder):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is flushed and dropped from the cache, as inodes, and what is renamed to which path, in this order."""
     seen = []
 
     def noting(name, original):
@@ -102,7 +100,6 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    """The optimizer's state of a tiny model is streamed."""
     monkeypatch.setattr(files, "WINDOW", 1000)
     monkeypatch.setattr(files, "_LARGE", 0)
 

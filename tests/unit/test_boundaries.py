@@ -22,7 +22,6 @@ def imported_at_once(node: ast.AST) -> Iterator[str]:
 
 
 def those_that_ask(folder: str, libraries: set[str]) -> dict[str, set[str]]:
-    """The files that import some of these libraries at once."""
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     asked = {str(path.relative_to(ROOT)): {*imported_at_once(ast.parse(path.read_text()))} for path in files}

@@ -30,7 +30,6 @@ SETTINGS = {
 
 @pytest.mark.parametrize("kind", ["Trainer", "Seq2SeqTrainer"])
 def test_one_attribute_beside_the_documented_ones(tmp_path, kind):
-    """It holds everything else."""
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda library: getattr(library, kind), **SETTINGS)
     trainer.train()
     known = json.loads(FACTS.read_text())

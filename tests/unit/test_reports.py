@@ -52,8 +52,6 @@ class Embedding(nn.Module):
 
 
 class Actions(nn.Module):
-    """Its labels have a name of their own."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 3)
@@ -243,8 +241,6 @@ def test_named(make_trainer, case):
 
 
 class Short(TrainerCallback):
-    """Handlers without `**kwargs`."""
-
     def on_step_end(self, args, state, control):
         self.steps = state.global_step
 

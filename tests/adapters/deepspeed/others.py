@@ -106,7 +106,6 @@ def arguments_to_generate(folder, **settings):
 
 
 def generating(folder):
-    """Partitioned models generate what they would generate whole."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(1)

@@ -105,7 +105,6 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By rank and line, in the processes of one launcher."""
     folder = tmp_path_factory.mktemp("v4.1")
     lines = []
     for line, (config, words) in RUNS.items():
@@ -138,7 +137,6 @@ def test_sections(line, found):
 
 
 def expectations(number, runs):
-    """What a section means for the run."""
     run = runs[number]
     expected = {
         245: [0.0, 3e-5 * math.log(2) / math.log(500)],  # DeepSpeed's formula

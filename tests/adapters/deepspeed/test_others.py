@@ -23,7 +23,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What `others.py` wrote, by case and rank."""
     run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
     names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")

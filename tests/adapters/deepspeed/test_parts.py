@@ -58,7 +58,6 @@ def written(tmp_path_factory):
 
 @pytest.fixture(params=["transformers", "hftrainer"])
 def checkpoint(request, written, pretrained, tmp_path):
-    """A copy of a checkpoint of either library, without a manifest."""
     if not (written / request.param).exists():
         train(request.param, written / request.param, pretrained, steps=2)
     shutil.copytree(written / request.param / "checkpoint-2", tmp_path / "checkpoint-2")

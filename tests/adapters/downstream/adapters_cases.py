@@ -37,7 +37,6 @@ def translated(first: int, end: int) -> Dataset:
 
 
 def classifier(kind: str) -> Any:
-    """A model with a head and an adapter `task`, which is trained."""
     torch.manual_seed(1)
     model = AutoAdapterModel.from_config(config())
     model.add_adapter("task", config=kind)
@@ -47,7 +46,6 @@ def classifier(kind: str) -> Any:
 
 
 def fused() -> Any:
-    """A model with two adapters that stay, and a fusion of them, which is trained."""
     torch.manual_seed(1)
     model = AutoAdapterModel.from_config(config())
     for name in ("first", "second"):
@@ -61,7 +59,6 @@ def fused() -> Any:
 
 
 def translator() -> Any:
-    """BART with an adapter."""
     torch.manual_seed(1)
     marks = {f"{name}_token_id": number for number, name in enumerate(("pad", "unk", "bos", "eos"))}
     model = BartForConditionalGeneration(

@@ -50,8 +50,6 @@ def series(count: int) -> list[dict[str, np.ndarray]]:
 
 
 def live(folder: Path, **settings: Any) -> dict[str, Any]:
-    """The record of a life of its Trainer; `settings` go before those of all cases."""
-
     def build(name: str) -> Chronos2Trainer:
         train = Chronos2Dataset(series(6), **SIZES, output_patch_size=4, min_past=4, mode=DatasetMode.TRAIN)
         held_out = Chronos2Dataset(series(5), **SIZES, output_patch_size=4, mode=DatasetMode.VALIDATION)

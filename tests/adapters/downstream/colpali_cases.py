@@ -88,8 +88,6 @@ def pages(first: int, end: int, pictured: bool) -> ColPaliEngineDataset:
 def live(
     folder: Path, pictured: bool = False, lora: bool = False, two_sets: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """The record of a life; `settings` go before those of all cases."""
-
     def build(name: str) -> ContrastiveTrainer:
         plain = model()
         adapter = LoraConfig(r=2, target_modules=["Wqkv"], modules_to_save=["custom_text_proj"])

@@ -65,7 +65,6 @@ def save_rows(path: Path, first: int, end: int) -> str:
 
 
 def live(folder: Path, kind: str, data: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """The record of a life; `data` and `settings` go before the arguments of all cases."""
     runner_class, model_arguments, data_arguments, arguments, model = KINDS[kind]
     words = save_bert(Path("words"), model, **({"num_labels": 1} if kind == "reranker" else {}))
     marked = tokenizer()

@@ -30,7 +30,6 @@ def marked(first: int, end: int, draws: bool = False) -> list[dict[str, Any]]:
 
 
 def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **settings: Any) -> dict[str, Any]:
-    """The record of a life; `settings` go before those of all cases."""
     words = save_bert(Path("words"))
 
     def build(name: str) -> Trainer:

@@ -143,7 +143,6 @@ def _key(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def rows() -> str:
-    """The rows of the page's table."""
     lines = []
     for result in read():
         library, cases = LIBRARIES[result["library"]], result["cases"]

@@ -51,7 +51,6 @@ class Witness(TrainerCallback):
 
 
 def save_data(kind: str) -> None:
-    """A folder `data` with sets `train` and `held_out`."""
     row, described = ROWS[kind]
     folder = Path("data")
     folder.mkdir()

@@ -36,7 +36,6 @@ def labelled(first: int, end: int) -> Dataset:
 
 
 def base(task: str) -> Any:
-    """The model without adapters; the same weights each time."""
     folder = Path("model")
     if not folder.exists():
         save_model(folder, labels=3 if task == "SEQ_CLS" else None)
@@ -45,7 +44,6 @@ def base(task: str) -> Any:
 
 
 def outputs_of(model: Any) -> str:
-    """Digest of what the model says to one sentence."""
     model.eval()
     with torch.no_grad():
         return records.digest(model(**tokenizer()(sentence(1), return_tensors="pt")).logits)

@@ -48,7 +48,6 @@ def live(
     evaluates: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The record of a life; `evaluates` adds pylate's evaluator, `settings` go before those of all cases."""
     words = save_bert(Path("words"))
 
     def build(name: str) -> SentenceTransformerTrainer:

@@ -30,7 +30,6 @@ def digest(value: Any) -> str:
 
 
 def weights(model: torch.nn.Module) -> dict[str, str]:
-    """Name → digest of each parameter and buffer."""
     return {name: digest(tensor) for name, tensor in model.state_dict().items()}
 
 

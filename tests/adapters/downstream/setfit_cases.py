@@ -64,7 +64,6 @@ def accuracy(predicted: Any, wanted: Any) -> dict[str, float]:
 
 
 def save_body(folder: Path) -> str:
-    """A sentence embedder, saved in `folder`."""
     words = Transformer(save_bert(folder.with_name("words")))
     SentenceTransformer(modules=[words, Pooling(words.get_embedding_dimension())], device="cpu").save(str(folder))
     return str(folder)

@@ -45,7 +45,6 @@ def marked(first: int, end: int, documents: bool = False) -> Dataset:
 
 
 def live(folder: Path, documents: bool = False, by_init: bool = False, **settings: Any) -> dict[str, Any]:
-    """The record of a life; `settings` go before those of all cases, `by_init` has the Trainer make the model."""
     words = save_bert(Path("words"))
     Path("seqeval").mkdir()
     Path("seqeval", "seqeval.py").write_text(METRIC)

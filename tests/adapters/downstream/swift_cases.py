@@ -46,7 +46,6 @@ def save_rows(row: Callable[[int], dict[str, Any]], first: int, end: int, path: 
 def live(
     folder: Path, pipeline: type = SwiftSft, row: Callable[[int], dict[str, Any]] = answered, **settings: Any
 ) -> dict[str, Any]:
-    """The record of a life of the Trainer that a pipeline makes; `settings` go before those of all cases."""
     given = {
         "model": save_model(Path("model")),
         "dataset": save_rows(row, 0, 40, "train.jsonl"),

@@ -24,7 +24,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def config(dropout: float = 0.0, **more: int) -> BertConfig:
-    """Of a model of about 4,000 parameters."""
     return BertConfig(
         vocab_size=len(MARKS) + len(WORDS),
         hidden_size=16,

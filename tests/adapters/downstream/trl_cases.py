@@ -60,7 +60,6 @@ def live(
 
 
 def lora(task: str = "CAUSAL_LM") -> dict[str, Any]:
-    """Adapters for the model, with dropout."""
     return {"peft_config": LoraConfig(task_type=task, **LORA)}
 
 
@@ -77,12 +76,10 @@ def conversation(index: int) -> dict[str, Any]:
 
 
 def answers(index: int) -> dict[str, Any]:
-    """A question with a better and a worse answer."""
     return {"prompt": user(index), "chosen": assistant(index), "rejected": assistant(index + 11)}
 
 
 def judged(index: int) -> dict[str, Any]:
-    """A question with an answer, and whether that was wanted."""
     return {"prompt": sentence(index), "completion": " " + sentence(index + 50), "label": index % 3 != 0}
 
 

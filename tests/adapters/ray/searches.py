@@ -56,7 +56,6 @@ class Diary(TrainerCallback):
 
 
 def read(path):
-    """What a diary holds."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
@@ -74,7 +73,6 @@ def worse_later(metrics):
 
 
 def make_of_trial(trial):
-    """A model whose width is searched; the Trainer makes one without a trial first."""
     return with_width(16 if trial is None else trial["width"])
 
 

@@ -231,8 +231,6 @@ def test_refused(tmp_path, case):
 
 
 class Holding(TrainerCallback):
-    """Holds the Trainer, as callbacks do, and something else."""
-
     def __init__(self, trainer, other=None):
         self.trainer, self.other = trainer, other
 

@@ -79,7 +79,6 @@ def test_resumed_within_an_epoch(tmp_path, name):
 
 @pytest.mark.parametrize("first_on_cpu", [True, False])
 def test_checkpoints_of_the_cpu_and_of_xla(tmp_path, first_on_cpu):
-    """Each goes on from the other's."""
     whole = trained(tmp_path / "whole", "bert", use_cpu=True)
     trained(tmp_path, "bert", use_cpu=first_on_cpu, save_strategy="steps", save_steps=5)
     folder = tmp_path / "checkpoint-5"
@@ -181,8 +180,6 @@ def test_ragged_last_batch(tmp_path, caplog):
 
 
 class InfiniteOnce(Trainer):
-    """Its third loss is infinite."""
-
     calls = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):

@@ -22,7 +22,6 @@ def make_questions(data_args):
 
 
 def features_of(examples, features):
-    """Id of each example → the places of its features."""
     found = {identity: [] for identity in examples["id"]}
     for place, identity in enumerate(features["example_id"]):
         found[identity].append(place)
@@ -54,7 +53,6 @@ class AnswerTrainer(Trainer):
         return output
 
     def answered(self, examples, dataset, output, prefix):
-        """The answers, and all metrics."""
         found = self.post_process_function(examples, dataset, output.predictions, prefix)
         prediction = EvalPrediction(predictions=found, label_ids=[answer["text"] for answer in examples["answer"]])
         metrics = {f"{prefix}_{name}": value for name, value in self.compute_metrics(prediction).items()}

@@ -66,7 +66,6 @@ def begin(arguments=TrainingArguments):
 
 
 def sentence(number, length):
-    """Words that follow from a number."""
     return " ".join(WORDS[(number * (place + 3) + place * place) % len(WORDS)] for place in range(length))
 
 
@@ -93,7 +92,6 @@ def splits(data):
 
 
 def word_tokenizer():
-    """A tokenizer with one token a word, built as BERT's."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -124,7 +122,6 @@ def make_t5(tokenizer, hidden_size=16):
 
 
 def accuracy(prediction):
-    """The share of right classes, where there are labels."""
     found, labels = prediction
     found = found.argmax(axis=-1) if found.ndim > labels.ndim else found
     return {"accuracy": float((found == labels)[labels != -100].mean())}
@@ -143,7 +140,6 @@ def report(trainer, split, metrics, samples):
 
 
 def train(trainer, checkpoint):
-    """Train, save the model, and write metrics and state."""
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     report(trainer, "train", result.metrics, len(trainer.train_dataset))
@@ -151,7 +147,6 @@ def train(trainer, checkpoint):
 
 
 def evaluate(trainer, perplexity=False, **keywords):
-    """Evaluate, and write the metrics."""
     metrics = trainer.evaluate(**{"metric_key_prefix": "eval", **keywords})
     if perplexity:
         metrics["perplexity"] = math.exp(metrics["eval_loss"])
@@ -159,14 +154,12 @@ def evaluate(trainer, perplexity=False, **keywords):
 
 
 def predict(trainer, *data, **keywords):
-    """Predict, and write the metrics; what was predicted."""
     output = trainer.predict(*data, **{"metric_key_prefix": "predict", **keywords})
     report(trainer, "predict", output.metrics, len(data[0]))
     return output.predictions
 
 
 def describe(trainer, task, **more):
-    """Write the model card."""
     trainer.create_model_card(tasks=task, dataset="generated", dataset_tags="generated", **more)
 
 
@@ -178,6 +171,5 @@ def finish(trainer, checkpoint, task, perplexity=False, **card):
 
 
 def write(trainer, name, value):
-    """Write predictions into the output folder, from the main process."""
     if trainer.is_world_process_zero():
         Path(trainer.args.output_dir, name).write_text(json.dumps(value, indent=1))

@@ -32,7 +32,6 @@ def quiet(folder, kind=TrainingArguments, **settings):
 
 
 def losses(logs):
-    """Of the steps of a run."""
     return [line["loss"] for line in logs if "loss" in line]
 
 
@@ -61,7 +60,6 @@ def run(folder, block, *programs, **environment):
 
 
 def run_python(folder, words, fresh=False, **environment):
-    """What `python` with the script and these words found."""
     env = {**processes.environment(), "FOUND": str(folder), **environment}
     done = processes.run(program.__file__, *shlex.split(words), cwd=folder, env=env, fresh=fresh)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,6 @@ OURS = ("test_code.py", "test_launching.py")
 
 @functools.cache
 def names_of_tests(path):
-    """The names of the tests of a file."""
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 

@@ -42,8 +42,6 @@ class MyTrainer(Trainer):
 
 
 class MultilabelTrainer(Trainer):
-    """Of v4.15."""
-
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.get("labels")
         outputs = model(**inputs)
@@ -56,8 +54,6 @@ class MultilabelTrainer(Trainer):
 
 
 class CustomTrainer(Trainer):
-    """Of the Chinese guide."""
-
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
@@ -143,7 +139,6 @@ SIGNATURES = """
 
 
 def read(text):
-    """Name → default, or no default."""
     pairs = re.findall(r"(\w+)(?:=('[^']*'|\([^)]*\)|\S+))?", text)
     return {name: eval(default) if default else inspect.Parameter.empty for name, default in pairs}
 
@@ -239,7 +234,6 @@ class Own(TrainerCallback):
 
 
 def test_callbacks_by_class_and_by_object(tmp_path):
-    """What is not there is None."""
     trainer, kept = make(tmp_path, disable_tqdm=False), Own()
 
     def names():
@@ -303,7 +297,6 @@ def test_logits_without_labels(tmp_path):
 
 
 def test_prepared_inputs(tmp_path):
-    """Nested as they were."""
     inputs = {"a": [torch.ones(2), (torch.zeros(1),)], "b": "text"}
     ours = alike(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
     assert ours == str(inputs)

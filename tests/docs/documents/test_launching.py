@@ -112,7 +112,6 @@ def test_whole_model_saved_from_shards(by_torchrun, folder):
 
 
 def test_sharded_model_generates(by_torchrun):
-    """What whole models do."""
     for runs in by_torchrun:
         assert runs["generates"]["kind"] == "FSDP"
         assert runs["generates"]["tokens"] == runs["generates whole"]["tokens"]
@@ -179,7 +178,6 @@ def test_sharded_ddp(words, option, by_launch):
 
 @functools.cache
 def release_alone():
-    """What the release logs in one process, with the normal arguments."""
     return comparable(program.logs_of_release(several(NORMAL).split()))
 
 

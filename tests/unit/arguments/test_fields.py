@@ -173,7 +173,6 @@ if pinned("transformers") > TRANSFORMERS:
 
 
 def different(ours, theirs):
-    """Arguments that are in both forms, with other values; old names are not in ours."""
     return {name for name in theirs.keys() - LEGACY if ours[name] != theirs[name]} - FILLED_IN
 
 
@@ -220,7 +219,6 @@ def test_the_compatibility_page_is_fresh():
 )
 @pytest.mark.parametrize("defaults", [True, False])
 def test_chaining_setters(method, given, defaults):
-    """Each sets what that of transformers sets, and returns the arguments."""
     if defaults and method != "set_push_to_hub":
         given = {}
     ours, theirs = TrainingArguments("x"), transformers.TrainingArguments("x", eval_delay=0)

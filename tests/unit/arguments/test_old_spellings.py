@@ -19,7 +19,6 @@ from tests.support.tiny import make_plain
 
 
 def files_of(caught, text):
-    """The files that warnings with this text point at."""
     return [each.filename for each in caught if text in str(each.message)]
 
 
@@ -146,7 +145,6 @@ def test_noise_by_hand(tmp_path):
 
 
 def test_noise_that_a_subclass_adds(tmp_path):
-    """A run calls overrides of both, as until v5.0."""
     calls = []
 
     class Own(Trainer):

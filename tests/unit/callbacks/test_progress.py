@@ -133,7 +133,6 @@ def test_users_class_of_the_same_name_is_another(tmp_path):
 @pytest.mark.parametrize("library", ["hftrainer", "transformers"])
 @pytest.mark.parametrize("later", [False, True])
 def test_one_bar(tmp_path, library, later, capfd):
-    """A bar that is given takes the place of the Trainer's own."""
     given = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
     trainer = make_trainer(tmp_path, *[] if later else [given])
     if later:

@@ -23,7 +23,6 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Trains, once for each settings."""
     made = {}
 
     def train(name, **settings):

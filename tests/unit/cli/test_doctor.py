@@ -29,7 +29,6 @@ VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "matplotlib": "3.11"}
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The versions that are said to be installed; a test may change them."""
     versions = dict(VERSIONS)
 
     def version(name):

@@ -18,8 +18,6 @@ from tests.support.arguments import CASES
 
 @pytest.fixture
 def explain(capsys):
-    """A function that runs the command in this process; it returns the exit status and what is printed."""
-
     def run(*words: str) -> SimpleNamespace:
         with pytest.raises(SystemExit) as ended:
             main(["explain", *words])
@@ -31,7 +29,6 @@ def explain(capsys):
 
 @pytest.fixture
 def explain_script(processes, tmp_path):
-    """A function that runs it in a process of its own, since it executes a script."""
     return lambda *words: processes.run("-m", "hftrainer", "explain", *words, cwd=tmp_path, fresh=True)
 
 

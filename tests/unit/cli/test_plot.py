@@ -136,7 +136,6 @@ def test_json(runs, tmp_path, capsys):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The addresses that a browser would have been opened with."""
     found = []
     monkeypatch.setattr("webbrowser.open", found.append)
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
@@ -146,8 +145,6 @@ def opened(monkeypatch):
 
 @pytest.fixture
 def show(tmp_path, monkeypatch, capsys):
-    """Plots with these words on a terminal, or elsewhere; returns what is printed."""
-
     def show_plot(*words, terminal=True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
         main(["plot", *words, "--out", str(tmp_path / "a.png")])

@@ -59,7 +59,6 @@ def test_torchmetrics(make_trainer, name):
 
 
 def test_torchmetrics_in_training(make_trainer):
-    """For the best model, early stopping and each of several sets."""
     metrics = {"acc": MulticlassAccuracy(3), "matrix": MulticlassConfusionMatrix(3)}
     data = {"a": plain_data(9), "b": plain_data(20)[9:]}
     best = {"save_strategy": "best", "metric_for_best_model": "a_acc"}
@@ -151,7 +150,6 @@ def batches(draw):
 
 
 def padded(arrays, padding=-100):
-    """The definition: everything at once."""
     if arrays[0].ndim == 1:
         return np.concatenate(arrays)
     longest = max(array.shape[1] for array in arrays)
@@ -232,14 +230,11 @@ print(max(peak, status("RssAnon") - before) / (array.nbytes / 2**20))
     [("equal", False, 1.15), ("varied", False, 1.3), ("longer", False, 2.1), ("equal", True, 0.2)],
 )
 def test_memory_is_about_one_copy(tmp_path, processes, kind, folder, copies):
-    """Peak memory in copies of the result (up to 82 MB), measured in a process of its own."""
     run = processes.run("-c", MEASURES, kind, tmp_path if folder else "")
     assert float(run.stdout or "nan") < copies, run.stderr
 
 
 def test_prediction_loop_of_old_scripts(make_trainer):
-    """As scripts of v4.4 and before write it."""
-
     class OldLoop(Trainer):
         def prediction_loop(self, dataloader, description, prediction_loss_only=None):
             return PredictionOutput(np.ones(3), np.zeros(3), {"eval_mine": 1.0})

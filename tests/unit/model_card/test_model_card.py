@@ -36,7 +36,6 @@ def make_trainer(folder, model="plain", **settings):
 
 
 def make_card(trainer, **given):
-    """The metadata and the text of the card that is written."""
     trainer.create_model_card(**given)
     path = Path(trainer.args.output_dir) / "README.md"
     return metadata_load(path), path.read_text()
@@ -44,7 +43,6 @@ def make_card(trainer, **given):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A plain module, trained and evaluated."""
     folder = tmp_path_factory.mktemp("runs") / "my-model"
     trainer = make_trainer(folder, trainer=MEASURED, eval_strategy="steps", eval_steps=3, hub_token=TOKEN)
     trainer.train()

@@ -27,8 +27,6 @@ def _no_tpu(monkeypatch):
 
 @pytest.fixture
 def put(monkeypatch):
-    """Sets environment variables, given as a shell has them."""
-
     def put(variables):
         for word in variables.split():
             monkeypatch.setenv(*word.split("=", 1))
@@ -38,20 +36,17 @@ def put(monkeypatch):
 
 @pytest.fixture
 def two_processes(put):
-    """As in the second process that torchrun has started."""
     put(SECOND)
 
 
 @pytest.fixture
 def mac(monkeypatch):
-    """Apple Silicon with macOS 14."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (14, 0))
 
 
 @pytest.fixture
 def xpu(monkeypatch):
-    """Two Intel GPUs."""
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
 

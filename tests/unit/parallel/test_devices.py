@@ -29,8 +29,6 @@ needs_scaler = pytest.mark.skipif(TORCH < (2, 8), reason="torch's GradScaler kno
 
 
 class OnCpu(TrainingArguments):
-    """The model stays on the CPU, where it can be built."""
-
     place_model_on_device = False
 
 

@@ -39,7 +39,6 @@ def states(study):
 
 
 def stored(folder):
-    """Keywords of a study in a file, with which it is continued."""
     return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
 
 
@@ -334,8 +333,6 @@ def test_a_seeded_sampler_does_not_repeat_itself(tmp_path):
 
 
 class Notes(TrainerCallback):
-    """What each run has found when it begins."""
-
     def __init__(self):
         self.found = []
 
@@ -375,7 +372,6 @@ def test_label_smoothing_reaches_the_loss(tmp_path):
 
 
 def test_values_are_cast_but_not_cut_off(tmp_path):
-    """Also truths and numbers of other libraries."""
     given = {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"}
     truths = [{"dataloader_drop_last": truth} for truth in ("False", "true", 1)]
     _, found = run_with(tmp_path, given, *truths, objective=lambda metrics: [metrics["eval_loss"]])

@@ -377,8 +377,6 @@ def test_dropout_is_off_in_evaluations(make):
 
 
 class Endless:
-    """As tf.data answers for a dataset that repeats."""
-
     def cardinality(self):
         return -1
 
