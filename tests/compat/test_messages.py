@@ -101,9 +101,7 @@ def test_all_numbers_at_the_beginning(of_both):
     """Each that transformers logs there is in ours, in its order; steps per epoch since v5.4."""
     theirs, ours = of_both
     block = theirs[theirs.index("Running training") :].splitlines()[1:]
-    numbers = [
-        line.rpartition("= ")[2] for line in block[: block.index(next(x for x in block if "trainable" in x)) + 1]
-    ]
+    numbers = [row.rpartition("= ")[2] for row in block[: block.index(next(x for x in block if "trainable" in x)) + 1]]
     mine = [line.rpartition(": ")[2] for line in ours[ours.index("Running training") :].splitlines()[1:9]]
     assert numbers == (mine if len(numbers) == 8 else [*mine[:2], *mine[3:]])
 
@@ -170,10 +168,7 @@ SWITCHES = {
 @pytest.fixture(scope="module")
 def of_switches(tmp_path_factory, shown):
     folder = tmp_path_factory.mktemp("switches")
-    return {
-        switch: shown(program(folder / str(number), **how))
-        for number, (switch, (how, _)) in enumerate(SWITCHES.items())
-    }
+    return {switch: shown(program(folder / str(n), **how)) for n, (switch, (how, _)) in enumerate(SWITCHES.items())}
 
 
 @pytest.mark.parametrize("switch", SWITCHES)

@@ -7,10 +7,10 @@ difference of an earlier release: without the difference, it finds something els
 
 import contextlib
 import copy
-import functools
 import inspect
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ def resume(folder, model, step, again=(), **settings):
 
 
 def resumed(model, step, **settings):
-    return functools.partial(resume, model=model, step=step, **settings)
+    return partial(resume, model=model, step=step, **settings)
 
 
 # ---- Cases with code of their own ------------------------------------------------------------------------------------
@@ -312,15 +312,15 @@ CASES = {
         save_strategy="steps",
         max_steps=7,
     ),
-    "items of a plain model": functools.partial(what_a_loss_function_gets, "plain"),
-    "items of a language model": functools.partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
+    "items of a plain model": partial(what_a_loss_function_gets, "plain"),
+    "items of a language model": partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
     "items for an override": what_an_override_gets,
     "items that nobody counts": items_that_nobody_counts,
     "overrides of all that make an optimizer": overrides_of_all_that_make_an_optimizer,
-    "a norm": functools.partial(a_model_of_its_own, "norm"),
-    "a layernorm": functools.partial(a_model_of_its_own, "layernorm"),
+    "a norm": partial(a_model_of_its_own, "norm"),
+    "a layernorm": partial(a_model_of_its_own, "layernorm"),
     "special tokens": special_tokens_and_printed_lines,
-    "end tokens": functools.partial(special_tokens_and_printed_lines, bos=None, eos=[8, 9]),
+    "end tokens": partial(special_tokens_and_printed_lines, bos=None, eos=[8, 9]),
     "the cache of a config": the_cache_of_a_config,
     "a trial with another seed": a_trial_with_another_seed,
     "a batch size set later": a_batch_size_set_later,
@@ -331,7 +331,7 @@ CASES = {
     "the best model when it is logged": the_best_model_when_it_is_logged,
     "a tokenizer of the collator": a_tokenizer_of_the_collator,
     "the lengths of a run": the_lengths_of_a_run,
-    "the lengths of some steps": functools.partial(the_lengths_of_a_run, max_steps=5, gradient_accumulation_steps=3),
+    "the lengths of some steps": partial(the_lengths_of_a_run, max_steps=5, gradient_accumulation_steps=3),
     "a model with another format by default": a_model_with_another_format_by_default,
 }
 #: The last release that does something differently → what, and the case that shows it, or the test elsewhere.

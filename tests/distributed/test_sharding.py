@@ -171,9 +171,7 @@ def test_same_as_replicas(found, case, strategy):
     assert_close(ours, replicas)
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy"), [(model, name) for model in ODD_MODELS for name in ODD_MODELS[model][1]]
-)
+@pytest.mark.parametrize(("model", "strategy"), [(kind, name) for kind in ODD_MODELS for name in ODD_MODELS[kind][1]])
 def test_odd_models_resume(found, model, strategy):
     undisturbed, resumed = (found("odd_models")[0][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])

@@ -228,9 +228,8 @@ def test_accumulation_changed_by_an_override(tmp_path):
 
         return Smaller
 
-    ours = compare(
-        tmp_path, "plain", trainer_class=smaller, num_train_epochs=1, logging_steps=1, per_device_train_batch_size=8
-    )
+    settings = {"num_train_epochs": 1, "logging_steps": 1, "per_device_train_batch_size": 8}
+    ours = compare(tmp_path, "plain", trainer_class=smaller, **settings)
     assert ours.extra["global_step"] == 3
 
 

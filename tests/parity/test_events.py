@@ -150,9 +150,8 @@ def test_evaluate_and_predict_from_a_callback(tmp_path, event):
             trainer.evaluate(plain_data()[:5], metric_key_prefix="inner")
             trainer.predict(plain_data()[:3])
 
-        trainer.add_callback(
-            callback(**{event: handler})(importlib.import_module(type(trainer).__module__.split(".")[0]))
-        )
+        library = importlib.import_module(type(trainer).__module__.split(".")[0])
+        trainer.add_callback(callback(**{event: handler})(library))
         trainer.train()
 
     compare(tmp_path, "plain", script=script, gradient_accumulation_steps=2, max_steps=4)

@@ -242,9 +242,7 @@ def test_several_losses(tmp_path, where, accumulation):
     whole = train("hftrainer", "plain", tmp_path / "whole", trainer_class=summed, **settings)
     assert_same_weights(parts.weights, whole.weights)
     for ours, theirs in zip(parts.logs, whole.logs, strict=True):
-        assert [ours.get(name) for name in ("loss", "eval_loss")] == [
-            theirs.get(name) for name in ("loss", "eval_loss")
-        ]
+        assert [ours.get(key) for key in ("loss", "eval_loss")] == [theirs.get(key) for key in ("loss", "eval_loss")]
         if "learning_rate" in ours:
             assert ours["entropy"] + ours["size"] == pytest.approx(ours["loss"], rel=1e-5)
 

@@ -126,9 +126,7 @@ def test_galore_adafactor_layerwise(tmp_path):
 HALFWAY = {"save_strategy": "steps", "save_steps": 3}
 
 
-@pytest.mark.parametrize(
-    "name", ["galore_adamw", "apollo_adamw", "adamw_torch_8bit", "schedule_free_adamw", "adafactor"]
-)
+@pytest.mark.parametrize("name", "galore_adamw apollo_adamw adamw_torch_8bit schedule_free_adamw adafactor".split())
 def test_resume(tmp_path, name):
     compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 

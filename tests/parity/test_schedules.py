@@ -39,11 +39,7 @@ KWARGS = {
     ],
 }
 NAMES = [kind.value for kind in SchedulerType]
-CASES = [
-    (name, warmup, kwargs)
-    for name in NAMES
-    for warmup, kwargs in itertools.product((0, 4, 0.3), KWARGS.get(name, [{}]))
-]
+CASES = [(name, *case) for name in NAMES for case in itertools.product((0, 4, 0.3), KWARGS.get(name, [{}]))]
 
 
 def settings_of(name, warmup, kwargs):

@@ -74,9 +74,7 @@ SENTENCES = {
     "`args.metric_for_best_model` must be provided": train(save_strategy="best", eval_strategy="steps"),
     "Could not determine method to count non-padding tokens": no_padding_known,
     "The `AcceleratorConfig`'s `num_steps` is set but": configure(gradient_accumulation_kwargs={"num_steps": 3}),
-    "EarlyStoppingCallback requires metric_for_best_model": train(
-        callback=lambda library: library.EarlyStoppingCallback()
-    ),
+    "EarlyStoppingCallback requires metric_for_best_model": train(callback=lambda of: of.EarlyStoppingCallback()),
     "requires IntervalStrategy of steps or epoch": train(
         callback=lambda library: library.EarlyStoppingCallback(), metric_for_best_model="loss"
     ),

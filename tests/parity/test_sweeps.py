@@ -90,9 +90,8 @@ def grid(**values):
 
 
 def search(trainer, n_trials=1, **keywords):
-    return trainer.hyperparameter_search(
-        backend="wandb", **{**grid(learning_rate=RATES), **keywords, "n_trials": n_trials}
-    )
+    given = {"backend": "wandb", **grid(learning_rate=RATES), "n_trials": n_trials}
+    return trainer.hyperparameter_search(**{**given, **keywords})
 
 
 def files(folder):

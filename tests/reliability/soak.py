@@ -200,9 +200,7 @@ class Run:
             assert "resuming from None" not in lines or not self.durable, (
                 f"began anew, not from {self.durable}: {lines}"
             )
-            assert not resumed or resumed[0] >= self.durable, (
-                f"{self.durable} was saved, and it resumes from {resumed[0]}"
-            )
+            assert not resumed or resumed[0] >= self.durable, f"{self.durable} was saved, it resumes from {resumed[0]}"
         if self.scenario.in_background:
             saved = saved[:-1]  # that may not be complete
         self.durable = max([self.durable, *resumed, *saved])

@@ -231,9 +231,7 @@ class Masking:
     """Uses the masks of transformers' collator, whose generator belongs to a process (since v5.24)."""
 
     def __init__(self):
-        self.data_collator = DataCollatorForLanguageModeling(
-            tokenizer(mask_token="<mask>"), mlm_probability=0.4, seed=3
-        )
+        self.data_collator = DataCollatorForLanguageModeling(tokenizer(mask_token="<m>"), mlm_probability=0.4, seed=3)
 
     def __call__(self, samples):
         masked = self.data_collator([{"input_ids": [2] * 8} for _ in samples])["labels"] != -100

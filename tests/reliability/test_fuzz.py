@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -141,13 +142,8 @@ CHANGES = {
 CASES = {
     **{f"values of {name}": ("run", name, change, resume) for name, change in CHANGES.items()},
     **{f"bytes of {name}": ("run", name, scramble, resume) for name in CHANGES},
-    "metrics": ("run", "progress.pt", functools.partial(change_part, "metrics"), resume),
-    "workers": (
-        "workers",
-        "progress.pt",
-        functools.partial(change_part, "workers"),
-        functools.partial(resume, **WORKERS),
-    ),
+    "metrics": ("run", "progress.pt", partial(change_part, "metrics"), resume),
+    "workers": ("workers", "progress.pt", partial(change_part, "workers"), partial(resume, **WORKERS)),
 }
 for _kind, _folder in PARTS.items():
     CASES[f"list of parts of the {_kind}"] = ("parts", f"{_folder}/.metadata", change_list, load(_kind))

@@ -104,10 +104,9 @@ class NeedsPath(TrainerCallback):
         self.path = path
 
 
-OtherLightning = type(
-    "EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": lambda self: None}
-)
+OtherLightning = type("EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": id})
 MODEL = make_plain()
+OPTIMIZERS = (make_sgd(MODEL), None)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +116,10 @@ MODEL = make_plain()
         (InvalidArgument, {"model_init": make_plain}, "either a model or a model_init; it got both"),
         (InvalidArgument, {"model": None, "model_init": lambda: None}, "model_init"),
         (InvalidArgument, {"model": None, "model_init": lambda trial, other: make_plain()}, "model_init"),
+        (InvalidArgument, {"model": None, "model_init": make_plain, "optimizers": OPTIMIZERS}, "model_init"),
         (
             InvalidArgument,
-            {"model": None, "model_init": make_plain, "optimizers": (make_sgd(MODEL), None)},
-            "model_init",
-        ),
-        (
-            InvalidArgument,
-            {"optimizers": (make_sgd(MODEL), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
+            {"optimizers": OPTIMIZERS, "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
             "both set the optimizer",
         ),
         (InvalidArgument, {"tokenizer": object(), "processing_class": object()}, "old name of processing_class"),

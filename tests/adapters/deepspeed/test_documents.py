@@ -200,9 +200,7 @@ def test_all_devices(line, tmp_path):
     folder.mkdir(parents=True)
     (folder / "ds_config.json").write_text(json.dumps(STAGE_2))
     words = " ".join(FINETUNE.split())
-    block = (
-        "cd examples/seq2seq\n" + f"deepspeed ./finetune_trainer.py --deepspeed ds_config.json {words} {running.TINY}"
-    )
+    block = f"cd examples/seq2seq\ndeepspeed ./finetune_trainer.py --deepspeed ds_config.json {words} {running.TINY}"
     found = running.run(tmp_path, block, "examples/seq2seq/finetune_trainer.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, len(found)], "DEEPSPEED")

@@ -1,7 +1,7 @@
 """Trainers of AdapterHub's `adapters`: each trained with evaluations and saves, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +126,10 @@ def generate(folder: Path) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "bottleneck": functools.partial(live, make=functools.partial(classifier, "seq_bn")),
-    "bottleneck_best_at_end": functools.partial(
-        live, make=functools.partial(classifier, "seq_bn"), load_best_model_at_end=True
-    ),
-    "lora": functools.partial(live, make=functools.partial(classifier, "lora")),
-    "prefix_tuning": functools.partial(live, make=functools.partial(classifier, "prefix_tuning")),
-    "fusion": functools.partial(live, make=fused),
+    "bottleneck": partial(live, make=partial(classifier, "seq_bn")),
+    "bottleneck_best_at_end": partial(live, make=partial(classifier, "seq_bn"), load_best_model_at_end=True),
+    "lora": partial(live, make=partial(classifier, "lora")),
+    "prefix_tuning": partial(live, make=partial(classifier, "prefix_tuning")),
+    "fusion": partial(live, make=fused),
     "generation": generate,
 }

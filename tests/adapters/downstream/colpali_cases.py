@@ -1,7 +1,7 @@
 """colpali-engine's Trainer: models that find pages by a question, trained with evaluations, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def picture(index: int) -> Image.Image:
 
 def pages(first: int, end: int, pictured: bool) -> ColPaliEngineDataset:
     """Questions, each with its page, as a picture or as text."""
-    page = picture if pictured else functools.partial(sentence, length=5)
+    page = picture if pictured else partial(sentence, length=5)
     rows = [{"query": sentence(index), "pos_target": page(index)} for index in range(first, end)]
     return ColPaliEngineDataset(rows if pictured else Dataset.from_list(rows))
 
@@ -111,7 +111,7 @@ def live(
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "texts": live,
-    "pictures_best_at_end": functools.partial(live, pictured=True, load_best_model_at_end=True),
-    "two_sets": functools.partial(live, two_sets=True),
-    "lora": functools.partial(live, lora=True),
+    "pictures_best_at_end": partial(live, pictured=True, load_best_model_at_end=True),
+    "two_sets": partial(live, two_sets=True),
+    "lora": partial(live, lora=True),
 }

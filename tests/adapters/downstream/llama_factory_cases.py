@@ -1,8 +1,8 @@
 """LLaMA-Factory's `run_exp`, as its command line calls it: trained with evaluations and saves, saved, and resumed."""
 
-import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +91,12 @@ def live(folder: Path, data: str, resumes: bool = True, **settings: Any) -> dict
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "sft": functools.partial(live, data="answered", stage="sft", finetuning_type="full"),
-    "sft_lora_best_at_end": functools.partial(
+    "sft": partial(live, data="answered", stage="sft", finetuning_type="full"),
+    "sft_lora_best_at_end": partial(
         live, data="answered", stage="sft", finetuning_type="lora", lora_rank=2, load_best_model_at_end=True
     ),
-    "pretrain": functools.partial(live, data="texts", stage="pt", finetuning_type="full"),
-    "dpo": functools.partial(live, data="compared", stage="dpo", finetuning_type="lora", lora_rank=2),
-    "kto": functools.partial(live, data="judged", stage="kto", finetuning_type="lora", lora_rank=2),
-    "reward": functools.partial(live, data="compared", stage="rm", finetuning_type="lora", resumes=False),
+    "pretrain": partial(live, data="texts", stage="pt", finetuning_type="full"),
+    "dpo": partial(live, data="compared", stage="dpo", finetuning_type="lora", lora_rank=2),
+    "kto": partial(live, data="judged", stage="kto", finetuning_type="lora", lora_rank=2),
+    "reward": partial(live, data="compared", stage="rm", finetuning_type="lora", resumes=False),
 }

@@ -1,7 +1,7 @@
 """PEFT's adapters in a plain Trainer: each trained with evaluations and saves, saved, resumed, and merged."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,18 +126,16 @@ def plus(model: Any) -> Any:
     return create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
 
 
-lora_live = functools.partial(live, merges=True)
+lora_live = partial(live, merges=True)
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "lora": functools.partial(lora_live, config=lora),
-    "lora_gradient_checkpointing": functools.partial(lora_live, config=lora, gradient_checkpointing=True),
-    "lora_classifier": functools.partial(
-        lora_live, config=functools.partial(lora, "SEQ_CLS"), load_best_model_at_end=True
-    ),
-    "lora_two_adapters": functools.partial(lora_live, config=lora, adapters=("default", "second")),
-    "lora_plus": functools.partial(lora_live, config=lora, optimizer=plus),
-    "dora": functools.partial(lora_live, config=functools.partial(lora, use_dora=True)),
-    "trained_tokens": functools.partial(lora_live, config=functools.partial(lora, trainable_token_indices=[5, 6])),
-    "adalora": functools.partial(
+    "lora": partial(lora_live, config=lora),
+    "lora_gradient_checkpointing": partial(lora_live, config=lora, gradient_checkpointing=True),
+    "lora_classifier": partial(lora_live, config=partial(lora, "SEQ_CLS"), load_best_model_at_end=True),
+    "lora_two_adapters": partial(lora_live, config=lora, adapters=("default", "second")),
+    "lora_plus": partial(lora_live, config=lora, optimizer=plus),
+    "dora": partial(lora_live, config=partial(lora, use_dora=True)),
+    "trained_tokens": partial(lora_live, config=partial(lora, trainable_token_indices=[5, 6])),
+    "adalora": partial(
         live,
         config=lambda: AdaLoraConfig(
             task_type="CAUSAL_LM",
@@ -152,17 +150,13 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
         callbacks=(Allocate,),
         resumes=False,
     ),
-    "ia3": functools.partial(
+    "ia3": partial(
         live,
         config=lambda: IA3Config(
             task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
         ),
         merges=True,
     ),
-    "prompt_tuning": functools.partial(
-        live, config=lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    ),
-    "prefix_tuning": functools.partial(
-        live, config=lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    ),
+    "prompt_tuning": partial(live, config=lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+    "prefix_tuning": partial(live, config=lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
 }

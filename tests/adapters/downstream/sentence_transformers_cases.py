@@ -1,7 +1,7 @@
 """Trainers of sentence-transformers: each trained with evaluations and saves, evaluated, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,39 +150,37 @@ def each_its_own(model: SentenceTransformer) -> dict[str, Any]:
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_held-out_spearman_cosine"}
 TWO_SETS = {"scored": scored, "pairs": paired}
-dense, sparse, pairs = (functools.partial(live, kind=kind) for kind in KINDS)
+dense, sparse, pairs = (partial(live, kind=kind) for kind in KINDS)
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "dense_scored_best_at_end": functools.partial(
+    "dense_scored_best_at_end": partial(
         dense, loss=losses.CoSENTLoss, data=scored, evaluates=True, learning_rate=0.05, **BEST
     ),
-    "dense_dropout": functools.partial(dense, loss=losses.CosineSimilarityLoss, data=scored, dropout=0.1),
-    "dense_no_duplicates": functools.partial(
+    "dense_dropout": partial(dense, loss=losses.CosineSimilarityLoss, data=scored, dropout=0.1),
+    "dense_no_duplicates": partial(
         dense, loss=losses.MultipleNegativesRankingLoss, data=paired, batch_sampler="no_duplicates"
     ),
-    "dense_cached_gradients": functools.partial(
+    "dense_cached_gradients": partial(
         dense,
-        loss=functools.partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
+        loss=partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
         data=triple,
         gradient_accumulation_steps=1,
     ),
-    "dense_matryoshka": functools.partial(
+    "dense_matryoshka": partial(
         dense,
         loss=lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
         data=triple,
         prompts={"anchor": "what ", "positive": "here "},
     ),
-    "dense_by_label": functools.partial(
-        dense, loss=losses.BatchAllTripletLoss, data=classified, batch_sampler="group_by_label"
-    ),
-    "dense_learning_rates": functools.partial(
+    "dense_by_label": partial(dense, loss=losses.BatchAllTripletLoss, data=classified, batch_sampler="group_by_label"),
+    "dense_learning_rates": partial(
         dense, loss=losses.CoSENTLoss, data=scored, learning_rate_mapping={r".*embeddings.*": 1e-1}
     ),
-    "dense_two_sets_in_turn": functools.partial(
+    "dense_two_sets_in_turn": partial(
         dense, loss=each_its_own, data=TWO_SETS, multi_dataset_batch_sampler="round_robin"
     ),
-    "dense_two_sets_by_size": functools.partial(dense, loss=each_its_own, data=TWO_SETS, evaluates=True),
-    "sparse_splade": functools.partial(sparse, loss=splade, data=triple),
-    "sparse_evaluator": functools.partial(
+    "dense_two_sets_by_size": partial(dense, loss=each_its_own, data=TWO_SETS, evaluates=True),
+    "sparse_splade": partial(sparse, loss=splade, data=triple),
+    "sparse_evaluator": partial(
         sparse,
         loss=lambda model: sparse_losses.SpladeLoss(
             model, sparse_losses.SparseCoSENTLoss(model), document_regularizer_weight=0.01
@@ -190,7 +188,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
         data=scored,
         evaluates=True,
     ),
-    "pairs_scored": functools.partial(pairs, loss=pair_losses.BinaryCrossEntropyLoss, data=scored, evaluates=True),
-    "pairs_dropout": functools.partial(pairs, loss=pair_losses.MSELoss, data=scored, dropout=0.1),
-    "pairs_lists": functools.partial(pairs, loss=pair_losses.LambdaLoss, data=listed),
+    "pairs_scored": partial(pairs, loss=pair_losses.BinaryCrossEntropyLoss, data=scored, evaluates=True),
+    "pairs_dropout": partial(pairs, loss=pair_losses.MSELoss, data=scored, dropout=0.1),
+    "pairs_lists": partial(pairs, loss=pair_losses.LambdaLoss, data=listed),
 }

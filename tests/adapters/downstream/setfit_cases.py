@@ -3,8 +3,8 @@
 setfit's `train()` resumes no checkpoint. AbsaTrainer needs spaCy and a language model that only its site has.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,9 @@ def distil(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "classifier": classify,
-    "best_at_end": functools.partial(classify, load_best_model_at_end=True, body_learning_rate=1e-2),
-    "differentiable_head": functools.partial(classify, differentiable=True, num_epochs=1),
-    "by_epochs": functools.partial(
+    "best_at_end": partial(classify, load_best_model_at_end=True, body_learning_rate=1e-2),
+    "differentiable_head": partial(classify, differentiable=True, num_epochs=1),
+    "by_epochs": partial(
         classify, max_steps=-1, num_epochs=2, num_iterations=1, eval_strategy="epoch", save_strategy="epoch"
     ),
     "distillation": distil,

@@ -1,8 +1,8 @@
 """ms-swift's pipelines, whose Trainers are trained with evaluations and saves, saved, and resumed."""
 
-import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ def live(
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "sft": functools.partial(live, tuner_type="full"),
-    "sft_lora": functools.partial(live, tuner_type="lora", load_best_model_at_end="true"),
-    "pretrain": functools.partial(live, pipeline=SwiftPretrain, tuner_type="full"),
-    "dpo": functools.partial(live, pipeline=SwiftRLHF, row=compared, rlhf_type="dpo", tuner_type="lora"),
+    "sft": partial(live, tuner_type="full"),
+    "sft_lora": partial(live, tuner_type="lora", load_best_model_at_end="true"),
+    "pretrain": partial(live, pipeline=SwiftPretrain, tuner_type="full"),
+    "dpo": partial(live, pipeline=SwiftRLHF, row=compared, rlhf_type="dpo", tuner_type="lora"),
 }

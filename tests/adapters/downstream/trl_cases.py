@@ -1,7 +1,7 @@
 """Trainers of TRL: each is trained with evaluations and saves, evaluated, saved, and resumed by a new one."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,30 +115,26 @@ def rewards() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "sft_text": functools.partial(live, kind="SFT", data=text),
-    "sft_text_in_bf16": functools.partial(live, kind="SFT", data=text, bf16=True, max_grad_norm=0.1),
-    "sft_completion": functools.partial(live, kind="SFT", data=completion),
-    "sft_conversation": functools.partial(live, kind="SFT", data=conversation, assistant_only_loss=True),
-    "sft_packing": functools.partial(
+    "sft_text": partial(live, kind="SFT", data=text),
+    "sft_text_in_bf16": partial(live, kind="SFT", data=text, bf16=True, max_grad_norm=0.1),
+    "sft_completion": partial(live, kind="SFT", data=completion),
+    "sft_conversation": partial(live, kind="SFT", data=conversation, assistant_only_loss=True),
+    "sft_packing": partial(
         live, kind="SFT", data=text, packing=True, packing_strategy="wrapped", max_length=16, eval_packing=False
     ),
-    "sft_streaming": functools.partial(live, kind="SFT", data=text, streaming=True),
-    "sft_lora": functools.partial(live, kind="SFT", data=text, given=lora),
-    "sft_lora_streaming": functools.partial(live, kind="SFT", data=completion, given=lora, streaming=True),
-    "dpo": functools.partial(live, kind="DPO", data=answers),
-    "dpo_precomputed": functools.partial(live, kind="DPO", data=answers, precompute_ref_log_probs=True),
-    "dpo_synced_reference": functools.partial(
-        live, kind="DPO", data=answers, sync_ref_model=True, ref_model_sync_steps=2
-    ),
-    "dpo_lora": functools.partial(live, kind="DPO", data=answers, given=lora),
-    "reward": functools.partial(live, kind="Reward", data=answers),
-    "reward_lora": functools.partial(live, kind="Reward", data=answers, given=functools.partial(lora, "SEQ_CLS")),
-    "kto": functools.partial(live, kind="KTO", data=judged),
-    "kto_lora": functools.partial(live, kind="KTO", data=judged, given=lora),
-    "grpo": functools.partial(live, kind="GRPO", data=question, given=rewards, **ONLINE),
-    "grpo_two_iterations": functools.partial(
-        live, kind="GRPO", data=question, given=rewards, num_iterations=2, **ONLINE
-    ),
-    "grpo_lora": functools.partial(live, kind="GRPO", data=question, given=lambda: {**rewards(), **lora()}, **ONLINE),
-    "rloo": functools.partial(live, kind="RLOO", data=question, given=rewards, **ONLINE),
+    "sft_streaming": partial(live, kind="SFT", data=text, streaming=True),
+    "sft_lora": partial(live, kind="SFT", data=text, given=lora),
+    "sft_lora_streaming": partial(live, kind="SFT", data=completion, given=lora, streaming=True),
+    "dpo": partial(live, kind="DPO", data=answers),
+    "dpo_precomputed": partial(live, kind="DPO", data=answers, precompute_ref_log_probs=True),
+    "dpo_synced_reference": partial(live, kind="DPO", data=answers, sync_ref_model=True, ref_model_sync_steps=2),
+    "dpo_lora": partial(live, kind="DPO", data=answers, given=lora),
+    "reward": partial(live, kind="Reward", data=answers),
+    "reward_lora": partial(live, kind="Reward", data=answers, given=partial(lora, "SEQ_CLS")),
+    "kto": partial(live, kind="KTO", data=judged),
+    "kto_lora": partial(live, kind="KTO", data=judged, given=lora),
+    "grpo": partial(live, kind="GRPO", data=question, given=rewards, **ONLINE),
+    "grpo_two_iterations": partial(live, kind="GRPO", data=question, given=rewards, num_iterations=2, **ONLINE),
+    "grpo_lora": partial(live, kind="GRPO", data=question, given=lambda: {**rewards(), **lora()}, **ONLINE),
+    "rloo": partial(live, kind="RLOO", data=question, given=rewards, **ONLINE),
 }

@@ -39,9 +39,7 @@ def test_each_block_has_a_test_or_a_reason(document, lines, row):
         assert any(row["differs"] in rows for rows in DIFFERENCES.values())
     if "test" in row:
         path, _, name = row["test"].rpartition("::")
-        assert any(
-            name in names_of_tests(file) for file in ([TESTS / path] if path else [HERE / each for each in OURS])
-        )
+        assert any(name in names_of_tests(file) for file in ([TESTS / path] if path else [HERE / one for one in OURS]))
 
 
 def test_each_test_is_of_a_block():

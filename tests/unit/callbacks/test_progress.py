@@ -94,9 +94,7 @@ def test_on_a_terminal(tmp_path, processes):
     assert b"8/8" not in text
 
 
-@pytest.mark.parametrize(
-    "name", ["ProgressCallback", "PrinterCallback", "DefaultFlowCallback", "EarlyStoppingCallback"]
-)
+@pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
 def test_transformers_class_finds_ours(tmp_path, name):
     theirs = getattr(pytest.importorskip("transformers").trainer_callback, name)
     ours = getattr(hftrainer, name)

@@ -102,9 +102,8 @@ def test_every_argument(name):
     explained = Seq2SeqTrainingArguments(**case.settings, **{name: case.value}).explain()
     lines = {line.argument: line for line in explained.lines}
     argument = case.new or name
-    assert lines[argument].kind == (
-        "refused" if case.refusal else arguments_of(Seq2SeqTrainingArguments)[argument].kind
-    )
+    kind = arguments_of(Seq2SeqTrainingArguments)[argument].kind
+    assert lines[argument].kind == ("refused" if case.refusal else kind)
     assert argument == name or name not in lines
 
 

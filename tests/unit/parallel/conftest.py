@@ -13,14 +13,8 @@ from tests.support.checks import SECOND
 def _no_tpu(monkeypatch):
     """Nor variables that say something of one."""
     of_processes = [word.partition("=")[0] for word in SECOND.split()]
-    of_tpus = [
-        "PJRT_DEVICE",
-        "PJRT_LOCAL_PROCESS_COUNT",
-        "USE_TORCH_XLA",
-        *devices._TPU_VARIABLES,
-        devices.TPU_ADDRESSES,
-    ]
-    for name in (*of_processes, *of_tpus):
+    of_tpus = ["PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", devices.TPU_ADDRESSES]
+    for name in (*of_processes, *of_tpus, *devices._TPU_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "count_tpu_chips", lambda: 0)
 

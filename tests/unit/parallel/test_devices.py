@@ -26,6 +26,7 @@ NO_OPERATOR = (
 )
 NO_DOUBLE = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
 needs_scaler = pytest.mark.skipif(TORCH < (2, 8), reason="torch's GradScaler knows Apple's GPU since 2.8")
+FLOAT16 = pytest.param("fp16", torch.float16, marks=needs_scaler)
 
 
 class OnCpu(TrainingArguments):
@@ -64,9 +65,7 @@ def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
     assert message.startswith("use_mps_device=True, but ") and reason in message and "leave it out" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=needs_scaler)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), FLOAT16])
 def test_autocast_on_mps(mac, name, dtype):
     assert not problems(**{name: True})
     plan, seen = plan_of(**{name: True}), []

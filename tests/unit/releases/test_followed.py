@@ -82,9 +82,8 @@ def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog)
 )
 def test_install_follows_the_installed_release(version, release, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"transformers": version}[name])
-    todays = {
-        name: TrainingArguments.__dataclass_fields__[name].default for name in ("optim", "report_to", "warmup_ratio")
-    }
+    fields = TrainingArguments.__dataclass_fields__
+    todays = {name: fields[name].default for name in ("optim", "report_to", "warmup_ratio")}
     install()
     try:
         assert str(followed.from_config({}).release) == release

@@ -101,9 +101,7 @@ def test_schedule_with_a_warm_up():
 def test_resumed(make, tmp_path):
     """Within an epoch: the same lines and weights as the undisturbed run, by the `checkpoint-xxx` in the folder."""
     settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
-    whole, part, resumed = (
-        make(rows(), rows(6), folder=tmp_path / name, **settings) for name in ("whole", "part", "part")
-    )
+    whole, part, resumed = (make(rows(), rows(6), folder=tmp_path / of, **settings) for of in ("whole", "part", "part"))
     whole.train()
 
     class Stop(TrainerCallback):
