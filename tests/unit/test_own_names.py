@@ -21,9 +21,7 @@ LIKELY = """
 """.split()
 SETTINGS = {
     **EVERY_STEP,
-    "max_steps": 4,
-    "gradient_accumulation_steps": 2,
-    "load_best_model_at_end": True,
+    **{"max_steps": 4, "gradient_accumulation_steps": 2, "load_best_model_at_end": True},
     "trainer": {"compute_metrics": accuracy},
 }
 

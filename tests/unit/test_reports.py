@@ -18,6 +18,7 @@ from tests.support.tiny import Stream, make_bert, make_plain, pad, plain_data, t
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 BEST = {**EVALUATED, **SAVED, "load_best_model_at_end": True}
+ONE_ROW_EACH = [{"input_ids": torch.ones(1, 3, dtype=torch.long)}] * 4
 
 
 @pytest.fixture
@@ -66,10 +67,6 @@ def of_actions():
     return {"model": Actions(), "data": rows, "eval_dataset": rows[:9]}
 
 
-def one_row_each():
-    return [{"input_ids": torch.ones(1, 3, dtype=torch.long)} for _ in range(4)]
-
-
 def of_own(make_optimizer):
     model = make_plain()
     return {"model": model, "optimizers": (make_optimizer(model), None)}
@@ -112,7 +109,7 @@ SILENT = {
         "train_sampling_strategy='group_by_length' has no effect",
     ),
     "#43363, one row of tokens": (
-        lambda: {"train_sampling_strategy": "group_by_length", "data": one_row_each(), "model": Embedding()},
+        lambda: {"train_sampling_strategy": "group_by_length", "data": ONE_ROW_EACH, "model": Embedding()},
         r"first dimension of 'input_ids' \(shape \(1, 3\)\), 1 in the first sample",
     ),
     "a column of lengths that is missing": (

@@ -84,13 +84,12 @@ EXPLAINED = [name for name in CASES if name not in ("use_cpu", "disable_tqdm")]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xb0", b"[1]", b"a: [1", b"3"])
-def test_a_file_that_is_no_configuration(tmp_path, capsys, content):
+def test_a_file_that_is_no_configuration(tmp_path, explain, content):
     path = tmp_path / "settings.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "--lightning_config", str(path)])
-    assert ended.value.code == 2 and "explain: error: lightning_config" in capsys.readouterr().err
+    done = explain("--lightning_config", str(path))
+    assert done.returncode == 2 and "explain: error: lightning_config" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

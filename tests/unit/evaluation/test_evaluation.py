@@ -16,19 +16,10 @@ from hftrainer.data.samplers import LengthGroupedSampler, ShardedBatchSampler, S
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import GrowingArray
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
-from tests.support.tiny import (
-    detection_data,
-    make_detector,
-    make_llama,
-    make_plain,
-    pad,
-    plain_data,
-    varied_language_data,
-)
+from tests.support import tiny
+from tests.support.tiny import detection_data, make_detector, make_plain, pad, plain_data
 
 EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
-
-
 METRICS = {
     "MulticlassAccuracy": lambda metric: metric,
     "acc": lambda metric: MetricCollection({"acc": metric}),
@@ -189,7 +180,7 @@ def test_growing_array_refuses_other_shapes(wrong):
 
 
 def test_memory_mapped_predictions(make_trainer, tmp_path):
-    model, data = make_llama(), varied_language_data()
+    model, data = tiny.make_llama(), tiny.varied_language_data()
     plain = make_trainer(model, data, trainer={"data_collator": pad}).predict(data)
     mapped = make_trainer(model, data, trainer={"data_collator": pad}, eval_memmap_dir=str(tmp_path)).predict(data)
     assert isinstance(mapped.predictions, np.memmap) and isinstance(mapped.label_ids, np.memmap)

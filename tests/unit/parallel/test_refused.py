@@ -85,8 +85,6 @@ CASES = {
         (TWO, START),
     ],
 }
-
-
 #: Where another sentence may be said too, as of the number of processes.
 SEVERAL = ("deepspeed_installed", "on_xla two_processes")
 

@@ -371,9 +371,6 @@ def test_dropout_is_off_in_evaluations(make):
     assert trainer.evaluate() == trainer.evaluate()
 
 
-# ---- What cannot work ------------------------------------------------------------------------------------------------
-
-
 class Endless:
     def cardinality(self):
         return -1
@@ -438,6 +435,7 @@ def overriding(**methods):
     return {"kind": type("Own", (TFTrainer,), returning)}
 
 
+OVERRIDDEN = ("apply_gradients", "distributed_training_steps", "distributed_prediction_steps")
 LIGHTNING = r"Own\.{}: Lightning runs the steps".format
 UNSUPPORTED = {
     "keras on TensorFlow": ({"model": OfKeras()}, "Functional is a Keras model.*KERAS_BACKEND=torch"),
@@ -445,10 +443,7 @@ UNSUPPORTED = {
     "no twin": ({"model": TFBertForNothing()}, "transformers has no BertForNothing"),
     "a loss": (overriding(run_model=(OfTensorFlow(), None)), r"a loss of tensorflow \(EagerTensor\).*torch has to"),
     "gradients": (overriding(training_step=[torch.zeros(3)]), "training_step returns list: return the loss"),
-    **{
-        name: (overriding(**{name: None}), LIGHTNING(name))
-        for name in ("apply_gradients", "distributed_training_steps", "distributed_prediction_steps")
-    },
+    **{name: (overriding(**{name: None}), LIGHTNING(name)) for name in OVERRIDDEN},
     "an optimizer": ({"optimizers": (Nadam(), lambda step: 0.1)}, "optimizers: Nadam has no counterpart"),
     **{
         name: ({name: "mine"}, rf"{name}: TensorFlow connects.*run --tpu")
