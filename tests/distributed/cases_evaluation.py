@@ -86,12 +86,8 @@ class Boxes(Trainer):
 
 
 def torchmetrics(**settings):
-    metrics = {
-        "acc": MulticlassAccuracy(3, average="micro"),
-        "auroc": MulticlassAUROC(3),
-        "matrix": MulticlassConfusionMatrix(3),
-        "best": SumMetric(),
-    }
+    metrics = {"acc": MulticlassAccuracy(3, average="micro"), "auroc": MulticlassAUROC(3), "best": SumMetric()}
+    metrics["matrix"] = MulticlassConfusionMatrix(3)
     return TorchMetrics(
         MetricCollection(metrics),
         adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},

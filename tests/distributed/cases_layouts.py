@@ -41,19 +41,9 @@ def run(folder, model, sizes, resume=None):
     MODELS["llama"] = (functools.partial(load, model, sizes), functools.partial(language_data, SAMPLES))
     sharing = int(os.environ.get("WORLD_SIZE", "1")) // sizes.get("tp_size", 1)
     by_argument = {"parallelism_config": dict(sizes)} if sizes and "tp_size" not in sizes else {}
-    trainer, _ = build(
-        "hftrainer",
-        "llama",
-        folder,
-        per_device_train_batch_size=GLOBAL_BATCH // sharing,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        include_num_input_tokens_seen=True,
-        **by_argument,
-    )
+    settings = {"per_device_train_batch_size": GLOBAL_BATCH // sharing, "per_device_eval_batch_size": 2}
+    settings |= {"gradient_accumulation_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": SAVED_AT}
+    trainer, _ = build("hftrainer", "llama", folder, include_num_input_tokens_seen=True, **settings, **by_argument)
     trainer.train(resume_from_checkpoint=resume)
     weights = {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
     trainer.compute_metrics = count

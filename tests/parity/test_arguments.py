@@ -313,12 +313,7 @@ class OwnLoader(hftrainer.Trainer):
 
 @pytest.mark.parametrize(
     ("kind", "release", "steps"),
-    [
-        (hftrainer.Trainer, "4.57", 5),
-        (hftrainer.Trainer, "5.2", 5),
-        (hftrainer.Trainer, "5.3", 10),
-        (OwnLoader, "5.23", 5),
-    ],
+    [*((hftrainer.Trainer, *case) for case in (("4.57", 5), ("5.2", 5), ("5.3", 10))), (OwnLoader, "5.23", 5)],
 )
 def test_batch_size_that_changes(tmp_path, caplog, kind, release, steps):
     """It is read once since v5.3, but a loader of the script may read it again."""

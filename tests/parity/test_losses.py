@@ -187,13 +187,8 @@ def test_label_smoothing_of_own_causal_models(tmp_path, change):
 
 def test_label_smoothing_in_seq2seq(tmp_path):
     settings = {"predict_with_generate": True, "generation_max_length": 6, "label_smoothing_factor": 0.1}
-    compare(
-        tmp_path,
-        (make_t5, decoder_data),
-        trainer_class=seq2seq,
-        script=lambda trainer: trainer.evaluate() and None,
-        **settings,
-    )
+    settings |= {"trainer_class": seq2seq, "script": lambda trainer: trainer.evaluate() and None}
+    compare(tmp_path, (make_t5, decoder_data), **settings)
 
 
 def test_label_smoothing_of_several_labels(tmp_path):

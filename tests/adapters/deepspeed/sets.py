@@ -30,12 +30,7 @@ OF_CONFIGURATION = {
     },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
     },
 }
 
@@ -81,15 +76,9 @@ CASES = {
 }
 #: Runs that go on from a step.
 RESUMED = (
-    ("stage 2", 4),
-    ("stage 2", 6),
-    ("stage 3", 4),
-    ("llama", 3),
-    ("bf16", 4),
-    ("configuration's own", 4),
-    ("configuration's optimizer", 4),
-    ("offload", 4),
-    ("adapters", 4),
+    *(("stage 2", 6), ("llama", 3)),
+    *((name, 4) for name in ("stage 2", "stage 3", "bf16", "configuration's own", "configuration's optimizer")),
+    *(("offload", 4), ("adapters", 4)),
 )
 
 

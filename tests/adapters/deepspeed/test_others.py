@@ -95,14 +95,8 @@ def test_names(found):
     assert len(losses) == 3
     assert len(set(losses)) == 3
     assert names == {
-        "enabled": True,
-        "type": "DEEPSPEED",
-        "stage": 2,
-        "clipping": 1.0,
-        "unwrapped": True,
-        "engine": "DeepSpeedEngine",
-        "strategy": "KeepDeviceStrategy",
-        "shown": True,
+        **{"enabled": True, "type": "DEEPSPEED", "stage": 2, "clipping": 1.0, "unwrapped": True},
+        **{"engine": "DeepSpeedEngine", "strategy": "KeepDeviceStrategy", "shown": True},
     }
 
 

@@ -61,23 +61,11 @@ def fused() -> Any:
 def translator() -> Any:
     torch.manual_seed(1)
     marks = {f"{name}_token_id": number for number, name in enumerate(("pad", "unk", "bos", "eos"))}
-    model = BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=len(MARKS) + len(WORDS),
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=32,
-            dropout=0.0,
-            decoder_start_token_id=marks["eos_token_id"],
-            forced_eos_token_id=marks["eos_token_id"],
-            **marks,
-        )
-    )
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "max_position_embeddings": 32}
+    ends = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id"), marks["eos_token_id"])
+    config = BartConfig(vocab_size=len(MARKS) + len(WORDS), dropout=0.0, **sizes, **ends, **marks)
+    model = BartForConditionalGeneration(config)
     adapters.init(model)
     model.add_adapter("task", config="seq_bn")
     model.train_adapter("task")

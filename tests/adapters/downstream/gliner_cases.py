@@ -34,15 +34,8 @@ def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **setti
 
     def build(name: str) -> Trainer:
         torch.manual_seed(1)
-        config = GLiNERConfig(
-            model_name=words,
-            hidden_size=16,
-            dropout=0.0,
-            max_width=3,
-            max_len=24,
-            span_mode=span_mode,
-            num_rnn_layers=1,
-        )
+        sizes = {"hidden_size": 16, "dropout": 0.0, "max_width": 3, "max_len": 24, "num_rnn_layers": 1}
+        config = GLiNERConfig(model_name=words, span_mode=span_mode, **sizes)
         model = GLiNER.from_config(config, backbone_from_pretrained=False)
         return Trainer(
             model=model,

@@ -138,14 +138,8 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "adalora": partial(
         live,
         config=lambda: AdaLoraConfig(
-            task_type="CAUSAL_LM",
-            init_r=4,
-            target_r=2,
-            tinit=1,
-            tfinal=1,
-            deltaT=1,
-            total_step=6,
-            target_modules=["q_proj"],
+            **{"task_type": "CAUSAL_LM", "init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1},
+            **{"total_step": 6, "target_modules": ["q_proj"]},
         ),
         callbacks=(Allocate,),
         resumes=False,

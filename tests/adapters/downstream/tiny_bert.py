@@ -24,17 +24,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def config(dropout: float = 0.0, **more: int) -> BertConfig:
-    return BertConfig(
-        vocab_size=len(MARKS) + len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **more,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(MARKS) + len(WORDS), "max_position_embeddings": 32}
+    return BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **more)
 
 
 def save_bert(folder: Path, kind: type = AutoModel, dropout: float = 0.0, **more: int) -> str:

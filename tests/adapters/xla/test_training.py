@@ -115,15 +115,9 @@ def test_tied_weights(tmp_path):
 
     def make():
         torch.manual_seed(1)
-        config = LlamaConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=32,
-            tie_word_embeddings=True,
-        )
+        sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "intermediate_size": 32}
+        config = LlamaConfig(**sizes, tie_word_embeddings=True)
         return without_dropout(LlamaForCausalLM(config))
 
     ours = trained(tmp_path / "xla", "llama", model=make())

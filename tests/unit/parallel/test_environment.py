@@ -139,10 +139,7 @@ def gpus(monkeypatch):
     ("config", "variables", "expected"),
     [
         (None, "", 4),
-        ({"devices": "auto"}, "", 4),
-        ({"devices": -1}, "", 4),
-        ({"devices": 2}, "", 2),
-        ({"devices": "1"}, "", 1),
+        *(({"devices": given}, "", count) for given, count in (("auto", 4), (-1, 4), (2, 2), ("1", 1))),
         (None, "ACCELERATE_MIXED_PRECISION=no", 1),
         (None, "ACCELERATE_USE_CPU=true", 1),
     ],

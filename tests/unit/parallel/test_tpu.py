@@ -52,10 +52,7 @@ def test_chips(tmp_path, monkeypatch, found, expected):
     [
         (0, "", False),
         (4, "", True),
-        (0, "PJRT_DEVICE=TPU", True),
-        (0, "PJRT_DEVICE=CPU", True),
-        (0, "TPU_NAME=local", True),
-        (0, "TPU_WORKER_ID=0", True),
+        *((0, variable, True) for variable in "PJRT_DEVICE=TPU PJRT_DEVICE=CPU TPU_NAME=local TPU_WORKER_ID=0".split()),
         (4, "PJRT_DEVICE=TPU USE_TORCH_XLA=0", False),
         (0, "TPU_NAME=", False),
     ],
