@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.cases_sharding import (
-    COMPARED,
-    EVALUATED,
-    HALF,
-    LIGHTNING,
-    ODD_MODELS,
-    READERS,
-    SAVED,
-    WAYS,
-    run_group,
-)
+from tests.distributed import cases_sharding
+from tests.distributed.cases_sharding import COMPARED, ODD_MODELS, READERS, SAVED, WAYS, run_group
 from tests.support.differences import MEASURED
 from tests.support.parity import assert_same_weights
 
@@ -84,7 +75,7 @@ def test_any_reads_what_any_has_written(found, count, reader, writer):
     assert_close(found("exchanged", count)[0][f"{writer} {reader}"], undisturbed)
 
 
-@pytest.mark.parametrize("strategy", LIGHTNING)
+@pytest.mark.parametrize("strategy", cases_sharding.LIGHTNING)
 def test_lightning_checkpoints(found, folder, strategy):
     """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
     expected = found("lightning")[0]["ddp"]["weights"]
@@ -128,7 +119,7 @@ def test_files_of_parts(found, folder, strategy):
     assert not (checkpoint / "optimizer.pt").exists()
 
 
-@pytest.mark.parametrize("strategy", EVALUATED)
+@pytest.mark.parametrize("strategy", cases_sharding.EVALUATED)
 def test_evaluations(found, folder, strategy):
     from transformers import LlamaForCausalLM
 
@@ -141,7 +132,7 @@ def test_evaluations(found, folder, strategy):
     assert_same_weights(model.state_dict(), ours["weights"])
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", cases_sharding.HALF)
 def test_half_precision(found, name):
     """The optimizer steps in float32, and the losses are those of float32 to three digits."""
     ours, whole = found("half")[0][name], found("saved")[0]["ddp"]

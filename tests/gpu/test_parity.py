@@ -6,19 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.gpu.support import (
-    DEVICE,
-    HERE,
-    ON_GPU,
-    assert_as_transformers,
-    assert_close,
-    assert_same,
-    build,
-    needs_gpu,
-    record,
-    set_float32,
-    train,
-)
+from tests.gpu import support
+from tests.gpu.support import DEVICE, HERE, ON_GPU, assert_as_transformers, build, needs_gpu, set_float32, train
 
 SAVING = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
 
@@ -53,7 +42,7 @@ def test_float16(tmp_path, model, case):
         scaler = trainer.accelerator.scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": first_scale})
         trainer.train()
-        return record(trainer, recorder, folder, scaler=scaler.state_dict())
+        return support.record(trainer, recorder, folder, scaler=scaler.state_dict())
 
     ours = assert_as_transformers(run)
     assert (ours.extra["scaler"]["scale"] < first_scale) is (case == "overflows")
@@ -78,10 +67,10 @@ def test_compiled(tmp_path, model, bf16):
     def close(ours, theirs):
         # inductor times kernels and takes the fastest, so equal bits are not promised: ours and theirs may add up in
         # another order (float32, 24 bits), or round to bfloat16 (8 bits) elsewhere, which a few steps multiply.
-        assert_close(ours.logs, theirs.logs, 2e-2 if bf16 else 1e-4)
+        support.assert_close(ours.logs, theirs.logs, 2e-2 if bf16 else 1e-4)
         assert ours.events == theirs.events
         if not ON_GPU:
-            assert_same(ours, theirs)
+            support.assert_same(ours, theirs)
 
     assert_as_transformers(run, close)
 

@@ -14,20 +14,10 @@ import transformers
 import hftrainer
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.errors import InvalidArgument
+from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
 from tests.support.differences import OWN_FILES
-from tests.support.parity import (
-    EVALUATED,
-    EVERY_STEP,
-    accuracy,
-    alike,
-    assert_equal,
-    build,
-    comparable,
-    compare,
-    make_recorder,
-    record,
-)
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, alike, assert_equal, comparable, compare, record
 from tests.support.tiny import MODELS, make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +61,7 @@ def left_behind(library_name, folder, needs, time, **change):
             setattr(args, name, value)
 
     args = library.TrainingArguments(**{"output_dir": str(folder / "out"), **settings})
-    recorder = make_recorder(library)
+    recorder = parity.make_recorder(library)
     given = {"train_dataset": data, "eval_dataset": data[:11], "callbacks": [recorder, Changes()]}
     trainer = library.Trainer(model, args, compute_metrics=metrics, **given)
     change_at("before")
@@ -208,7 +198,7 @@ def test_accumulation_in_the_middle_of_a_run(tmp_path, event, first, then, step)
                 args.gradient_accumulation_steps = then
 
         settings = {"logging_steps": 1, "gradient_accumulation_steps": first}
-        trainer, recorder = build(name, "plain", tmp_path / name, **settings)
+        trainer, recorder = parity.build(name, "plain", tmp_path / name, **settings)
         trainer.add_callback(type("Changes", (importlib.import_module(name).TrainerCallback,), {event: change}))
         trainer.train()
         assert trainer.args.gradient_accumulation_steps == then

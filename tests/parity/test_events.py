@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import (
-    EVENTS,
-    EVERY_STEP,
-    LIBRARIES,
-    accuracy,
-    alike,
-    build,
-    callback,
-    comparable,
-    compare,
-    copy_checkpoint,
-    exactly,
-)
+from tests.support import parity
+from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, build, callback, comparable, compare, exactly
 from tests.support.tiny import plain_data
 
-ALL_EVENTS = (*EVENTS, "on_push_begin")
+ALL_EVENTS = (*parity.EVENTS, "on_push_begin")
 
 
 def described(name: str, value: Any) -> Any:
@@ -79,12 +68,12 @@ def test_every_event_brings_the_same(tmp_path, run):
         stopper = [library.EarlyStoppingCallback(2, 0.01)] if run == "early stop" else []
         given = {"compute_metrics": accuracy, **settings.get("trainer", {}), "callbacks": [*stopper, recorder]}
         trainer, _ = build(name, "plain", folder, **{**settings, "trainer": given})
-        trainer.train(resume_from_checkpoint=resume and str(copy_checkpoint(tmp_path / "whole", folder, resume)))
+        trainer.train(resume_from_checkpoint=resume and str(parity.copy_checkpoint(tmp_path / "whole", folder, resume)))
         assert (trainer.state.global_step < trainer.state.max_steps) == (run == "early stop")
         trainer.predict(plain_data()[:5])
         return recorder.seen
 
-    ours = alike(run_one, assert_same_events)
+    ours = parity.alike(run_one, assert_same_events)
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 

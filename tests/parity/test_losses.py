@@ -9,19 +9,8 @@ import transformers
 from torch import nn
 
 from hftrainer.errors import InvalidArgument
-from tests.support.parity import (
-    EVALUATED,
-    EVERY_STEP,
-    accuracy,
-    alike,
-    assert_equal,
-    assert_same_weights,
-    build,
-    compare,
-    seq2seq,
-    subclass,
-    train,
-)
+from tests.support import parity
+from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, subclass, train
 from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data
 
 
@@ -43,7 +32,7 @@ def test_compute_loss_func(tmp_path, accumulation):
         counts.add(num_items_in_batch.dtype)
         return summed / num_items_in_batch
 
-    given = {"compute_loss_func": loss_func, "compute_metrics": accuracy}
+    given = {"compute_loss_func": loss_func, "compute_metrics": parity.accuracy}
     settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
     compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **given}, **settings)
     assert counts == {torch.float32}
@@ -90,11 +79,11 @@ def test_nan_losses(tmp_path, filtered, logging_steps):
         sample["labels"] = torch.tensor(-100)  # a batch of these has no mean
     settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "trainer": {"train_dataset": data}}
     settings |= {"logging_nan_inf_filter": filtered, "logging_steps": logging_steps}
-    losses = alike(
+    losses = parity.alike(
         lambda name: [
             str(line["loss"]) for line in train(name, "plain", tmp_path / name, **settings).logs if "loss" in line
         ],
-        assert_equal,
+        parity.assert_equal,
     )
     assert losses.count("nan") == (0 if filtered else 8 // logging_steps)  # without the filter it stays
 
@@ -187,7 +176,7 @@ def test_label_smoothing_of_own_causal_models(tmp_path, change):
 
 def test_label_smoothing_in_seq2seq(tmp_path):
     settings = {"predict_with_generate": True, "generation_max_length": 6, "label_smoothing_factor": 0.1}
-    settings |= {"trainer_class": seq2seq, "script": lambda trainer: trainer.evaluate() and None}
+    settings |= {"trainer_class": parity.seq2seq, "script": lambda trainer: trainer.evaluate() and None}
     compare(tmp_path, (make_t5, decoder_data), **settings)
 
 

@@ -13,16 +13,8 @@ from hftrainer.optimization import SCHEDULES
 from hftrainer.optimizers.per_parameter import AdamW
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
-from tests.support.parity import (
-    EVALUATED,
-    alike,
-    assert_equal,
-    assert_same_weights,
-    build,
-    compare,
-    compare_resumed,
-    train,
-)
+from tests.support import parity
+from tests.support.parity import EVALUATED, alike, assert_equal, assert_same_weights, build, compare, train
 from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
@@ -128,7 +120,7 @@ HALFWAY = {"save_strategy": "steps", "save_steps": 3}
 
 @pytest.mark.parametrize("name", "galore_adamw apollo_adamw adamw_torch_8bit schedule_free_adamw adafactor".split())
 def test_resume(tmp_path, name):
-    compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
+    parity.compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 
 
 def test_layer_wise_optimizers_follow_the_schedule_and_resume(tmp_path):

@@ -16,18 +16,9 @@ from torch import nn
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
+from tests.support import parity
 from tests.support.changed import Doubled, changed_alike, copies, library_of, methods_of, parent, run_changed, run_plain
-from tests.support.parity import (
-    LIBRARIES,
-    accuracy,
-    alike,
-    assert_equal,
-    assert_same,
-    assert_same_weights,
-    build,
-    seq2seq,
-    train,
-)
+from tests.support.parity import LIBRARIES, accuracy, alike, assert_same, build, seq2seq, train
 from tests.support.tiny import make_plain
 
 SAVED = {"save_strategy": "steps", "save_steps": 4}
@@ -256,7 +247,7 @@ def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
         by_size = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").metrics["eval_loss"]
         return as_full, by_size, trainer.evaluate()["eval_loss"]
 
-    as_full, by_size, again = alike(run, assert_equal)
+    as_full, by_size, again = alike(run, parity.assert_equal)
     assert as_full == again != by_size
 
 
@@ -428,7 +419,7 @@ def test_copied_train_resumes(tmp_path):
         train(name, "plain", tmp_path / name, **settings)
         return train(name, "plain", tmp_path / name, resume=str(tmp_path / name / "checkpoint-8"), **settings).weights
 
-    alike(run, assert_same_weights)
+    alike(run, parity.assert_same_weights)
 
 
 def of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):

@@ -15,17 +15,9 @@ from safetensors.torch import load_file
 
 from hftrainer.checkpointing import weights
 from tests.compat.interchange import make_adapters, make_tied
+from tests.support import parity
 from tests.support.differences import OWN_FILES
-from tests.support.parity import (
-    alike,
-    assert_equal,
-    assert_same,
-    assert_same_weights,
-    build,
-    copy_checkpoint,
-    subclass,
-    train,
-)
+from tests.support.parity import alike, assert_equal, assert_same_weights, build, copy_checkpoint, subclass, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
 
 OURS_THEIRS = "ours-theirs"
@@ -118,7 +110,7 @@ def test_complete_run_resumed_with_eval_on_start(tmp_path):
         settings = {"save_strategy": "epoch", "num_train_epochs": 1, "eval_on_start": True}
         return [train(name, "plain", tmp_path / name, resume, **settings) for resume in (None, True)][1]
 
-    alike(run, assert_same)
+    alike(run, parity.assert_same)
 
 
 def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):

@@ -21,16 +21,8 @@ from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument
 from hftrainer.search.packing import pack
 from hftrainer_ray import search as ray_search
 from hftrainer_ray.search import RaySearch
-from tests.adapters.ray.searches import (
-    Diary,
-    RayBackend,
-    lower_rate,
-    make_of_trial,
-    make_saving,
-    read,
-    space,
-    worse_later,
-)
+from tests.adapters.ray import searches
+from tests.adapters.ray.searches import Diary, RayBackend, make_of_trial, make_saving, read, space
 from tests.support.differences import OWN_FILES
 from tests.support.parity import accuracy, alike, assert_equal, build
 from tests.support.searches import nothing
@@ -108,7 +100,7 @@ def test_population_based_training(tmp_path):
     """The worse trial goes on from the better one's checkpoint, at its step, with hyperparameters of its own."""
     given = {"callbacks": [Diary(tmp_path / "diary")]}
     trainer = make_saving(tmp_path / "out", given, max_steps=6, logging_steps=1, lr_scheduler_type="linear")
-    explored = {"hyperparam_mutations": {"learning_rate": [2.0, 1e-3]}, "custom_explore_fn": lower_rate}
+    explored = {"hyperparam_mutations": {"learning_rate": [2.0, 1e-3]}, "custom_explore_fn": searches.lower_rate}
     often = {"time_attr": "training_iteration", "perturbation_interval": 2, "quantile_fraction": 0.5, "synch": True}
     scheduler = PopulationBasedTraining(**explored, **often, resample_probability=0)
     best = search(trainer, **grid(learning_rate=[2.0, 1e-3]), scheduler=scheduler)
@@ -181,7 +173,9 @@ def test_mistakes_end_the_search(tmp_path):
 def test_which_objectives_count(tmp_path, monkeypatch):
     """The last of a trial, or with ray_scope='all' the best: here that of a trial which gets worse afterwards."""
     trainer = make_saving(tmp_path / "out", ray_scope="all")
-    best = search(trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=worse_later, direction="maximize")
+    best = search(
+        trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=searches.worse_later, direction="maximize"
+    )
     results = RaySearch(components=None)  # which reading results does not need
     results.directions = ["maximize"]
     chosen = [results._best(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
