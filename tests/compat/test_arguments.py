@@ -28,7 +28,6 @@ AS_PARSED = {
 }
 #: Arguments that it takes from no command line: an object, and a dict made of words.
 NO_WORDS = {"parallelism_config", "liger_kernel_config"}
-
 #: Arguments whose values in the table hold without them too: by `use_cpu`, or as the default.
 IMPLIED = {"dataloader_pin_memory", "disable_tqdm"}
 
@@ -158,12 +157,9 @@ def test_a_subclass_of_a_subclass(tmp_path):
 )
 def test_they_train_as_ours_do(tmp_path, settings):
     def run(name):
-        args = importlib.import_module(name).TrainingArguments(
-            str(tmp_path / name),
-            **{"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "optim": "adamw_torch"},
-            **{"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True},
-            **settings,
-        )
+        own = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "optim": "adamw_torch", **settings}
+        quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        args = importlib.import_module(name).TrainingArguments(str(tmp_path / name), **own, **quiet)
         trainer = hftrainer.Trainer(make_llama(), args, data_collator=pad, train_dataset=varied_language_data())
         trainer.train()
         weights = {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}

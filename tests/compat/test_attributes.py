@@ -25,8 +25,6 @@ from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
 
 pytestmark = pytest.mark.usefixtures("as_installed")
-
-
 IS_NEWEST = pinned("transformers") <= TRANSFORMERS
 
 
@@ -203,9 +201,8 @@ def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
             handle.remove()
         return parent(self).training_step(*args, **kwargs)
 
-    run = run_changed(
-        "hftrainer", tmp_path, methods={"training_step": training_step}, model="bert", neftune_noise_alpha=5
-    )
+    settings = {"methods": {"training_step": training_step}, "model": "bert", "neftune_noise_alpha": 5}
+    run = run_changed("hftrainer", tmp_path, **settings)
     assert run.extra["hooks"] == [0] * len(run.extra["hooks"])
 
 
@@ -251,12 +248,11 @@ def test_search_sets_what_it_searches_by(tmp_path):
         trainer, seen = None, []
         trainer, _ = build(library_name, "plain", tmp_path / library_name, trainer={"model_init": model_init})
         seen.append([hasattr(trainer, name) for name in ("hp_space", "compute_objective")])
-        trainer.hyperparameter_search(
-            lambda trial: {"seed": trial.suggest_int("seed", 3, 3)},
-            lambda metrics: metrics["eval_loss"] * 2,
-            n_trials=1,
-            hp_name=lambda trial: f"trial {trial.number}",
-        )
+        given = {
+            "hp_name": lambda trial: f"trial {trial.number}",
+            "compute_objective": lambda found: found["eval_loss"] * 2,
+        }
+        trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 3, 3)}, n_trials=1, **given)
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 
     assert len(alike(run, assert_equal)) == 3

@@ -31,8 +31,6 @@ del T
 """,
     "early.py": "from transformers import Trainer\n",
 }
-
-
 #: The environments of older releases have no peft.
 PEFT = ", peft" if importlib.util.find_spec("peft") else ""
 #: Runs each script in a fork of a process that has transformers loaded, as importing it takes seconds.
@@ -86,7 +84,7 @@ CASES = {
             "call install() before that import, or run the script with `python -m hftrainer run`",
         ],
     ),
-    "only derived": (
+    "derived": (
         "import only_derives, hftrainer\nhftrainer.install()\n",
         ["(only_derives.Generates, only_derives.Own)"],
     ),
@@ -107,8 +105,6 @@ CASES = {
         ],
     ),
 }
-
-
 SILENT = {
     "after": "import transformers\nimport hftrainer\nhftrainer.install()\nimport lib, early, patches\n",
     "its own modules": f"import transformers.trainer, accelerate{PEFT}\nimport hftrainer\nhftrainer.install()\n",

@@ -41,8 +41,6 @@ def program(
 
 @pytest.fixture(scope="module")
 def shown(processes):
-    """A function that runs a script, and returns what it shows on stdout and on stderr."""
-
     def run(text, fresh=False, **variables):
         inherited = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
         done = processes.run("-c", text, env={**processes.environment(inherited), **variables}, fresh=fresh)

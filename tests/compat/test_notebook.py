@@ -93,7 +93,6 @@ def outputs(tmp_path_factory, processes):
 
 @pytest.fixture(scope="module")
 def shown(outputs):
-    """Name of a run → outputs of ours and of transformers'."""
     return {run: (outputs[2 * i], outputs[2 * i + 1]) for i, run in enumerate(RUNS)}
 
 

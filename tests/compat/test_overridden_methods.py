@@ -26,7 +26,6 @@ from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("as_installed")
-
 #: A run that reads, steps, accumulates, logs, evaluates, saves and loads its best model.
 SETTINGS: dict[str, Any] = {
     **EVERY_STEP,
@@ -36,7 +35,6 @@ SETTINGS: dict[str, Any] = {
 
 
 def use(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Construct, train, evaluate, predict, save, and go on from the middle of an epoch."""
     trainer = make(**SETTINGS, trainer={"model_init": make_plain})
     trainer.add_callback(type("Further", (library.TrainerCallback,), {}))
     trainer.pop_callback(library.PrinterCallback)
@@ -50,7 +48,6 @@ def use(make: Callable[..., Any], library: Any, folder: Path) -> None:
 
 
 def use_datasets(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """`datasets.Dataset`, and a batch size to be found."""
     from datasets import Dataset
 
     data = [{"x": sample["x"].tolist(), "labels": int(sample["labels"]), "text": "?"} for sample in plain_data()]
@@ -63,7 +60,6 @@ def use_datasets(make: Callable[..., Any], library: Any, folder: Path) -> None:
 
 
 def mix_gradients(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Gradients that a subclass says are on several meshes."""
     trainer = make(max_steps=2)
     trainer._mixed_mesh_grads = True
     trainer.train()

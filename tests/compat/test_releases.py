@@ -51,9 +51,6 @@ def resumed(model, step, **settings):
     return partial(resume, model=model, step=step, **settings)
 
 
-# ---- Cases with code of their own ------------------------------------------------------------------------------------
-
-
 def what_a_loss_function_gets(model, folder, **settings):
     seen = []
 

@@ -24,8 +24,6 @@ class Noisy(Dataset):
 
 
 class Stream(IterableDataset):
-    """Gives samples in their order; those of each epoch differ."""
-
     def __init__(self, count=38, noisy=False):
         self.count, self.noisy, self.epoch = count, noisy, 0
 
@@ -73,8 +71,6 @@ class Counting(IterableDataset):
 
 
 def hub(count, shards):
-    """A stream of the datasets library."""
-
     def rows(parts):
         for part in parts:
             for sample in plain_data(count)[part::shards]:
@@ -213,8 +209,6 @@ def texts(samples):
 
 UNEVEN = "accelerator_config['even_batches']=False: the 2 processes would get different numbers"
 INDIVISIBLE = "accelerator_config['split_batches']=True splits each batch among 2 processes, but a batch has"
-
-
 #: accelerator_config, data, settings of runs that are refused, and how the error begins.
 REFUSED = (
     ({"even_batches": False}, lambda: Noisy(33), {}, UNEVEN),

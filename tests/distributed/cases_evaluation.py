@@ -49,8 +49,6 @@ class Prediction:
 
 
 class Halves(IterableDataset):
-    """A stream that its workers share."""
-
     def __init__(self, count):
         self.count = count
 
@@ -60,8 +58,6 @@ class Halves(IterableDataset):
 
 
 class Gathers(Trainer):
-    """Gathers by hand within the step."""
-
     gathered = ()
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -100,12 +96,6 @@ def make_decoder():
     model.config.pad_token_id = model.generation_config.pad_token_id = 0
     model.generation_config.max_new_tokens = 22  # more than max_length
     return model
-
-
-def pad_left(samples):
-    """As decoders generate: prompts end together."""
-    turned = tiny.pad([{name: value.flip(0) for name, value in sample.items()} for sample in samples])
-    return {name: value.flip(1) for name, value in turned.items()}
 
 
 #: Name → the Trainer's settings, data by their number, and the numbers, if not all. Of each, metrics and predictions.
@@ -154,7 +144,7 @@ CASES = {
             "make_model": make_decoder,
             "kind": Seq2SeqTrainer,
             "settings": {"predict_with_generate": True},
-            "data_collator": pad_left,
+            "data_collator": tiny.pad_left,
         },
         lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
         SOME,
@@ -207,5 +197,4 @@ def evaluate_all():
 
 
 def predict_boxes():
-    """Why lists of samples are not gathered."""
     return error_of(TypeError, make(kind=Boxes, settings={"eval_do_concat_batches": False}).predict, plain_data(10))

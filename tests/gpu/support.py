@@ -13,7 +13,6 @@ from tests.support.tiny import MODELS, language_data, make_llama, make_plain, pl
 
 #: For the tests.
 __all__ = ["assert_same", "assert_same_weights", "build", "comparable", "plain_data", "record", "train"]
-
 DEVICE = os.environ.get("DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"
 #: Arguments of every run.

@@ -55,9 +55,6 @@ def are_same(ours, theirs):
     return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-# ---- A case for each class ------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Run:
     trainer: Trainer
@@ -257,13 +254,11 @@ def test_every_class_has_its_case():
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A function of the settings' names and values: a run without callbacks, trained once."""
     return functools.cache(lambda *settings: trained(tmp_path_factory.mktemp("plain"), **dict(settings)))
 
 
 @pytest.mark.parametrize(("name", "mode"), [each for each in itertools.product(CASES, MODES) if each not in REFUSED])
 def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
-    """It does its work, and changes no weight unless that is its work; a resumed run ends as the whole one."""
     (check, options), folder = CASES[name], tmp_path / "a"
     settings, kind = {**SETTINGS.get(name, {}), **MODES[mode]}, OWN.get(name, getattr(of, name))
     # the level of the tests leaves its table out
@@ -296,8 +291,6 @@ def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
             assert are_same(trainer.model, whole.model)
     assert_works(trainer, callback, folder, "resume")
 
-
-# ---- Averages -------------------------------------------------------------------------------------------------------
 
 AVERAGING = {
     "ema": lambda: of.EMAWeightAveraging(decay=0.8),
@@ -366,9 +359,6 @@ def test_averaged_batch_norm_has_statistics_of_its_own(tmp_path):
     torch.testing.assert_close(norm.running_mean, x.mean(0))  # of two batches of one size
     assert norm.momentum == 0.1
     assert model.training
-
-
-# ---- Finders, stopping, and what is refused -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [of.LearningRateFinder, of.BatchSizeFinder])

@@ -17,8 +17,6 @@ from tests.support.tiny import SizedStream, Stream, make_bert, plain_data
 
 
 class Noisy(Dataset):
-    """Draws from torch's global generator for each sample, as augmentation does."""
-
     def __init__(self, count=38):
         self.data = plain_data()[:count]
 

@@ -17,8 +17,6 @@ from tests.support.tiny import SizedStream, Stream, make_llama, pad, plain_data,
 
 
 class Clip(nn.Module):
-    """Computes a loss without labels, as CLIP does."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 4)

@@ -88,8 +88,6 @@ ANNOUNCED = {
 
 
 def set_switch(event: str, at: int, switch: str, how: str) -> Any:
-    """A callback that sets a switch on the object it gets, which it may return, or on a new one."""
-
     def handler(self, args, state, control, **kwargs):
         if state.global_step != at:
             return None

@@ -1,7 +1,6 @@
 """Searches by both libraries on the same seeded sampler: same trials, values, events, logs, folders, and best."""
 
 import functools
-import gc
 
 import optuna
 import pytest
@@ -12,14 +11,6 @@ from tests.support.parity import accuracy, alike, assert_equal, build, callback,
 from tests.support.searches import with_width
 from tests.support.tiny import Plain
 from tests.support.tracking import scalars
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _collect_quickly():
-    """Both libraries collect garbage between trials; what the imports have made is never any."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def make_of_trial(trial):

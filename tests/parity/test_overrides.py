@@ -25,11 +25,8 @@ SAVED = {"save_strategy": "steps", "save_steps": 4}
 ROWS = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
 BEST = {**SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 
-# ---- The run changes as in transformers ------------------------------------------------------------------------------
-
 
 def replacing(path: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A change that replaces a method of a Trainer, or of its accelerator, by what `make` makes of the original."""
     holder, _, name = path.rpartition(".")
 
     def change(trainer):
@@ -180,8 +177,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "optimizer.step with a closure, after backward": {**CLOSING, "change": DOUBLED},
     "optimizer.step with a closure, after backward in bfloat16": {**CLOSING, "bf16": True, "change": DOUBLED},
 }
-
-
 RUNS = [(n, a) for n in CHANGES for a in (1, 3) if a == CHANGES[n].get("gradient_accumulation_steps", a)]
 
 
@@ -277,8 +272,6 @@ hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train
     done = processes.run("-c", script, cwd=tmp_path, fresh=True)
     assert done.stdout.splitlines().count("called") == 3, done.stderr
 
-
-# ---- The run is that of transformers without the replacement ---------------------------------------------------------
 
 #: Signature of an older release, and what it passes on if not that → what is true of its values; `bool`: anything.
 OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -454,9 +447,6 @@ def test_evaluation_loop_with_older_helpers(tmp_path, settings):
         return [line.get(n) for line in [*before, *ours.logs] for n in ("eval_loss", "eval_accuracy")]
 
     assert values(evaluation_loop=of_v4_30) == values()
-
-
-# ---- Refused ---------------------------------------------------------------------------------------------------------
 
 
 def rewritten(function, old="self._hftrainer", new="(self or None)._hftrainer"):

@@ -28,7 +28,6 @@ WAYS = {
     OURS_THEIRS: ("hftrainer", "transformers"),
 }
 every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAYS)
-
 #: Micro-batches in a step, and the step to go on from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
 #: the last of one micro-batch. In the middle of an epoch, at its end, and in the middle of the second.
 PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
@@ -84,7 +83,6 @@ def test_ignore_data_skip(tmp_path, whole_runs):
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_callback_states(tmp_path, restore):
-    """Early stopping counts on from the checkpoint, if that is asked for."""
     more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
     settings = settings_of(1, 4, restore_callback_states_from_checkpoint=restore, **more)
 
@@ -303,8 +301,6 @@ def flags(model):
 
 
 def test_flags_of_adapters_stay(tmp_path):
-    """After a run, after loading its best model, and after resuming."""
-
     def train_one(resume=None, **more):
         model = make_partly_frozen()
         train("hftrainer", "peft", tmp_path, resume, trainer={"model": model}, **ACCUMULATING, **more)

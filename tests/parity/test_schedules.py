@@ -59,8 +59,6 @@ def rates(schedule, optimizer, name, first, last):
 
 @pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES)
 def test_every_rate(tmp_path, name, warmup, kwargs):
-    """From the beginning, and going on from the state that the other library has kept in the middle."""
-
     def make_schedule(library):
         trainer, _ = build(library, "plain", tmp_path, **settings_of(name, warmup, kwargs))
         trainer.create_optimizer_and_scheduler(STEPS)

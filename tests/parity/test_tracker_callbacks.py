@@ -45,8 +45,6 @@ def callback_of(trainer, kind):
     "report_to", ["tensorboard", ["wandb", "tensorboard"], ["mlflow", "comet_ml", "tensorboard", "wandb"], "none"]
 )
 def test_order(tmp_path, report_to):
-    """That of report_to, before the script's own."""
-
     def made(library):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
         return kinds(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
@@ -138,8 +136,6 @@ def other_writer(trainer, callback, kind, folder):
 
 @case("TensorBoardCallback", "train/renamed_loss")
 def subclass(trainer, callback, kind, folder, with_writer=False):
-    """One with a folder and names of its own, which evaluations open again."""
-
     class Renames(kind):
         def _init_summary_writer(self, args, log_dir=None):
             self.tb_writer = self._SummaryWriter(log_dir=f"{args.output_dir}/own")

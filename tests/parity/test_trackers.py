@@ -157,7 +157,6 @@ class TestWandB(TrackerSuite):
         assert len(found["hftrainer"]) == count
 
     def test_run_of_the_user(self):
-        """It is used, and stays open."""
         import wandb
 
         _, make = self.open(model="plain")

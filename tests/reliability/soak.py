@@ -235,7 +235,6 @@ class Run:
         self.durable = 0
 
     def finish(self):
-        """Let it go on to its end, undisturbed."""
         group = self._start()
         statuses = group.end(SECONDS)
         assert not any(statuses), group.printed()
@@ -256,7 +255,6 @@ class Run:
 
 
 def soak(name, folder, kills, seed, found, hub):
-    """Disturb runs of a scenario until there were so many kills."""
     with contextlib.closing(Run(name, folder / "expected", "undisturbed", Found())) as expected:
         expected.finish()
         while found.kills < kills:
@@ -274,7 +272,6 @@ def table(results):
 
 
 def run_all(kills, only, seed):
-    """Share the kills among the scenarios; what was found, by scenario."""
     chosen = [name for name in only or SCENARIOS if importlib.util.find_spec(SCENARIOS[name].needs)]
     results = {name: Found() for name in chosen}
     with tempfile.TemporaryDirectory(prefix="soak") as base, HubServer({TOKEN: ("me", "write")}) as hub:

@@ -19,8 +19,6 @@ from tests.support.tiny import make_plain
 
 
 def saving(before=None, after=lambda folder: None, asks=False):
-    """For a Trainer that calls functions before super() writes a checkpoint and after; super() may ask where."""
-
     def make_class(library):
         class Own(library.Trainer):
             def _save_checkpoint(self, model, trial):

@@ -27,8 +27,6 @@ from tests.support.parity import assert_same_weights
 
 @pytest.fixture
 def hold_back(monkeypatch):
-    """Holds a function of the writing thread back until training waits for it; returns the list of who calls it."""
-
     def hold(module, name):
         threads, waited, original, wait = [], threading.Event(), getattr(module, name), CheckpointWriter.wait
 
@@ -61,7 +59,6 @@ def contents(path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_files(tmp_path, model, hold_back):
-    """Although they are written when training is three steps further, each holds its own step."""
     for name, config in (("now", {}), ("later", BACKGROUND)):
         callbacks = [EMAWeightAveraging(decay=0.5)] if model == "plain" else []
         if name == "later":
@@ -167,8 +164,6 @@ PLACES = {
     "checksum": (files, "crc32_of_file", "optimizer.pt"),
     "publishing": (folder, "write_manifest", staging_folder("checkpoint-3").name),
 }
-
-
 ERRORS = {"of the storage": OSError(errno.EIO, "Input/output error"), "another": ZeroDivisionError("my own bug")}
 
 

@@ -50,7 +50,6 @@ def copy(source, folder):
 
 
 def resumed(checkpoint, resume=None, model="bert"):
-    """The weights at the end of a run that goes on from a checkpoint, or from what `resume` says."""
     return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
@@ -104,7 +103,6 @@ def test_nothing_whole_is_left(runs, tmp_path):
 
 
 def test_auto(tmp_path):
-    """From the beginning where there is nothing; then from the newest whole one."""
     saved = []
     for steps in (3, 6, 9):
         saves = OnSave(lambda folder: saved.append(folder.name))
@@ -234,12 +232,10 @@ def test_damage_is_refused(checkpoint, kind):
 def test_every_byte_of_the_manifest(checkpoint):
     """Damage to the list of files is never taken for a change of the files."""
     manifest = checkpoint / MANIFEST_NAME
-    whole = manifest.read_bytes()
+    whole, unreadable = manifest.read_bytes(), Inspection(checkpoint, fault=f"{manifest} cannot be read")
     for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
         flip(manifest, place, 0x01)
-        assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint, fault=f"{manifest} cannot be read"), (
-            place
-        )
+        assert CheckpointFolder(checkpoint).inspect() == unreadable, place
         manifest.write_bytes(whole)
     earlier = json.loads(whole)
     del earlier["crc32"]  # as it was written before

@@ -5,15 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 import hftrainer
@@ -27,8 +19,6 @@ DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn
 
 
 class Augmented(Dataset):
-    """The plain samples with noise from the generators named; counts what is read."""
-
     def __init__(self, count=22, draws=tuple(DRAWS)):
         self.samples, self.draws, self.read = plain_data(count), draws, []
 
@@ -72,7 +62,6 @@ def grouped(count=22):
 
 
 def build(folder, make_data=Augmented, collator=None, **settings):
-    """A Trainer of two epochs with a checkpoint at each step."""
     given = {"train_dataset": make_data(), "eval_dataset": plain_data(9), **settings.pop("trainer", {})}
     if collator:
         given["data_collator"] = collator()
@@ -158,7 +147,8 @@ class OneByOne(SequentialSampler):
 
 
 def weighted(data, generator=None):
-    return WeightedRandomSampler([1.0 + i % 3 for i in range(len(data))], len(data), generator=generator)
+    weights = [1.0 + i % 3 for i in range(len(data))]
+    return torch.utils.data.WeightedRandomSampler(weights, len(data), generator=generator)
 
 
 def seeded():
@@ -188,7 +178,7 @@ def test_own_batch_sampler(tmp_path, prepared, workers):
     class Own(Trainer):
         def get_train_dataloader(self):
             collate = self._get_collator_with_removed_columns(self.data_collator)
-            sampler = BatchSampler(weighted(self.train_dataset, seeded()), 4, drop_last=False)
+            sampler = torch.utils.data.BatchSampler(weighted(self.train_dataset, seeded()), 4, drop_last=False)
             loader = DataLoader(self.train_dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
             return self.accelerator.prepare(loader) if prepared else loader
 

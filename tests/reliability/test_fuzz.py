@@ -93,7 +93,6 @@ def change_header(path, draw, trace):
 
 
 def change_part(part, path, draw, trace):
-    """A part of the progress that is not in every run."""
     held = torch.load(path, weights_only=False)
     place = held["data"] if part == "workers" else held
     place[part] = draw(fuzz.mutated(place[part] or {"loss_a": (torch.tensor(0.5), 2)}, fuzz.tensors))
@@ -219,7 +218,6 @@ LIGHTNING = {
     **{"limit_val_batches": 2, "profiler": "simple"},
 }
 ACCELERATOR = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
-
 FSDP = {
     **{"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     **{"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"},
@@ -235,17 +233,13 @@ DEEPSPEED = {
 }
 
 
-def make_arguments(**settings):
-    return TrainingArguments("out", use_cpu=True, report_to="none", **settings)
-
-
 def parsed(path):
     parser = HfArgumentParser(TrainingArguments)
     (parser.parse_json_file if path.suffix == ".json" else parser.parse_yaml_file)(str(path))
 
 
 def completed(path):
-    args = make_arguments()
+    args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
     configure(args).with_run_values(args, make_bert(), 10)
 

@@ -30,8 +30,6 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def waiting(processes, tmp_path):
-    """Starts a job that waits within its tenth optimizer step, until the named pipe `run.go` is opened."""
-
     def start(**settings):
         os.mkfifo(tmp_path / "run.go")
         started = Forked(tmp_path / "run", waits_at=9, **settings)
@@ -68,7 +66,6 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
-    """The second one, or without save_on_interrupt the first."""
     started = waiting(save_on_interrupt=saves)
     if saves:
         os.kill(started.process.pid, signal.SIGTERM)

@@ -22,8 +22,6 @@ from tests.support.tiny import make_plain
 
 @pytest.fixture
 def start(processes, tmp_path):
-    """Starts the script; returns it once both processes train, and the number of its worker."""
-
     def start_script(n_trials, mode="once"):
         os.mkfifo(tmp_path / "together")
         words = ["-m", "tests.reliability.jobs_script", tmp_path, n_trials, mode]
@@ -66,7 +64,6 @@ def test_a_worker_that_is_killed(start):
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
 def test_ended_in_a_worker(start, mode):
-    """A callback of the worker stops the whole search; so does an error, which the script tells."""
     script, worker = start(1000, mode)
     output, errors = script.communicate()
     with pytest.raises(ProcessLookupError):
@@ -121,9 +118,8 @@ def test_storage_that_processes_cannot_share(search, storage):
 
 def test_refused_beside_a_launcher(search, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(
-        UnsupportedArgument, match=r"a launcher has started several processes\. Start the script without"
-    ):
+    words = r"a launcher has started several processes\. Start the script without"
+    with pytest.raises(UnsupportedArgument, match=words):
         search(n_jobs=2)
 
 

@@ -153,7 +153,6 @@ def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeyp
 
 @pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
-    """A run resumes from them, and comes to the same optimizer."""
     config = {"lightning_config": {"async_checkpoint": background}}
     found = []
     for resume in (None, tmp_path / "checkpoint-6"):
@@ -164,7 +163,6 @@ def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
 
 
 def publish_and_kill(folder, flushes):
-    """Write and publish checkpoint-2 in a process that dies at a flush; whether it did."""
     child = os.fork()
     if child == 0:
         left, counting, fsync = flushes, threading.Lock(), os.fsync

@@ -87,7 +87,6 @@ _PLAN = f"{_FIELDS}plan"
 _EVALUATION = "unit/evaluation/test_evaluation.py::test_"
 _LEGACY = "unit/arguments/test_legacy.py::test_"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
-
 CASES: dict[str, Case] = {
     # Optimization.
     "num_train_epochs": _between(1),

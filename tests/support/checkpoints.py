@@ -70,8 +70,6 @@ class OnSave(TrainerCallback):
 
 
 class At(TrainerCallback):
-    """Does something at an event of a step: when it ends, if no other is named."""
-
     def __init__(self, step: int, act: Callable[[], Any], event: str = "on_step_end") -> None:
         self.step, self.act = step, act
         setattr(self, event, self._at)
@@ -82,8 +80,6 @@ class At(TrainerCallback):
 
 
 class KeepsState(Callback):
-    """A callback of Lightning with a state in each checkpoint."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"count": 1}
 

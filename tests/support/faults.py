@@ -92,7 +92,6 @@ OF_DISKS = {"fill disk": Disk.fill, "forbid writing": Disk.forbid}
 
 
 def disturb(name, group, disk, moments):
-    """Let a fault happen to one of the processes, or to the disk."""
     pid = _victim(group, moments)
     if name in OF_DISKS:
         OF_DISKS[name](disk)
@@ -103,7 +102,6 @@ def disturb(name, group, disk, moments):
 
 
 def damage(folder, moments):
-    """Cut off a file's end, or flip a bit of it; what was done."""
     path = moments.choice(sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size))
     place = moments.randrange(path.stat().st_size)
     if moments.random() < 0.5:

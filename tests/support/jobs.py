@@ -15,7 +15,6 @@ from tests.support import processes
 from tests.support.parity import assert_same_weights as assert_same
 
 __all__ = ["JOB", "SHARDED", "Forked", "Group", "assert_same", "log", "names", "read_until", "weights"]
-
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 #: Settings of a job whose ranks each write their part of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
@@ -51,7 +50,6 @@ class Forked:
             time.sleep(0.005)
 
     def kill(self):
-        """Send SIGKILL, and wait for the end."""
         self._started.kill()
 
     def finish(self):

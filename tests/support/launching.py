@@ -14,7 +14,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run Python to its end."""
     line, env = [sys.executable, *map(str, words)], {**processes.environment(), **variables}
     return subprocess.run(line, env=env, capture_output=True, text=True)
 
@@ -32,7 +31,6 @@ DEVICES = ["--lightning_config", '{"devices": 2}']
 
 
 def settings(folder):
-    """The arguments of the script."""
     words = "--max_steps 3 --learning_rate 0.1 --use_cpu True --disable_tqdm True --save_strategy no --report_to none"
     return ["--output_dir", str(folder), *words.split()]
 
@@ -53,7 +51,6 @@ def start(folder, before, after=(), script=SCRIPT, **environment):
 
 
 def launch(folder, *args, **environment):
-    """What each of the two processes found."""
     process = start(folder, *args, **environment)
     printed = process.communicate()[0]
     assert process.returncode == 0, printed[-3000:]

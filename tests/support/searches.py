@@ -13,7 +13,6 @@ from tests.support.tiny import Plain, make_plain, plain_data
 
 
 def make_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer", **settings: Any) -> Any:
-    """A Trainer of two steps, with an evaluation after each."""
     package = importlib.import_module(library)
     defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "report_to": "none"}
     args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})

@@ -258,12 +258,10 @@ class Comet(CSV):
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Steps and values by tag in the event files of a folder."""
     return _entries(folder, "scalars", lambda tag, event: without_times(tag, event.value))
 
 
 def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """Steps and texts by tag."""
     return _entries(folder, "tensors", lambda tag, event: event.tensor_proto.string_val[0].decode())
 
 

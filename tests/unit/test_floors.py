@@ -57,7 +57,6 @@ def test_extras_elsewhere_exist():
 
 
 def test_python():
-    """The Makefile's lane is Python 3.10."""
     assert PROJECT["requires-python"] == ">=3.10"
 
 

@@ -41,8 +41,6 @@ def said(caplog):
 
 
 class Embedding(nn.Module):
-    """Of tokens; a part of its outputs is made by `further`."""
-
     def __init__(self, further=lambda hidden: {}):
         super().__init__()
         self.table, self.further = nn.Embedding(50, 4), further

@@ -80,7 +80,6 @@ def in_parts(folder):
 
 
 def evaluating(folder):
-    """Evaluation before training, between two runs, and after; with and without partitioned parameters."""
     found = {}
     for name, config in (("none", None), ("stage 2", STAGES[2]), ("stage 3", STAGES[3])):
         args = arguments(folder / name, deepspeed=config)
@@ -156,8 +155,6 @@ def full(folder):
 
 
 def names(folder):
-    """The names that libraries look for, a training step of the user's own, and an optimizer of the script's."""
-
     class Own(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))

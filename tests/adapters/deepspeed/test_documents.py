@@ -83,7 +83,6 @@ LONG = {
     "optimizer": scaled(json.loads(OPTIMIZER)["optimizer"], lr=3e-5),
     "scheduler": scaled(json.loads(SCHEDULER)["scheduler"], warmup_max_lr=3e-5, warmup_num_steps=500),
 }
-
 #: Line of v4.1 → configuration and arguments.
 RUNS = {
     201: (STAGE_2, running.NORMAL),
@@ -243,8 +242,6 @@ deepspeed_config:
   zero_stage: 2
 mixed_precision: bf16
 """
-
-
 #: Line of the guide → what its file has of its own.
 FILES = {"trainer_guide_zh_v4.48:448": FILE, "trainer_guide_zh_v4.48:467": PLUGIN}
 

@@ -45,7 +45,6 @@ def model() -> Chronos2Model:
 
 
 def series(count: int) -> list[dict[str, np.ndarray]]:
-    """Waves, each of another length."""
     return [{"target": np.sin(np.arange(40 + index, dtype=np.float32) / (index + 2)) + index} for index in range(count)]
 
 
@@ -67,8 +66,6 @@ def live(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 class Witness(TrainerCallback):
-    """Keeps the state of a run whose Trainer nobody gets."""
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = state
 

@@ -75,7 +75,6 @@ def picture(index: int) -> Image.Image:
 
 
 def pages(first: int, end: int, pictured: bool) -> ColPaliEngineDataset:
-    """Questions, each with its page, as a picture or as text."""
     page = picture if pictured else partial(sentence, length=5)
     rows = [{"query": sentence(index), "pos_target": page(index)} for index in range(first, end)]
     return ColPaliEngineDataset(rows if pictured else Dataset.from_list(rows))

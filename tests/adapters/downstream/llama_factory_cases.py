@@ -44,8 +44,6 @@ ROWS: dict[str, tuple[Callable[[int], dict[str, Any]], dict[str, Any]]] = {
 
 
 class Witness(TrainerCallback):
-    """Keeps the last state, since `run_exp` gives no Trainer."""
-
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = state
 
@@ -62,7 +60,6 @@ def save_data(kind: str) -> None:
 
 
 def live(folder: Path, data: str, resumes: bool = True, **settings: Any) -> dict[str, Any]:
-    """The record of a run and of one that resumes it; `settings` go before those of all cases."""
     save_data(data)
     given = {
         "model_name_or_path": save_model(Path("model")),

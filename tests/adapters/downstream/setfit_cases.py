@@ -28,8 +28,6 @@ EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "
 
 
 class Witness(TrainerCallback):
-    """Notes which events came, with whose arguments and model."""
-
     def __init__(self) -> None:
         self.seen: list[list[str]] = []
 
@@ -79,7 +77,6 @@ def life(trainer: Any, folder: Path) -> dict[str, Any]:
 
 
 def classify(folder: Path, differentiable: bool = False, **settings: Any) -> dict[str, Any]:
-    """A classifier, and a second one that goes on from what the first has saved."""
     start = save_body(Path("body"))
     head = {"use_differentiable_head": True, "head_params": {"out_features": 3}} if differentiable else {}
 
@@ -97,7 +94,6 @@ def classify(folder: Path, differentiable: bool = False, **settings: Any) -> dic
 
 
 def distil(folder: Path) -> dict[str, Any]:
-    """A student that learns from a teacher's embeddings, for which setfit makes no evaluation set."""
     body = save_body(Path("body"))
     teacher, student = (SetFitModel.from_pretrained(body, device="cpu") for _ in range(2))
     Trainer(

@@ -88,7 +88,6 @@ def question(index: int) -> dict[str, Any]:
 
 
 def says_wanted(completions: list, wanted: list[str], **kwargs: Any) -> list[float]:
-    """How often an answer has the wanted word, and a little for its length."""
     said = [answer[0]["content"] for answer in completions]
     return [words.count(word) + 0.01 * len(words) for words, word in zip(said, wanted, strict=True)]
 

@@ -29,7 +29,6 @@ def features_of(examples, features):
 
 
 def answer_metric(prediction):
-    """Words that predictions and labels have in common."""
     pairs = zip(prediction.predictions, prediction.label_ids, strict=True)
     return {"common": sum(len(set(found.split()) & set(right.split())) for found, right in pairs)}
 

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
-
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -87,7 +86,6 @@ def prepare(training_args, raw, function, keep=False):
 
 
 def splits(data):
-    """What a Trainer is trained and evaluated on, as keywords."""
     return {"train_dataset": data["train"], "eval_dataset": data["validation"]}
 
 
@@ -106,7 +104,6 @@ def decode(tokenizer, ids):
 
 
 def encoder_sizes(hidden_size=16):
-    """The sizes of a small encoder, in the words of most configs."""
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     return {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, **layers}
 
@@ -128,12 +125,10 @@ def accuracy(prediction):
 
 
 def best_tokens(logits, labels):
-    """What is kept of each batch's logits."""
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
 
 
 def report(trainer, split, metrics, samples):
-    """Write the metrics of one split, with the number of its samples."""
     metrics[f"{split}_samples"] = samples
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
@@ -164,7 +159,6 @@ def describe(trainer, task, **more):
 
 
 def finish(trainer, checkpoint, task, perplexity=False, **card):
-    """Train, evaluate and describe: the end of the scripts that do not predict."""
     train(trainer, checkpoint)
     evaluate(trainer, perplexity)
     describe(trainer, task, **card)

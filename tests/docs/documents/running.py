@@ -26,7 +26,6 @@ NORMAL = "--output_dir out --learning_rate 0.01"
 
 
 def quiet(folder, kind=TrainingArguments, **settings):
-    """Arguments for a short run on the CPU that logs each step."""
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     return kind(str(folder), **{**defaults, "max_steps": 2, **settings})
 
@@ -36,7 +35,6 @@ def losses(logs):
 
 
 def several(*lines):
-    """The words for runs one after the other in the same processes."""
     return " + ".join(f"{line} {TINY}" for line in lines)
 
 

@@ -20,7 +20,6 @@ from tests.support.parity import alike, assert_equal, assert_same_weights, build
 
 
 def make(folder, trainer_class=Trainer, model=None, data=8, **given):
-    """A Trainer of a tiny model; keywords that are arguments go to its arguments."""
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: given.pop(name) for name in list(given) if name in fields}
     given.setdefault("train_dataset", tiny.plain_data(data))
@@ -32,8 +31,6 @@ def my_custom_loss(logits, labels):
 
 
 class MyTrainer(Trainer):
-    """Of v4.1, with a loss of its own."""
-
     def compute_loss(self, model, inputs):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
@@ -254,7 +251,6 @@ def test_callbacks_by_class_and_by_object(tmp_path):
 
 
 def test_resuming():
-    """From the latest checkpoint, from a folder, and from the folder that hub_strategy='checkpoint' leaves."""
     short = {"max_steps": 4, "per_device_train_batch_size": 4}
     first = make("written", save_strategy="steps", save_steps=2, **short)
     first.train()
@@ -273,7 +269,6 @@ class TwoOutputs(tiny.Plain):
 
 
 def test_ignored_outputs(tmp_path):
-    """In the evaluations of a run, and in evaluate()."""
     shapes = []
     given = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.plain_data(4)}

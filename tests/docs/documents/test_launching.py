@@ -89,7 +89,6 @@ def test_fsdp(words, by_torchrun):
 
 
 def test_fsdp_config(by_torchrun):
-    """The keys in a file, and as a dict; layers are wrapped by class, or by size."""
     for runs in by_torchrun:
         for name, expected in {"file": READ, "size": BY_SIZE}.items():
             assert settings_of(runs[name]) == expected

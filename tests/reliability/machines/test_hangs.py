@@ -29,8 +29,6 @@ AWAITED = {
 #: And when rank 0 hangs, which has the store through which ranks meet. It alone decides and scatters, and a broadcast
 #: needs nobody to have received it.
 OF_RANK_0 = ("barrier", "decision", "scatter", "objects", "gradients", "evaluation")
-
-
 HANGS = [(kind, 1) for kind in AWAITED if kind not in ("decision", "scatter")] + [(kind, 0) for kind in OF_RANK_0]
 
 

@@ -47,7 +47,6 @@ def xpu(monkeypatch):
 
 @pytest.fixture
 def on_xla(monkeypatch):
-    """As if torch_xla were there; torch itself knows the name of its devices."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr(devices, "has_torch_xla", lambda: True)
     monkeypatch.setattr(xla, "device", lambda: torch.device("xla", 0))
@@ -55,7 +54,6 @@ def on_xla(monkeypatch):
 
 @pytest.fixture
 def on_torch_tpu(monkeypatch):
-    """On torch_tpu's device, whose name torch does not know here."""
     monkeypatch.setattr(TrainingArguments, "_setup_devices", SimpleNamespace(type="tpu", index=0))
 
 

@@ -31,7 +31,6 @@ PER_NODE = "SLURM_STEP_ID=1 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_NUM_NODES=1 SLURM_
 MPI = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
 PMI = "PMI_RANK=1 PMI_SIZE=2"
 ALONE = "lightning 1 0 0 1 1 None"
-
 #: What is set → launcher, world size, rank, local rank, local world size, nodes, address.
 PLACES = {
     "nothing": ("", ALONE),

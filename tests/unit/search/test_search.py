@@ -1,6 +1,5 @@
 """Searches with Optuna: what is refused, which trials count, and what a trial changes in the Trainer."""
 
-import gc
 import logging
 import math
 from datetime import timedelta
@@ -23,13 +22,6 @@ HOST = this_process().split(" ")[0]
 GONE = f"{HOST} {2**22 + 1} 1"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_quickly():
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def rates(trial):
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
 
@@ -40,9 +32,6 @@ def states(study):
 
 def stored(folder):
     return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
-
-
-# ---- Bad input -------------------------------------------------------------------------------------------------
 
 
 def always(**choice):
@@ -140,9 +129,6 @@ def test_names_for_the_model(tmp_path, caplog):
         trainer.hyperparameter_search(**always(learning_rat=3), n_trials=1)
 
 
-# ---- Trials that end early -------------------------------------------------------------------------------------
-
-
 class Failing(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.trial_params["learning_rate"] > 0.05:
@@ -200,9 +186,6 @@ def test_time_and_callbacks_end_it(tmp_path):
 
     trainer.hyperparameter_search(rates, n_trials=5, callbacks=[stop], gc_after_trial=True)
     assert seen == [0]
-
-
-# ---- Which trials count ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -327,9 +310,6 @@ def test_a_seeded_sampler_does_not_repeat_itself(tmp_path):
         trainer, sampler = make_trainer(tmp_path), optuna.samplers.RandomSampler(seed=1)
         trainer.hyperparameter_search(rates, n_trials=n_trials, sampler=sampler, **stored(tmp_path))
     assert len({trial.params["learning_rate"] for trial in trainer.hp_study.trials}) == 4
-
-
-# ---- The arguments of a trial ----------------------------------------------------------------------------------
 
 
 class Notes(TrainerCallback):

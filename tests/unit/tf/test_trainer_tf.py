@@ -430,7 +430,6 @@ Nadam = type("Nadam", (), {"get_config": lambda self: {}})
 
 
 def overriding(**methods):
-    """A TFTrainer whose methods return values, whatever they are given."""
     returning = {name: lambda self, *given, value=value, **more: value for name, value in methods.items()}
     return {"kind": type("Own", (TFTrainer,), returning)}
 
