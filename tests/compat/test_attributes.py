@@ -248,10 +248,7 @@ def test_search_sets_what_it_searches_by(tmp_path):
         trainer, seen = None, []
         trainer, _ = build(library_name, "plain", tmp_path / library_name, trainer={"model_init": model_init})
         seen.append([hasattr(trainer, name) for name in ("hp_space", "compute_objective")])
-        given = {
-            "hp_name": lambda trial: f"trial {trial.number}",
-            "compute_objective": lambda found: found["eval_loss"] * 2,
-        }
+        given = {"hp_name": lambda trial: f"trial {trial.number}", "compute_objective": lambda of: of["eval_loss"] * 2}
         trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 3, 3)}, n_trials=1, **given)
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 

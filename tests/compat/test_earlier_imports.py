@@ -15,7 +15,7 @@ class SFTTrainer(Trainer): pass
 class Further(SFTTrainer): pass
 class Logs(TrainerCallback): pass
 """,
-    "only_derives.py": """
+    "derives.py": """
 import transformers
 class Own(transformers.Trainer): pass
 class Generates(transformers.Seq2SeqTrainer): pass
@@ -85,8 +85,8 @@ CASES = {
         ],
     ),
     "derived": (
-        "import only_derives, hftrainer\nhftrainer.install()\n",
-        ["(only_derives.Generates, only_derives.Own)"],
+        "import derives, hftrainer\nhftrainer.install()\n",
+        ["(derives.Generates, derives.Own)"],
     ),
     "the script itself": (
         "import torch\nfrom transformers import Seq2SeqTrainer\nimport hftrainer\nhftrainer.install()\n",

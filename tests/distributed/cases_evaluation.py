@@ -26,11 +26,8 @@ def all_of_it(prediction):
     """A metric that sees every row: order and padding count."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     weights = 1 + torch.arange(logits.size, dtype=torch.float64).reshape(logits.shape).numpy()
-    return {
-        "weighted": float((logits * weights).sum()),
-        "rows": len(prediction.label_ids),
-        "parts": len(prediction.elements),
-    }
+    weighted = float((logits * weights).sum())
+    return {"weighted": weighted, "rows": len(prediction.label_ids), "parts": len(prediction.elements)}
 
 
 class Prediction:

@@ -108,9 +108,7 @@ def names_of_bases(kind: type) -> set[str]:
 
 def taken_from_bases(module: ModuleType) -> Iterator[str]:
     """Private names that a class of this module shares with Lightning; those of its mixins too, wherever they are."""
-    constants = {
-        node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Constant)
-    }
+    constants = {one.value for one in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(one, ast.Constant)}
     for kind in vars(module).values():
         if not isinstance(kind, type) or kind.__module__ != module.__name__:
             continue

@@ -257,9 +257,8 @@ def test_control_and_state_for_loops_of_scripts(tmp_path, library):
 def test_quantized_models(tmp_path, bits):
     make_llama().save_pretrained(tmp_path / "model")
     config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", quantization_config=config, device_map="cpu"
-    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "model", quantization_config=config, device_map="cpu")
     for library in LIBRARIES:
         with pytest.raises(ValueError, match="quantized"):
             library.Trainer(model, make_args(library, tmp_path))

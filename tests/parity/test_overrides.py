@@ -294,16 +294,12 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_rotate_checkpoints(use_mtime=False, output_dir=None)": lambda given: (
         given["use_mtime"] is True and given["output_dir"] == given["self"].args.output_dir
     ),
-    "_save(output_dir=None, state_dict=None)": lambda given: re.search(
-        r"[/_](checkpoint-\d+|final)$", given["output_dir"]
-    ),
+    "_save(output_dir=None, state_dict=None)": lambda of: re.search(r"[/_](checkpoint-\d+|final)$", of["output_dir"]),
     "_save_checkpoint(model, trial, metrics=None)": lambda given: "eval_loss" in given["metrics"],
     "_wrap_model(model, training=True)": bool,
     "compute_loss(model, inputs)": bool,
     "compute_loss(model, inputs, return_outputs=False)": bool,
-    "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda given: (
-        "num_items_in_batch" in given["kwargs"]
-    ),
+    "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda of: "num_items_in_batch" in of["kwargs"],
     "create_scheduler(num_training_steps)": bool,
     "create_scheduler(num_training_steps, optimizer=None)": lambda given: given["optimizer"],
     "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": bool,

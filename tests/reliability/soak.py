@@ -197,9 +197,7 @@ class Run:
         lines = printed[0].splitlines()
         resumed, saved = numbers_of(lines, "resuming from"), numbers_of(lines, "saved")
         if resumed or saved:
-            assert "resuming from None" not in lines or not self.durable, (
-                f"began anew, not from {self.durable}: {lines}"
-            )
+            assert "resuming from None" not in lines or not self.durable, f"not from {self.durable}: {lines}"
             assert not resumed or resumed[0] >= self.durable, f"{self.durable} was saved, it resumes from {resumed[0]}"
         if self.scenario.in_background:
             saved = saved[:-1]  # that may not be complete

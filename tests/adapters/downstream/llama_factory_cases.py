@@ -29,11 +29,7 @@ ROWS: dict[str, tuple[Callable[[int], dict[str, Any]], dict[str, Any]]] = {
     "answered": (lambda index: {"instruction": sentence(index), "input": "", "output": sentence(index + 50, 4)}, {}),
     "texts": (lambda index: {"text": sentence(index, 12)}, {"columns": {"prompt": "text"}}),
     "compared": (
-        lambda index: {
-            "instruction": sentence(index),
-            "chosen": sentence(index + 50, 4),
-            "rejected": sentence(index, 3),
-        },
+        lambda i: {"instruction": sentence(i), "chosen": sentence(i + 50, 4), "rejected": sentence(i, 3)},
         {"ranking": True, "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}},
     ),
     "judged": (

@@ -282,9 +282,7 @@ def test_ignored_outputs(tmp_path):
 def test_logits_without_labels(tmp_path):
     """`preprocess_logits_for_metrics` is given None."""
     seen = []
-    trainer = make(
-        tmp_path, preprocess_logits_for_metrics=lambda logits, labels: seen.append(labels) or logits.argmax(-1)
-    )
+    trainer = make(tmp_path, preprocess_logits_for_metrics=lambda out, labels: seen.append(labels) or out.argmax(-1))
     for data in ([{"x": row["x"]} for row in tiny.plain_data(4)], tiny.plain_data(4)):
         assert trainer.predict(data).predictions.shape == (4,)
     assert seen[0] is None

@@ -189,11 +189,7 @@ def test_text():
 
 @pytest.mark.parametrize(
     "lines",
-    [
-        [{"step": 1, "loss": 10**400}, {"step": 2, "loss": 0.5}],
-        [{"step": [1], "loss": 1.0}],
-        [{"step": "a", "loss": 1.0}],
-    ],
+    [[{"step": 1, "loss": 10**400}, {"step": 2, "loss": 1}], [{"step": [1], "loss": 1}], [{"step": "a", "loss": 1}]],
 )
 def test_any_log(tmp_path, lines):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))

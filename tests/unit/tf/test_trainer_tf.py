@@ -435,6 +435,7 @@ def overriding(**methods):
 
 
 OVERRIDDEN = ("apply_gradients", "distributed_training_steps", "distributed_prediction_steps")
+OF_TPUS = ("tpu_name", "tpu_zone", "gcp_project")
 LIGHTNING = r"Own\.{}: Lightning runs the steps".format
 UNSUPPORTED = {
     "keras on TensorFlow": ({"model": OfKeras()}, "Functional is a Keras model.*KERAS_BACKEND=torch"),
@@ -444,10 +445,7 @@ UNSUPPORTED = {
     "gradients": (overriding(training_step=[torch.zeros(3)]), "training_step returns list: return the loss"),
     **{name: (overriding(**{name: None}), LIGHTNING(name)) for name in OVERRIDDEN},
     "an optimizer": ({"optimizers": (Nadam(), lambda step: 0.1)}, "optimizers: Nadam has no counterpart"),
-    **{
-        name: ({name: "mine"}, rf"{name}: TensorFlow connects.*run --tpu")
-        for name in ("tpu_name", "tpu_zone", "gcp_project")
-    },
+    **{name: ({name: "mine"}, rf"{name}: TensorFlow connects.*run --tpu") for name in OF_TPUS},
 }
 
 
