@@ -28,15 +28,9 @@ def make(**settings):
 def program(
     folder, library="hftrainer", before="", after="", run="make({settings}).train()", settings="", model="plain"
 ):
-    return SCRIPT.format(
-        library=library,
-        folder=str(folder),
-        before=before,
-        after=after,
-        run=textwrap.dedent(run).replace("{settings}", settings),
-        model=model,
-        kind={"plain": "plain", "text": "bert"}[model],
-    )
+    given = {"library": library, "folder": str(folder), "before": before, "after": after, "model": model}
+    given["run"] = textwrap.dedent(run).replace("{settings}", settings)
+    return SCRIPT.format(**given, kind={"plain": "plain", "text": "bert"}[model])
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +104,7 @@ VERBOSE = "import transformers; transformers.utils.logging.set_verbosity_info();
 NO_HANDLER = VERBOSE + "; switches.disable_default_handler()"
 TO_STDOUT = "logging.basicConfig(stream=sys.stdout)"
 INFO = "log_level='info'"
+LOWERED = "trainer = make(log_level='warning')\nswitches.set_verbosity_info()\ntrainer.train()"
 #: Name → what the script does, and how often a line at info is seen on stdout and on stderr.
 SWITCHES = {
     "nothing": ({}, (0, 0)),
@@ -144,13 +139,7 @@ SWITCHES = {
         {"run": "trainer = make(log_level='info')\nswitches.set_verbosity_error()\ntrainer.train()", "after": VERBOSE},
         (0, 0),
     ),
-    "a lower level later": (
-        {
-            "run": "trainer = make(log_level='warning')\nswitches.set_verbosity_info()\ntrainer.train()",
-            "after": VERBOSE,
-        },
-        (0, 1),
-    ),
+    "a lower level later": ({"run": LOWERED, "after": VERBOSE}, (0, 1)),
     "enable_explicit_format": ({"after": VERBOSE + "; switches.enable_explicit_format()"}, (0, 1)),
     "a warning": (
         {

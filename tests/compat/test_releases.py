@@ -267,6 +267,7 @@ def a_model_with_another_format_by_default(folder):
 
 
 FP16 = {"fp16": True, "save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+OTHER_SIZE = {"per_device_train_batch_size": 6, "ignore_data_skip": True}
 CASES = {
     # A row for each pair of settings of the matrix in test_matrix.py.
     "plain": trained("plain", **STEPS, **METRICS),
@@ -294,13 +295,7 @@ CASES = {
     "resumed at the end of an epoch": resumed("llama", 10, logging_steps=1, **STEPS),
     "resumed, accumulating": resumed("llama", 2, logging_steps=1, gradient_accumulation_steps=3, **STEPS),
     "resumed, full windows": resumed("llama", 3, logging_steps=1, gradient_accumulation_steps=5, **STEPS),
-    "resumed with another batch size": resumed(
-        "plain",
-        4,
-        again={"per_device_train_batch_size": 6, "ignore_data_skip": True},
-        save_strategy="steps",
-        max_steps=7,
-    ),
+    "resumed with another batch size": resumed("plain", 4, again=OTHER_SIZE, save_strategy="steps", max_steps=7),
     "items of a plain model": partial(what_a_loss_function_gets, "plain"),
     "items of a language model": partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
     "items for an override": what_an_override_gets,
@@ -344,10 +339,8 @@ SHOWN_BY = {
     "5.1": {"resumes_with_batch_size_of_arguments": "resumed with another batch size"},
     "5.0": {"calls_create_scheduler": "overrides of all that make an optimizer"},
     "4.57": {
-        "estimates_total_flos": "a norm",
-        "logged_loss": "plain",
-        "printed": "special tokens",
-        "sets_use_cache": "the cache of a config",
+        **{"estimates_total_flos": "a norm", "logged_loss": "plain"},
+        **{"printed": "special tokens", "sets_use_cache": "the cache of a config"},
     },
     "4.56": {"divides_eval_loss_by_items": "llama, accumulating"},
     "4.55": {"aligns_special_tokens": "special tokens"},
@@ -360,10 +353,8 @@ SHOWN_BY = {
     },
     "4.50": {"counts_items_only_if_used": "items for an override", "logs_rate_of_step": "plain"},
     "4.49": {
-        "num_items": "items of a plain model",
-        "records_best_step": "best model",
-        "saves_last_step_with": "by epoch",
-        "saves_tokenizer_of_collator": "a tokenizer of the collator",
+        **{"num_items": "items of a plain model", "records_best_step": "best model"},
+        **{"saves_last_step_with": "by epoch", "saves_tokenizer_of_collator": "a tokenizer of the collator"},
     },
     "4.48": {
         "decay_parameter_names": "a layernorm",
@@ -415,9 +406,8 @@ def test_as_the_installed_release(observe, name):
 
 
 def test_every_difference_has_its_case():
-    assert {release: set(names) for release, names in SHOWN_BY.items()} == {
-        str(kind.until): set(kind.changes) for kind in POLICIES[:-1]
-    }
+    expected = {str(kind.until): set(kind.changes) for kind in POLICIES[:-1]}
+    assert {release: set(names) for release, names in SHOWN_BY.items()} == expected
 
 
 @pytest.mark.newest_peer
