@@ -91,6 +91,7 @@ SHARED = {"logging_steps": 1}
 STREAM = {**SHARED, "max_steps": 8}
 SPLIT, ALONE = {"split_batches": True}, {"dispatch_batches": False}
 MAIN = {"dispatch_batches": True}
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 EACH_BATCH = {"gradient_accumulation_kwargs": {"num_steps": 3, "sync_each_batch": True, "adjust_scheduler": False}}
 #: Name → accelerator_config, data, further settings. Batches of 4 for two processes, of 38 samples unless it is said.
 CASES = {
@@ -105,11 +106,7 @@ CASES = {
     "torch's order, main": ({"use_seedable_sampler": False, **MAIN}, Noisy, SHARED),
     "each batch": (EACH_BATCH, Noisy, SHARED),
     "sequential": (None, Noisy, {**SHARED, "train_sampling_strategy": "sequential"}),
-    "by length": (
-        None,
-        varied,
-        {**SHARED, "train_sampling_strategy": "group_by_length", "trainer": {"data_collator": pad}},
-    ),
+    "by length": (None, varied, {**BY_LENGTH, **SHARED, "trainer": {"data_collator": pad}}),
     "stream": (None, Stream, STREAM),
     "stream, noisy": (None, lambda: Stream(noisy=True), STREAM),
     "stream, drop last": (None, Stream, {**STREAM, "dataloader_drop_last": True}),
@@ -207,6 +204,7 @@ def texts(samples):
     return {"x": [sample["x"] for sample in samples]}
 
 
+AS_TEXT = {"trainer": {"data_collator": texts}}
 UNEVEN = "accelerator_config['even_batches']=False: the 2 processes would get different numbers"
 INDIVISIBLE = "accelerator_config['split_batches']=True splits each batch among 2 processes, but a batch has"
 #: accelerator_config, data, settings of runs that are refused, and how the error begins.
@@ -217,12 +215,7 @@ REFUSED = (
     (SPLIT, Stream, {"max_steps": 1, "per_device_train_batch_size": 1}, f"{INDIVISIBLE} 1"),
     (None, Broken, {"max_steps": 9}, "the stream is broken"),
     (None, Ragged, {"max_steps": 9, "per_device_train_batch_size": 1}, "The main process cannot concatenate batches"),
-    (
-        None,
-        Texts,
-        {"max_steps": 9, "trainer": {"data_collator": texts}},
-        "The main process can scatter tensors, not a str",
-    ),
+    (None, Texts, {"max_steps": 9, **AS_TEXT}, "The main process can scatter tensors, not a str"),
 )
 
 

@@ -31,8 +31,6 @@ def all_of_it(prediction):
 
 
 class Prediction:
-    """Counts what reaches a function called batch by batch."""
-
     rows, total = 0, 0.0
 
     def __call__(self, prediction, compute_result):
@@ -63,16 +61,12 @@ class Gathers(Trainer):
 
 
 class Objects(Trainer):
-    """Predicts a list with one item a sample, which is no tensor."""
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return loss, [{"best": int(row.argmax()), "scores": row.tolist()} for row in logits], labels
 
 
 class Boxes(Trainer):
-    """Its labels are a list with one item a sample."""
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return loss, logits, [{"box": row} for row in labels]
@@ -95,20 +89,17 @@ def make_decoder():
     return model
 
 
+def sum_and_losses(prediction):
+    return {"sum": float(prediction.predictions.sum()), "losses": [float(loss) for loss in prediction.losses]}
+
+
+VARIED = {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it}
+GENERATES = {"predict_with_generate": True}
 #: Name → the Trainer's settings, data by their number, and the numbers, if not all. Of each, metrics and predictions.
 CASES = {
-    "plain": (
-        {
-            "settings": {"include_for_metrics": ["loss"]},
-            "compute_metrics": lambda p: {"sum": float(p.predictions.sum()), "losses": [float(x) for x in p.losses]},
-        },
-        plain_data,
-    ),
+    "plain": ({"settings": {"include_for_metrics": ["loss"]}, "compute_metrics": sum_and_losses}, plain_data),
     "stream": ({}, Stream),
-    "varied lengths": (
-        {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it},
-        tiny.varied_language_data,
-    ),
+    "varied lengths": (VARIED, tiny.varied_language_data),
     "nested": ({"make_model": tiny.make_detector}, tiny.detection_data, SOME),
     "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data, SOME),
     "torchmetrics, drawn": ({"compute_metrics": torchmetrics(plot=True)}, plain_data, (1, 4, 7)),
@@ -127,22 +118,13 @@ CASES = {
     "stream by a worker": ({"settings": {"dataloader_num_workers": 1}}, Stream, (1, 4, 7)),
     "stream by two workers": ({"settings": {"dataloader_num_workers": 2}}, Halves, (5, 11)),
     "generation": (
-        {
-            "make_model": tiny.make_t5,
-            "kind": Seq2SeqTrainer,
-            "settings": {"predict_with_generate": True, "generation_max_length": 7},
-            "compute_metrics": lambda p: {"sum": int(p.predictions.sum())},
-        },
+        {"make_model": tiny.make_t5, "kind": Seq2SeqTrainer, "settings": {**GENERATES, "generation_max_length": 7}}
+        | {"compute_metrics": lambda p: {"sum": int(p.predictions.sum())}},
         tiny.t5_data,
         (1, 4, 5),
     ),
     "generation of uneven lengths": (
-        {
-            "make_model": make_decoder,
-            "kind": Seq2SeqTrainer,
-            "settings": {"predict_with_generate": True},
-            "data_collator": tiny.pad_left,
-        },
+        {"make_model": make_decoder, "kind": Seq2SeqTrainer, "settings": GENERATES, "data_collator": tiny.pad_left},
         lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
         SOME,
     ),

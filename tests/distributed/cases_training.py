@@ -146,15 +146,11 @@ def fill_the_disk(folder):
 
 
 def refuse():
-    found = []
-    for settings, callbacks, resume in (
-        ({}, [], "some.ckpt"),
-        ({"auto_find_batch_size": True}, [], None),
-        ({}, [LearningRateFinder()], None),
-    ):
+    found, cases = [], (({}, [], "some.ckpt"), ({"auto_find_batch_size": True}, []), ({}, [LearningRateFinder()]))
+    for settings, callbacks, *resume in cases:
         args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, max_steps=2, **settings)
         trainer = Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=callbacks)
-        found.append(error_of(ValueError, trainer.train, resume))
+        found.append(error_of(ValueError, trainer.train, *resume))
     return found
 
 

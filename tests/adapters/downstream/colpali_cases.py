@@ -50,20 +50,11 @@ class Processor(BaseVisualRetrieverProcessor):
 def model() -> ColModernVBert:
     torch.manual_seed(1)
     marks = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     return ColModernVBert(
         ModernVBertConfig(
-            text_config={
-                "vocab_size": IMAGE + 1,
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                **marks,
-            },
-            vision_config={
-                **{"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-                **{"image_size": 8, "patch_size": 2},
-            },
+            text_config={**sizes, "vocab_size": IMAGE + 1, "num_hidden_layers": 2, **marks},
+            vision_config={**sizes, "num_hidden_layers": 1, "image_size": 8, "patch_size": 2},
             pixel_shuffle_factor=2,
             image_token_id=IMAGE,
         )

@@ -19,14 +19,9 @@ SETTINGS = {
 def record(
     build: Callable[[str], Any], folder: Path, *, resumes: bool = True, alike: bool = True, **more: Any
 ) -> dict[str, Any]:
-    """The record of a life.
+    """The record of a life, with `more` in it; `build` makes a Trainer that writes into a folder of the name given.
 
-    Args:
-        build: name of a folder below `folder` → a Trainer that writes there, with a model of its own.
-        folder: for what the Trainers write.
-        resumes: train a second one from the first's checkpoint at step 3.
-        alike: False where transformers resumes with other random numbers or weights; ours must end as the first did.
-        more: what else to put into the record.
+    `alike` is False where transformers resumes with other random numbers or weights; ours must end as the first did.
     """
     trainer = build("run")
     output = trainer.train()

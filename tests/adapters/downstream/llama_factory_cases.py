@@ -15,13 +15,8 @@ from tests.adapters.downstream.tiny_language import save_model, sentence
 
 SETTINGS = {
     **lives.SETTINGS,
-    "template": "empty",
-    "do_train": True,
-    "do_eval": True,
-    "cutoff_len": 32,
-    "fp16": False,
-    "bf16": False,
-    "save_only_model": False,
+    **{"template": "empty", "do_train": True, "do_eval": True, "cutoff_len": 32},
+    **dict.fromkeys(("fp16", "bf16", "save_only_model"), False),
     "disable_tqdm": False,  # the other callback takes total_flos out of what is written
 }
 #: Format of a data set → its rows, and what dataset_info.json says of it.
@@ -58,10 +53,8 @@ def save_data(kind: str) -> None:
 def live(folder: Path, data: str, resumes: bool = True, **settings: Any) -> dict[str, Any]:
     save_data(data)
     given = {
-        "model_name_or_path": save_model(Path("model")),
-        "dataset_dir": "data",
-        "dataset": "train",
-        "eval_dataset": "held_out",
+        **{"model_name_or_path": save_model(Path("model")), "dataset_dir": "data"},
+        **{"dataset": "train", "eval_dataset": "held_out"},
         **SETTINGS,
         **settings,
     }

@@ -69,22 +69,12 @@ def live(
 ) -> dict[str, Any]:
     """The record of a Trainer's life, the adapter that is loaded again, and the merged model.
 
-    Args:
-        folder: for what the Trainers write.
-        config: makes the adapters' configuration.
-        adapters: their names; the last is trained.
-        optimizer: makes one of the model.
-        callbacks: of the Trainer.
-        merges: whether such adapters can be merged into the model.
-        resumes: whether PEFT can load such adapters into fresh ones.
-        settings: arguments of the run, over those of all cases.
+    The last of `adapters` is trained. PEFT cannot merge all kinds into a model, nor load all kinds into fresh ones.
     """
     task = config().task_type
-    data, collator = (
-        (labelled, DataCollatorWithPadding(tokenizer()))
-        if task == "SEQ_CLS"
-        else (texts, DataCollatorForLanguageModeling(tokenizer(), mlm=False))
-    )
+    data, collator = texts, DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    if task == "SEQ_CLS":
+        data, collator = labelled, DataCollatorWithPadding(tokenizer())
     trainers = []
 
     def build(name: str) -> Trainer:
@@ -126,6 +116,7 @@ def plus(model: Any) -> Any:
     return create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
 
 
+DOWN = "down_proj"
 lora_live = partial(live, merges=True)
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "lora": partial(lora_live, config=lora),
@@ -146,9 +137,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     ),
     "ia3": partial(
         live,
-        config=lambda: IA3Config(
-            task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-        ),
+        config=lambda: IA3Config("CAUSAL_LM", target_modules=["k_proj", DOWN], feedforward_modules=[DOWN]),
         merges=True,
     ),
     "prompt_tuning": partial(live, config=lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),

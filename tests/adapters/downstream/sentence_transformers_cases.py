@@ -5,18 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sentence_transformers
 from datasets import Dataset, DatasetDict
-from sentence_transformers import (
-    CrossEncoder,
-    CrossEncoderTrainer,
-    CrossEncoderTrainingArguments,
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.cross_encoder import losses as pair_losses
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderCorrelationEvaluator
 from sentence_transformers.sentence_transformer import losses
@@ -74,16 +65,11 @@ def judge(dropout: float) -> CrossEncoder:
     return CrossEncoder(save_bert(Path("model"), AutoModelForSequenceClassification, dropout, num_labels=1))
 
 
-#: Kind of model → how it is made, its Trainer and arguments, and its evaluator.
-KINDS: dict[str, tuple[Callable[[float], Any], type, type, type]] = {
-    "dense": (embedder, SentenceTransformerTrainer, SentenceTransformerTrainingArguments, EmbeddingSimilarityEvaluator),
-    "sparse": (
-        sparse_embedder,
-        SparseEncoderTrainer,
-        SparseEncoderTrainingArguments,
-        SparseEmbeddingSimilarityEvaluator,
-    ),
-    "pairs": (judge, CrossEncoderTrainer, CrossEncoderTrainingArguments, CrossEncoderCorrelationEvaluator),
+#: Kind of model → how it is made, the class before Trainer and TrainingArguments in their names, and its evaluator.
+KINDS: dict[str, tuple[Callable[[float], Any], type, type]] = {
+    "dense": (embedder, SentenceTransformer, EmbeddingSimilarityEvaluator),
+    "sparse": (sparse_embedder, SparseEncoder, SparseEmbeddingSimilarityEvaluator),
+    "pairs": (judge, CrossEncoder, CrossEncoderCorrelationEvaluator),
 }
 
 
@@ -105,27 +91,21 @@ def live(
     dropout: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The record of a Trainer's life.
+    """The record of a Trainer's life; `data` makes a row of its number, or has such functions by dataset.
 
-    Args:
-        folder: for what the Trainers write.
-        kind: a key of `KINDS`.
-        loss: model → its loss, or a dict of losses by dataset.
-        data: number of a row → the row, or a dict of these by dataset.
-        evaluates: with an evaluator beside the evaluation set.
-        dropout: with it the model draws random numbers, and is not resumed: there both libraries differ on purpose.
-        settings: arguments of the run, over those of all cases.
+    With dropout the model draws random numbers, and is not resumed: there both libraries differ on purpose.
     """
-    make, trainer_class, arguments, evaluator = KINDS[kind]
+    make, model_class, evaluator = KINDS[kind]
+    names = (f"{model_class.__name__}{part}" for part in ("Trainer", "TrainingArguments"))
+    trainer_class, arguments = (getattr(sentence_transformers, name) for name in names)
     sets = data if isinstance(data, dict) else {"only": data}
-    train, held_out = (
-        DatasetDict({name: rows(row, *span) for name, row in sets.items()}) for span in ((0, 40), (40, 52))
-    )
+    train = DatasetDict({name: rows(row, 0, 40) for name, row in sets.items()})
+    held_out = DatasetDict({name: rows(row, 40, 52) for name, row in sets.items()})
     start = make(dropout)
     start.save(str(folder / "start"))
 
     def build(name: str) -> Any:
-        model = type(start)(str(folder / "start"))
+        model = model_class(str(folder / "start"))
         return trainer_class(
             model=model,
             args=arguments(str(folder / name), **{**SETTINGS, **settings}),

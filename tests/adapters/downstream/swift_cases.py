@@ -16,15 +16,10 @@ from tests.adapters.downstream.tiny_language import assistant, save_model, user
 #: Words of every command line, and their values.
 SETTINGS = {
     **lives.SETTINGS,
-    "model_type": "mistral",
-    "template": "chatml",
-    "add_version": "false",
-    "disable_tqdm": "false",
-    "torch_dtype": "float32",
+    **{"model_type": "mistral", "template": "chatml", "torch_dtype": "float32"},
+    **dict.fromkeys(("add_version", "disable_tqdm", "check_model"), "false"),
     "fp16": "false",  # which it takes for a model in float32, also on a CPU
-    "dataset_num_proc": 1,
-    "dataloader_num_workers": 0,
-    "check_model": "false",
+    **{"dataset_num_proc": 1, "dataloader_num_workers": 0},
 }
 #: Of args.json: the arguments' own text, whose order is another, and what only ours has.
 OWN_ARGUMENTS = ("training_args", "debug", "eval_memmap_dir", "save_on_interrupt", "lightning_config")

@@ -25,16 +25,7 @@ def live(
     given: Callable[[], dict[str, Any]] = dict,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The record of a Trainer's life.
-
-    Args:
-        folder: for what the Trainers write.
-        kind: first part of the names of the Trainer and its config.
-        data: number of a row → the row.
-        streaming: whether the training data is a stream.
-        given: more arguments for the Trainer, made anew for each.
-        settings: arguments of the run, over those of all cases.
-    """
+    """The record of a Trainer's life; `kind` begins its name and its config's, `data` makes a row of its number."""
     model = save_model(Path("model"), labels=1 if kind == "Reward" else None)
     trainer_class, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     train, held_out = (Dataset.from_list([data(index) for index in range(*rows)]) for rows in ((40,), (40, 46)))

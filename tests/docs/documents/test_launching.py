@@ -37,17 +37,15 @@ KEYS = {
 TRUE = dict.fromkeys(("forward_prefetch", "limit_all_gathers", "activation_checkpointing", "use_orig_params"), True)
 READ = FsdpSettings(**TRUE, version=1, wrap_classes=("Linear",), backward_prefetch="BACKWARD_POST")
 BY_SIZE = FsdpSettings(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=9)
-GENERATES = (
-    "--output_dir out --learning_rate 0.3 --model_name_or_path t5 --predict_with_generate --generation_max_length 6"
-)
+T5 = "--output_dir out --learning_rate 0.3 --model_name_or_path t5 --predict_with_generate --generation_max_length 6"
 LINES = {
     **{words: f'{NORMAL} --fsdp "{words}"' for words in FSDP},
     "file": f"{NORMAL} --fsdp full_shard --fsdp_config fsdp_config.json",
     "size": f"""{NORMAL} --fsdp "full_shard auto_wrap" --fsdp_config '{{"min_num_params":9}}'""",
     "shards": f"""{NORMAL} --fsdp full_shard --fsdp_config '{{"state_dict_type":"SHARDED_STATE_DICT"}}'"""
     " --final_model final",
-    "generates": f"{GENERATES} --fsdp full_shard",
-    "generates whole": GENERATES,
+    "generates": f"{T5} --fsdp full_shard",
+    "generates whole": T5,
     "replicas": NORMAL,
 }
 
@@ -242,22 +240,19 @@ def test_run_glue_with_fsdp(tmp_path):
 
 
 #: With two processes instead of eight, on one machine instead of two.
-TWO_MACHINES = (
-    """
+TWO_MACHINES = f"""
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 downcast_bf16: 'no'
 gpu_ids: all
-machine_rank: {rank} #change rank as per the node
+machine_rank: {{rank}} #change rank as per the node
 main_process_ip: 127.0.0.1
-main_process_port: {port}
+main_process_port: {{port}}
 main_training_function: main
 mixed_precision: fp16
 num_machines: 2
 num_processes: 2
-"""
-    + END_OF_FILE
-)
+{END_OF_FILE}"""
 
 
 def test_two_machines(tmp_path):
