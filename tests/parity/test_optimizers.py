@@ -176,7 +176,10 @@ def test_embeddings_keep_their_precision(tmp_path):
 WRONG = [
     ({"optim": "adamw"}, "adamw.*did you mean"),
     ({"optim": "sgd", "optim_args": "momentun=0.9"}, "momentun unknown, it takes dampening, momentum, nesterov"),
-    ({"optim": "adamw_torch", "optim_args": "amsgrad=true"}, "amsgrad unknown, it takes none.*optimizer_cls_and_kw"),
+    (
+        {"optim": "adamw_torch", "optim_args": "amsgrad=true"},
+        "amsgrad unknown, it takes none.*optimizer_cls_and_kwargs",
+    ),
     ({"optim": "sgd", "optim_args": "momentum"}, "'momentum' is not name=value"),
     ({"optim": "sgd", "optim_args": "momentum=much"}, "momentum='much' is not a valid float"),
     ({"optim": "sgd", "optim_args": "nesterov=maybe"}, "nesterov='maybe' is not a valid flag"),

@@ -187,8 +187,8 @@ def test_launchers(tmp_path):
 
 def test_wrong_device_is_named(tmp_path):
     """DeepSpeed chooses its device by itself."""
-    text = "import datetime, torch\nfrom hftrainer.parallel.processes import Processes\n"
-    text += "from hftrainer_deepspeed import start as deepspeed_start\n"
+    text = "from hftrainer_deepspeed import start as deepspeed_start\nimport datetime, torch\n"
+    text += "from hftrainer.parallel.processes import Processes\n"
     text += "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
     script = tmp_path / "script.py"
     script.write_text(text)

@@ -31,6 +31,8 @@ def my_custom_loss(logits, labels):
 
 
 class MyTrainer(Trainer):
+    """Of v4.1, with a loss of its own."""
+
     def compute_loss(self, model, inputs):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
@@ -39,6 +41,8 @@ class MyTrainer(Trainer):
 
 
 class MultilabelTrainer(Trainer):
+    """Of v4.15."""
+
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.get("labels")
         outputs = model(**inputs)
@@ -51,6 +55,8 @@ class MultilabelTrainer(Trainer):
 
 
 class CustomTrainer(Trainer):
+    """Of the Chinese guide."""
+
     def compute_loss(self, model, inputs, return_outputs=False):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
@@ -251,6 +257,7 @@ def test_callbacks_by_class_and_by_object(tmp_path):
 
 
 def test_resuming():
+    """From the latest checkpoint, from a folder, and from the folder that hub_strategy='checkpoint' leaves."""
     short = {"max_steps": 4, "per_device_train_batch_size": 4}
     first = make("written", save_strategy="steps", save_steps=2, **short)
     first.train()

@@ -60,7 +60,10 @@ def test_harmless_values(name, value):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"evaluation_strategy": "steps", "eval_strategy": "epoch"}, "evaluation_strategy='steps' and eval_strategy"),
+        (
+            {"evaluation_strategy": "steps", "eval_strategy": "epoch"},
+            "evaluation_strategy='steps' and eval_strategy='e",
+        ),
         ({"per_gpu_train_batch_size": 3, "per_device_train_batch_size": 4}, "per_gpu_train_batch_size=3"),
         ({"warmup_ratio": 1.5}, "warmup_ratio=1.5"),
         ({"sharded_ddp": "zero_dp_4"}, "zero_dp_4"),

@@ -48,7 +48,8 @@ def test_refused(explain):
     done = explain("--fp16_opt_level", "O2", "--mp_parameters", "a=b")
     assert done.returncode == 1
     assert "  fp16_opt_level='O2': " in done.stdout
-    assert re.search("Trainer refuses (fp16_opt_level, mp_parameters|mp_parameters, fp16_opt_level), for", done.stdout)
+    refused = "A Trainer refuses (fp16_opt_level, mp_parameters|mp_parameters, fp16_opt_level), for"
+    assert re.search(refused, done.stdout)
     assert "by hand" not in done.stdout
 
 
