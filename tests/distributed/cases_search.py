@@ -73,9 +73,8 @@ def find_all(folder):
     ):
         try:
             trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
-            trainer.hyperparameter_search(
-                **{"hp_space": rates, "n_trials": 1, **keywords}
-            )  # once more: there is a study
+            # Once more: the study is there.
+            trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
         except error as raised:
             found["refused"].append(str(raised))
     return found
