@@ -16,17 +16,12 @@ from tests.support.tiny import make_peft
 #: model → micro-batches in a step, steps between checkpoints, the step to resume from. BERT does not accumulate, since
 #: the model of v5 leaves its loss undivided then.
 SHAPES = {
-    "plain": (1, 4, 12),
-    "bert": (1, 4, 12),
-    "llama": (3, 2, 2),
-    "tied": (3, 2, 2),
-    "peft": (3, 2, 2),
-    "adapters": (3, 2, 6),
+    **{"plain": (1, 4, 12), "bert": (1, 4, 12), "llama": (3, 2, 2)},
+    **{"tied": (3, 2, 2), "peft": (3, 2, 2), "adapters": (3, 2, 6)},
 }
 
 
 def make_adapters():
-    """A model with two adapters, of which the second is trained."""
     from peft import LoraConfig
 
     model = make_peft()
@@ -37,7 +32,6 @@ def make_adapters():
 
 
 def make_tied():
-    """A language model whose input and output embeddings are one tensor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)

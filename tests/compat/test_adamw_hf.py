@@ -11,16 +11,14 @@ theirs = getattr(importlib.import_module("transformers.optimization"), "AdamW", 
 
 
 @pytest.mark.skipif(theirs is None, reason="this release of transformers has no AdamW of its own")
-@pytest.mark.parametrize(
-    "settings", [{}, {"weight_decay": 0.1, "eps": 1e-4}, {"correct_bias": False, "betas": (0.8, 0.9)}]
-)
+@pytest.mark.parametrize("how", [{}, {"weight_decay": 0.1, "eps": 1e-4}, {"correct_bias": False, "betas": (0.8, 0.9)}])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_steps(settings):
+def test_steps(how):
     weights = []
     for kind in (AdamW, theirs):
         torch.manual_seed(0)
         layer = torch.nn.Linear(5, 3)
-        optimizer = kind(layer.parameters(), lr=0.05, **settings)
+        optimizer = kind(layer.parameters(), lr=0.05, **how)
         for _ in range(6):
             optimizer.zero_grad()
             layer(torch.randn(4, 5)).square().sum().backward()

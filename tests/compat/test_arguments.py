@@ -28,7 +28,6 @@ AS_PARSED = {
 }
 #: Arguments that it takes from no command line: an object, and a dict made of words.
 NO_WORDS = {"parallelism_config", "liger_kernel_config"}
-
 #: Arguments whose values in the table hold without them too: by `use_cpu`, or as the default.
 IMPLIED = {"dataloader_pin_memory", "disable_tqdm"}
 
@@ -45,7 +44,6 @@ def make_parser(library, of, kind="Seq2SeqTrainingArguments"):
 
 
 def plain(value):
-    """Without enumerations and objects, whose classes are each library's own."""
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value.to_dict() if hasattr(value, "to_dict") else getattr(value, "value", value)
@@ -91,9 +89,6 @@ def test_flags_alone(kind, library):
     theirs = flags(make_parser("transformers", "transformers", kind))
     assert len(theirs) > 60
     assert theirs <= flags(make_parser(library, "hftrainer", kind))
-
-
-# ---- Subclasses ------------------------------------------------------------------------------------------------------
 
 
 def make_class(library):
@@ -148,9 +143,6 @@ def test_a_subclass_of_a_subclass(tmp_path):
     assert hftrainer.Trainer(make_llama(), args).args.gamma == 7
 
 
-# ---- Our Trainer with the arguments of transformers: a script has changed one import alone ---------------------------
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "settings",
@@ -165,12 +157,9 @@ def test_a_subclass_of_a_subclass(tmp_path):
 )
 def test_they_train_as_ours_do(tmp_path, settings):
     def run(name):
-        args = importlib.import_module(name).TrainingArguments(
-            str(tmp_path / name),
-            **{"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "optim": "adamw_torch"},
-            **{"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True},
-            **settings,
-        )
+        own = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "optim": "adamw_torch", **settings}
+        quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
+        args = importlib.import_module(name).TrainingArguments(str(tmp_path / name), **own, **quiet)
         trainer = hftrainer.Trainer(make_llama(), args, data_collator=pad, train_dataset=varied_language_data())
         trainer.train()
         weights = {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}

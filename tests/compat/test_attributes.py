@@ -25,13 +25,10 @@ from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_bert, make_plain
 
 pytestmark = pytest.mark.usefixtures("as_installed")
-
-
 IS_NEWEST = pinned("transformers") <= TRANSFORMERS
 
 
 def plain_value(name: str, value: Any) -> Any:
-    """A value as far as two libraries can have it in common."""
     if name == "model_preparation_time":
         return type(value)
     if name in ("state", "control"):
@@ -83,9 +80,6 @@ def test_attributes_have_the_same_values_at_each_event(tmp_path):
         assert {*READ} == {name for _, values in theirs for name in values}
 
 
-# ---- Set ------------------------------------------------------------------------------------------------------------
-
-
 def summed(outputs, labels, num_items_in_batch=None):
     loss = 2 * nn.functional.cross_entropy(outputs["logits"], labels, reduction="sum")
     return loss / (num_items_in_batch if num_items_in_batch is not None else len(labels))
@@ -103,7 +97,6 @@ def reset_log(trainer):
 
 
 def own_handler(trainer):
-    """A handler of a subclass, in the place of the Trainer's."""
     old = trainer.callback_handler
 
     class Quiet(type(old)):
@@ -208,9 +201,8 @@ def test_a_handle_of_neftune_that_a_script_takes_away(tmp_path):
             handle.remove()
         return parent(self).training_step(*args, **kwargs)
 
-    run = run_changed(
-        "hftrainer", tmp_path, methods={"training_step": training_step}, model="bert", neftune_noise_alpha=5
-    )
+    settings = {"methods": {"training_step": training_step}, "model": "bert", "neftune_noise_alpha": 5}
+    run = run_changed("hftrainer", tmp_path, **settings)
     assert run.extra["hooks"] == [0] * len(run.extra["hooks"])
 
 
@@ -256,12 +248,8 @@ def test_search_sets_what_it_searches_by(tmp_path):
         trainer, seen = None, []
         trainer, _ = build(library_name, "plain", tmp_path / library_name, trainer={"model_init": model_init})
         seen.append([hasattr(trainer, name) for name in ("hp_space", "compute_objective")])
-        trainer.hyperparameter_search(
-            lambda trial: {"seed": trial.suggest_int("seed", 3, 3)},
-            lambda metrics: metrics["eval_loss"] * 2,
-            n_trials=1,
-            hp_name=lambda trial: f"trial {trial.number}",
-        )
+        given = {"hp_name": lambda trial: f"trial {trial.number}", "compute_objective": lambda of: of["eval_loss"] * 2}
+        trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 3, 3)}, n_trials=1, **given)
         return [*seen, (trainer.hp_search_backend, trainer.compute_objective({"eval_loss": 1}), trainer.objective)]
 
     assert len(alike(run, assert_equal)) == 3

@@ -15,7 +15,7 @@ class SFTTrainer(Trainer): pass
 class Further(SFTTrainer): pass
 class Logs(TrainerCallback): pass
 """,
-    "only_derives.py": """
+    "derives.py": """
 import transformers
 class Own(transformers.Trainer): pass
 class Generates(transformers.Seq2SeqTrainer): pass
@@ -31,8 +31,6 @@ del T
 """,
     "early.py": "from transformers import Trainer\n",
 }
-
-
 #: The environments of older releases have no peft.
 PEFT = ", peft" if importlib.util.find_spec("peft") else ""
 #: Runs each script in a fork of a process that has transformers loaded, as importing it takes seconds.
@@ -86,9 +84,9 @@ CASES = {
             "call install() before that import, or run the script with `python -m hftrainer run`",
         ],
     ),
-    "only derived": (
-        "import only_derives, hftrainer\nhftrainer.install()\n",
-        ["(only_derives.Generates, only_derives.Own)"],
+    "derived": (
+        "import derives, hftrainer\nhftrainer.install()\n",
+        ["(derives.Generates, derives.Own)"],
     ),
     "the script itself": (
         "import torch\nfrom transformers import Seq2SeqTrainer\nimport hftrainer\nhftrainer.install()\n",
@@ -107,8 +105,6 @@ CASES = {
         ],
     ),
 }
-
-
 SILENT = {
     "after": "import transformers\nimport hftrainer\nhftrainer.install()\nimport lib, early, patches\n",
     "its own modules": f"import transformers.trainer, accelerate{PEFT}\nimport hftrainer\nhftrainer.install()\n",

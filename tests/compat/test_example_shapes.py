@@ -22,7 +22,6 @@ MISSING = {name: [module for module in NEEDS.get(name, ()) if not importlib.util
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory, processes):
-    """The folders with what the scripts left by transformers, and by hftrainer."""
     theirs, ours = (tmp_path_factory.mktemp(name) for name in ("theirs", "ours"))
     names = [name for name in SHAPES if not MISSING[name]]
     by_hftrainer = ["-m", "hftrainer", "run", DRIVER, ours, *names, "--both-parsers"]
@@ -34,7 +33,6 @@ def folders(tmp_path_factory, processes):
 
 
 def without_times(value):
-    """JSON without the values of measured times, whose names stay."""
     if isinstance(value, dict):
         times = {name for name in value if any(time in name for time in MEASURED)}
         return {name: "measured" if name in times else without_times(v) for name, v in value.items()}
@@ -42,7 +40,6 @@ def without_times(value):
 
 
 def content(path):
-    """Of a file of weights, texts or numbers."""
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.suffix == ".json":
@@ -53,7 +50,6 @@ def content(path):
 
 
 def outcome(folder):
-    """What a script has left, by file."""
     error = folder / "error.txt"
     assert not error.exists(), error.read_text()
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in OWN_FILES]

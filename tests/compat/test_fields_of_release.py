@@ -67,9 +67,7 @@ def test_values():
     ours, theirs = make(), make(Theirs)
     names = {name for name in {*dir(ours), *dir(theirs)} if not name.startswith("_")}
     pairs = {name: [shown(getattr(args, name, "absent")) for args in (ours, theirs)] for name in names}
-    differ = {
-        name for name, (mine, other) in pairs.items() if mine != other and not (callable(mine) and callable(other))
-    }
+    differ = {name for name, (one, two) in pairs.items() if one != two and not (callable(one) and callable(two))}
     release = ".".join(map(str, TRANSFORMERS))
     expected = [row["names"].split() for row in ATTRIBUTES if release in row["releases"].split()]
     assert differ - {"logging_dir"} == {name for names in expected for name in names}  # which has the time

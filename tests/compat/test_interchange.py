@@ -25,7 +25,6 @@ PYTHONS = {"4.57": sys.executable, "newest": os.environ.get("NEWEST_PYTHON", "")
 THEIRS, OURS, OURS_NEWEST = ("4.57", "transformers"), ("4.57", "hftrainer"), ("newest", "hftrainer")
 WAYS = [(THEIRS, OURS), (THEIRS, OURS_NEWEST), (OURS, THEIRS), (OURS_NEWEST, THEIRS), (OURS_NEWEST, OURS)]
 LAYOUTS = {"safetensors": {}, "bin": {"save_safetensors": False}}
-
 pytestmark = [
     pytest.mark.skipif(not version("transformers").startswith("4.57"), reason="make test-versions runs it beside 4.57"),
     pytest.mark.skipif(not PYTHONS["newest"], reason="NEWEST_PYTHON is not set; make test-versions sets it"),
@@ -33,7 +32,6 @@ pytestmark = [
 
 
 def run(jobs: dict[str, list]) -> None:
-    """Each environment's jobs in a process of its own, side by side."""
     env = {**environment(), "HF_HUB_OFFLINE": "1"}
     how = {"cwd": ROOT, "env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     started = [
@@ -70,14 +68,12 @@ def folders(tmp_path_factory):
 
 
 def read(path: Path):
-    """What a checkpoint's file holds."""
     if path.suffix == ".safetensors":
         return load_file(path)
     return torch.load(path, weights_only=path.name != "rng_state.pth")
 
 
 def same(ours, theirs) -> bool:
-    """Equal in structure, and to the bit."""
     if isinstance(ours, torch.Tensor):
         return torch.equal(ours, theirs)
     if isinstance(ours, dict):
@@ -88,7 +84,6 @@ def same(ours, theirs) -> bool:
 
 
 def report(folder: Path) -> dict:
-    """What the run says of itself."""
     return json.loads((folder / "report.json").read_text())
 
 
@@ -97,7 +92,6 @@ def last_checkpoint(folder: Path) -> Path:
 
 
 def assert_same_end(folder: Path, reference: Path) -> None:
-    """The same weights, the same log and best model, and the same last checkpoint, file by file."""
     assert same(read(folder / "final.pt"), read(reference / "final.pt"))
     assert report(folder) == report(reference)
     ours, theirs = last_checkpoint(folder), last_checkpoint(reference)

@@ -28,22 +28,13 @@ def make(**settings):
 def program(
     folder, library="hftrainer", before="", after="", run="make({settings}).train()", settings="", model="plain"
 ):
-    """A script that trains with a library."""
-    return SCRIPT.format(
-        library=library,
-        folder=str(folder),
-        before=before,
-        after=after,
-        run=textwrap.dedent(run).replace("{settings}", settings),
-        model=model,
-        kind={"plain": "plain", "text": "bert"}[model],
-    )
+    given = {"library": library, "folder": str(folder), "before": before, "after": after, "model": model}
+    given["run"] = textwrap.dedent(run).replace("{settings}", settings)
+    return SCRIPT.format(**given, kind={"plain": "plain", "text": "bert"}[model])
 
 
 @pytest.fixture(scope="module")
 def shown(processes):
-    """A function that runs a script, and returns what it shows on stdout and on stderr."""
-
     def run(text, fresh=False, **variables):
         inherited = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
         done = processes.run("-c", text, env={**processes.environment(inherited), **variables}, fresh=fresh)
@@ -52,8 +43,6 @@ def shown(processes):
 
     return run
 
-
-# ---- What is said ----------------------------------------------------------------------------------------------------
 
 #: What both must say of a run and of one that resumes, besides the numbers at the beginning: name → pattern of theirs,
 #: pattern of ours.
@@ -86,7 +75,6 @@ make(**{**settings, "max_steps": 8}).train(resume_from_checkpoint=True)
 
 @pytest.fixture(scope="module")
 def of_both(tmp_path_factory, shown):
-    """What both libraries show of the same runs at info."""
     folder = tmp_path_factory.mktemp("both")
     found = []
     for library in ("transformers", "hftrainer"):
@@ -105,14 +93,10 @@ def test_all_numbers_at_the_beginning(of_both):
     """Each that transformers logs there is in ours, in its order; steps per epoch since v5.4."""
     theirs, ours = of_both
     block = theirs[theirs.index("Running training") :].splitlines()[1:]
-    numbers = [
-        line.rpartition("= ")[2] for line in block[: block.index(next(x for x in block if "trainable" in x)) + 1]
-    ]
+    numbers = [row.rpartition("= ")[2] for row in block[: block.index(next(x for x in block if "trainable" in x)) + 1]]
     mine = [line.rpartition(": ")[2] for line in ours[ours.index("Running training") :].splitlines()[1:9]]
     assert numbers == (mine if len(numbers) == 8 else [*mine[:2], *mine[3:]])
 
-
-# ---- By which switches it is seen ------------------------------------------------------------------------------------
 
 LINE = "Number of examples: 38"
 THEIR_LINE = "Num examples = 38"
@@ -120,6 +104,7 @@ VERBOSE = "import transformers; transformers.utils.logging.set_verbosity_info();
 NO_HANDLER = VERBOSE + "; switches.disable_default_handler()"
 TO_STDOUT = "logging.basicConfig(stream=sys.stdout)"
 INFO = "log_level='info'"
+LOWERED = "trainer = make(log_level='warning')\nswitches.set_verbosity_info()\ntrainer.train()"
 #: Name → what the script does, and how often a line at info is seen on stdout and on stderr.
 SWITCHES = {
     "nothing": ({}, (0, 0)),
@@ -154,13 +139,7 @@ SWITCHES = {
         {"run": "trainer = make(log_level='info')\nswitches.set_verbosity_error()\ntrainer.train()", "after": VERBOSE},
         (0, 0),
     ),
-    "a lower level later": (
-        {
-            "run": "trainer = make(log_level='warning')\nswitches.set_verbosity_info()\ntrainer.train()",
-            "after": VERBOSE,
-        },
-        (0, 1),
-    ),
+    "a lower level later": ({"run": LOWERED, "after": VERBOSE}, (0, 1)),
     "enable_explicit_format": ({"after": VERBOSE + "; switches.enable_explicit_format()"}, (0, 1)),
     "a warning": (
         {
@@ -175,12 +154,8 @@ SWITCHES = {
 
 @pytest.fixture(scope="module")
 def of_switches(tmp_path_factory, shown):
-    """Switch → what is shown."""
     folder = tmp_path_factory.mktemp("switches")
-    return {
-        switch: shown(program(folder / str(number), **how))
-        for number, (switch, (how, _)) in enumerate(SWITCHES.items())
-    }
+    return {switch: shown(program(folder / str(n), **how)) for n, (switch, (how, _)) in enumerate(SWITCHES.items())}
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
@@ -206,7 +181,6 @@ def test_explicit_format(of_switches):
 
 
 def test_a_warning_is_shown_once(of_switches):
-    """By default, without any switch."""
     assert "".join(of_switches["a warning"]).count("Resuming with max_steps=8, was 2") == 1
 
 

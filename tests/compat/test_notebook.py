@@ -40,7 +40,6 @@ RUNS = {
 
 
 def execute(folder, *cells):
-    """The outputs of each cell, run in one kernel."""
     nbformat = pytest.importorskip("nbformat")
     setup = SETUP.format(paths=[str(ROOT), str(ROOT / "adapters")], folder=str(folder))
     sources = [textwrap.dedent(cell) for cell in (setup, *cells)]
@@ -84,7 +83,6 @@ OTHERS = (
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory, processes):
-    """The outputs of each run by ours and by transformers', and of the other cells, of one kernel."""
     cells = [
         f"trainer = make({name!r}, **{settings!r})\ntrainer.train()"
         for settings in RUNS.values()
@@ -95,7 +93,6 @@ def outputs(tmp_path_factory, processes):
 
 @pytest.fixture(scope="module")
 def shown(outputs):
-    """Name of a run → outputs of ours and of transformers'."""
     return {run: (outputs[2 * i], outputs[2 * i + 1]) for i, run in enumerate(RUNS)}
 
 

@@ -26,20 +26,15 @@ from tests.support.releases import TRANSFORMERS, pinned
 from tests.support.tiny import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("as_installed")
-
 #: A run that reads, steps, accumulates, logs, evaluates, saves and loads its best model.
 SETTINGS: dict[str, Any] = {
     **EVERY_STEP,
-    "eval_steps": 3,
-    "save_steps": 3,
-    "gradient_accumulation_steps": 3,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "loss",
+    **{"eval_steps": 3, "save_steps": 3, "gradient_accumulation_steps": 3, "load_best_model_at_end": True},
+    **{"metric_for_best_model": "loss"},
 }
 
 
 def use(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Construct, train, evaluate, predict, save, and go on from the middle of an epoch."""
     trainer = make(**SETTINGS, trainer={"model_init": make_plain})
     trainer.add_callback(type("Further", (library.TrainerCallback,), {}))
     trainer.pop_callback(library.PrinterCallback)
@@ -53,7 +48,6 @@ def use(make: Callable[..., Any], library: Any, folder: Path) -> None:
 
 
 def use_datasets(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """`datasets.Dataset`, and a batch size to be found."""
     from datasets import Dataset
 
     data = [{"x": sample["x"].tolist(), "labels": int(sample["labels"]), "text": "?"} for sample in plain_data()]
@@ -66,21 +60,18 @@ def use_datasets(make: Callable[..., Any], library: Any, folder: Path) -> None:
 
 
 def mix_gradients(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Gradients that a subclass says are on several meshes."""
     trainer = make(max_steps=2)
     trainer._mixed_mesh_grads = True
     trainer.train()
 
 
 def search(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Two trials."""
     make(eval_strategy="epoch", trainer={"model_init": make_plain}).hyperparameter_search(
         lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-3, 1e-2)}, n_trials=2, backend="optuna"
     )
 
 
 def upload(make: Callable[..., Any], library: Any, folder: Path) -> None:
-    """Each save, and the model in the end."""
     trainer = make("bert", lambda name, model, *at, **more: make_pushing(name, *at, model, hub_model_id=name, **more))
     trainer.train()
     trainer.push_to_hub()

@@ -7,10 +7,10 @@ difference of an earlier release: without the difference, it finds something els
 
 import contextlib
 import copy
-import functools
 import inspect
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,18 +20,10 @@ import transformers
 import hftrainer
 from hftrainer.releases import followed
 from hftrainer.releases.earlier import POLICIES
+from tests.support import tiny
 from tests.support.parity import Record, accuracy, assert_same, build, record, train
 from tests.support.releases import TRANSFORMERS
-from tests.support.tiny import (
-    Plain,
-    make_bert,
-    make_llama,
-    make_plain,
-    pad,
-    plain_data,
-    tokenizer,
-    varied_language_data,
-)
+from tests.support.tiny import Plain, make_bert, make_plain, pad, plain_data, tokenizer
 
 STEPS = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
 ACCUMULATING = {"gradient_accumulation_steps": 4}  # 10 micro-batches: the last window has 2
@@ -41,7 +33,6 @@ by_length = {"group_by_length": True} if TRANSFORMERS < (5,) else {"train_sampli
 
 
 def trained(model, **settings):
-    """A case that trains once."""
     return lambda folder: train("transformers", model, folder, **copy.deepcopy(settings))
 
 
@@ -52,20 +43,15 @@ def begin(folder, model, step, **settings):
 
 
 def resume(folder, model, step, again=(), **settings):
-    """A case that resumes from what `begin` has written."""
     shutil.copytree(folder.parent / "begun" / f"checkpoint-{step}", folder / f"checkpoint-{step}")
     return train("transformers", model, folder, resume=True, **{**settings, "save_steps": step, **dict(again)})
 
 
 def resumed(model, step, **settings):
-    return functools.partial(resume, model=model, step=step, **settings)
-
-
-# ---- Cases with code of their own ------------------------------------------------------------------------------------
+    return partial(resume, model=model, step=step, **settings)
 
 
 def what_a_loss_function_gets(model, folder, **settings):
-    """The number of items and its type, in training and evaluation."""
     seen = []
 
     def loss(outputs, labels, num_items_in_batch=None):
@@ -105,7 +91,6 @@ def divided_by_the_loss_alone(folder):
 
 
 def overrides_of_all_that_make_an_optimizer(folder):
-    """Which of them train() calls."""
     calls = []
 
     class Own(transformers.Trainer):
@@ -176,7 +161,7 @@ def special_tokens_and_printed_lines(folder, capsys, bos=7, eos=8):
 
 
 def the_cache_of_a_config(folder):
-    model = make_llama()
+    model = tiny.make_llama()
     trainer, recorder = build("transformers", "llama", folder, trainer={"model": model}, max_steps=1)
     trainer.train()
     return record(trainer, recorder, folder, use_cache=model.config.use_cache)
@@ -204,7 +189,6 @@ def a_batch_size_set_later(folder):
 
 
 def before_and_after_training(folder):
-    """The epoch in the log, the loss of language models, and what predictions consist of."""
     trainer, recorder = build("transformers", "llama", folder, max_steps=3)
     trainer.evaluate()
     trainer.train()
@@ -237,7 +221,7 @@ def an_infinite_loss(folder):
 
 def grouped_by_length(folder):
     """Which random numbers an evaluation draws, and so what training draws after it."""
-    rows = varied_language_data(38)
+    rows = tiny.varied_language_data(38)
     given = {"train_dataset": rows, "eval_dataset": rows[:19], "data_collator": pad}
     return train("transformers", "llama", folder, trainer=given, **STEPS, **by_length)
 
@@ -294,6 +278,7 @@ def a_model_with_another_format_by_default(folder):
 
 
 FP16 = {"fp16": True, "save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+OTHER_SIZE = {"per_device_train_batch_size": 6, "ignore_data_skip": True}
 CASES = {
     # A row for each pair of settings of the matrix in test_matrix.py.
     "plain": trained("plain", **STEPS, **METRICS),
@@ -322,22 +307,16 @@ CASES = {
     "resumed at the end of an epoch": resumed("llama", 10, logging_steps=1, **STEPS),
     "resumed, accumulating": resumed("llama", 2, logging_steps=1, gradient_accumulation_steps=3, **STEPS),
     "resumed, full windows": resumed("llama", 3, logging_steps=1, gradient_accumulation_steps=5, **STEPS),
-    "resumed with another batch size": resumed(
-        "plain",
-        4,
-        again={"per_device_train_batch_size": 6, "ignore_data_skip": True},
-        save_strategy="steps",
-        max_steps=7,
-    ),
-    "items of a plain model": functools.partial(what_a_loss_function_gets, "plain"),
-    "items of a language model": functools.partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
+    "resumed with another batch size": resumed("plain", 4, again=OTHER_SIZE, save_strategy="steps", max_steps=7),
+    "items of a plain model": partial(what_a_loss_function_gets, "plain"),
+    "items of a language model": partial(what_a_loss_function_gets, "llama", gradient_accumulation_steps=3),
     "items for an override": what_an_override_gets,
     "items that nobody counts": items_that_nobody_counts,
     "overrides of all that make an optimizer": overrides_of_all_that_make_an_optimizer,
-    "a norm": functools.partial(a_model_of_its_own, "norm"),
-    "a layernorm": functools.partial(a_model_of_its_own, "layernorm"),
+    "a norm": partial(a_model_of_its_own, "norm"),
+    "a layernorm": partial(a_model_of_its_own, "layernorm"),
     "special tokens": special_tokens_and_printed_lines,
-    "end tokens": functools.partial(special_tokens_and_printed_lines, bos=None, eos=[8, 9]),
+    "end tokens": partial(special_tokens_and_printed_lines, bos=None, eos=[8, 9]),
     "the cache of a config": the_cache_of_a_config,
     "a trial with another seed": a_trial_with_another_seed,
     "a batch size set later": a_batch_size_set_later,
@@ -348,7 +327,7 @@ CASES = {
     "the best model when it is logged": the_best_model_when_it_is_logged,
     "a tokenizer of the collator": a_tokenizer_of_the_collator,
     "the lengths of a run": the_lengths_of_a_run,
-    "the lengths of some steps": functools.partial(the_lengths_of_a_run, max_steps=5, gradient_accumulation_steps=3),
+    "the lengths of some steps": partial(the_lengths_of_a_run, max_steps=5, gradient_accumulation_steps=3),
     "a model with another format by default": a_model_with_another_format_by_default,
 }
 #: The last release that does something differently → what, and the case that shows it, or the test elsewhere.
@@ -372,10 +351,8 @@ SHOWN_BY = {
     "5.1": {"resumes_with_batch_size_of_arguments": "resumed with another batch size"},
     "5.0": {"calls_create_scheduler": "overrides of all that make an optimizer"},
     "4.57": {
-        "estimates_total_flos": "a norm",
-        "logged_loss": "plain",
-        "printed": "special tokens",
-        "sets_use_cache": "the cache of a config",
+        **{"estimates_total_flos": "a norm", "logged_loss": "plain"},
+        **{"printed": "special tokens", "sets_use_cache": "the cache of a config"},
     },
     "4.56": {"divides_eval_loss_by_items": "llama, accumulating"},
     "4.55": {"aligns_special_tokens": "special tokens"},
@@ -388,10 +365,8 @@ SHOWN_BY = {
     },
     "4.50": {"counts_items_only_if_used": "items for an override", "logs_rate_of_step": "plain"},
     "4.49": {
-        "num_items": "items of a plain model",
-        "records_best_step": "best model",
-        "saves_last_step_with": "by epoch",
-        "saves_tokenizer_of_collator": "a tokenizer of the collator",
+        **{"num_items": "items of a plain model", "records_best_step": "best model"},
+        **{"saves_last_step_with": "by epoch", "saves_tokenizer_of_collator": "a tokenizer of the collator"},
     },
     "4.48": {
         "decay_parameter_names": "a layernorm",
@@ -409,7 +384,6 @@ SKIPPED = {
 
 @contextlib.contextmanager
 def installed():
-    """What the name transformers gives is ours, for a while."""
     hftrainer.install()
     try:
         assert transformers.Trainer is hftrainer.Trainer
@@ -420,8 +394,6 @@ def installed():
 
 @pytest.fixture
 def observe(tmp_path, capsys):
-    """A function that runs a case in a folder of its own."""
-
     def run(name, who):
         case = CASES[name]
         function = getattr(case, "func", case)
@@ -446,9 +418,8 @@ def test_as_the_installed_release(observe, name):
 
 
 def test_every_difference_has_its_case():
-    assert {release: set(names) for release, names in SHOWN_BY.items()} == {
-        str(kind.until): set(kind.changes) for kind in POLICIES[:-1]
-    }
+    expected = {str(kind.until): set(kind.changes) for kind in POLICIES[:-1]}
+    assert {release: set(names) for release, names in SHOWN_BY.items()} == expected
 
 
 @pytest.mark.newest_peer

@@ -21,8 +21,6 @@ FLAGS = """
 
 @pytest.fixture
 def run(processes):
-    """A function that runs Python in a folder."""
-
     def run_in(folder: Path, *words):
         folder.mkdir(parents=True, exist_ok=True)
         return processes.run(*words, cwd=folder, fresh=True)
@@ -51,9 +49,8 @@ def script(folder: Path, text: str) -> Path:
 
 
 def test_exceptions_and_exit_codes_pass_through(tmp_path, run, processes):
-    path = script(
-        tmp_path, "import sys\nfrom transformers import Trainer\ndef f():\n    raise ValueError('mine')\nf()\n"
-    )
+    text = "import sys\nfrom transformers import Trainer\ndef f():\n    raise ValueError('mine')\nf()\n"
+    path = script(tmp_path, text)
     line = [sys.executable, "-m", "hftrainer", "run", str(path)]  # no frames of ours come first
     done = subprocess.run(line, env=processes.environment(), capture_output=True, text=True)
     assert done.returncode == 1
@@ -71,9 +68,8 @@ def test_exceptions_and_exit_codes_pass_through(tmp_path, run, processes):
 def test_modules(tmp_path, run):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    (tmp_path / "package" / "train.py").write_text(
-        "import sys\nfrom transformers import Trainer\nprint(Trainer.__module__, sys.argv[1:], __package__)\n"
-    )
+    text = "import sys\nfrom transformers import Trainer\nprint(Trainer.__module__, sys.argv[1:], __package__)\n"
+    (tmp_path / "package" / "train.py").write_text(text)
     done = run(tmp_path, "-m", "hftrainer", "run", "-m", "package.train", "--a", "b")
     assert done.stdout.strip() == "hftrainer.trainer ['--a', 'b'] package", done.stderr
 

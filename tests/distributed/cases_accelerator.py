@@ -113,7 +113,6 @@ def synchronization(trainer, folder):
 
 
 def disagreements(trainer, folder):
-    """Arguments that may differ by rank, and others."""
     rank = trainer.args.process_index
     make_trainer(folder, output_dir=str(folder / f"out{rank}"), dataloader_num_workers=rank)
     differ = {"learning_rate": 1e-3 * (rank + 1), "seed": 7 + rank}
@@ -121,7 +120,6 @@ def disagreements(trainer, folder):
 
 
 def find_all(folder):
-    """By name, what this rank finds."""
     trainer = make_trainer(folder)
     parts = (collectives, processes, models, loaders, synchronization, disagreements)
     return {name: value for part in parts for name, value in part(trainer, folder)}

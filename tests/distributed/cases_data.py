@@ -13,8 +13,6 @@ from tests.support.tiny import language_data, pad, plain_data
 
 
 class Noisy(Dataset):
-    """Draws from torch's own generator for each sample."""
-
     def __init__(self, count=38):
         self.samples = plain_data(count)
 
@@ -26,8 +24,6 @@ class Noisy(Dataset):
 
 
 class Stream(IterableDataset):
-    """Gives samples in their order; those of each epoch differ."""
-
     def __init__(self, count=38, noisy=False):
         self.count, self.noisy, self.epoch = count, noisy, 0
 
@@ -46,8 +42,6 @@ class Sized(Stream):
 
 
 class Shuffled(IterableDataset):
-    """Draws its order from a generator of its own."""
-
     def __init__(self):
         self.generator = torch.Generator().manual_seed(3)
 
@@ -77,8 +71,6 @@ class Counting(IterableDataset):
 
 
 def hub(count, shards):
-    """A stream of the datasets library."""
-
     def rows(parts):
         for part in parts:
             for sample in plain_data(count)[part::shards]:
@@ -99,6 +91,7 @@ SHARED = {"logging_steps": 1}
 STREAM = {**SHARED, "max_steps": 8}
 SPLIT, ALONE = {"split_batches": True}, {"dispatch_batches": False}
 MAIN = {"dispatch_batches": True}
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 EACH_BATCH = {"gradient_accumulation_kwargs": {"num_steps": 3, "sync_each_batch": True, "adjust_scheduler": False}}
 #: Name → accelerator_config, data, further settings. Batches of 4 for two processes, of 38 samples unless it is said.
 CASES = {
@@ -113,11 +106,7 @@ CASES = {
     "torch's order, main": ({"use_seedable_sampler": False, **MAIN}, Noisy, SHARED),
     "each batch": (EACH_BATCH, Noisy, SHARED),
     "sequential": (None, Noisy, {**SHARED, "train_sampling_strategy": "sequential"}),
-    "by length": (
-        None,
-        varied,
-        {**SHARED, "train_sampling_strategy": "group_by_length", "trainer": {"data_collator": pad}},
-    ),
+    "by length": (None, varied, {**BY_LENGTH, **SHARED, "trainer": {"data_collator": pad}}),
     "stream": (None, Stream, STREAM),
     "stream, noisy": (None, lambda: Stream(noisy=True), STREAM),
     "stream, drop last": (None, Stream, {**STREAM, "dataloader_drop_last": True}),
@@ -166,14 +155,12 @@ def seeing(library):
 
 
 def make(library, config, data, settings, folder):
-    """A Trainer with one row of a table, and its recorder."""
     given = {"train_dataset": data(), **settings.get("trainer", {})}
     options = {**settings, "trainer": given, "trainer_class": seeing, "accelerator_config": copy.deepcopy(config)}
     return build(library, "llama" if data is varied else "plain", folder, **options)
 
 
 def run(library, case, folder, resume=None):
-    """What came of it, the random state at the end, and the batches seen and gathered."""
     config, data, settings = CASES.get(case, DIFFERENT)
     saves = {"save_strategy": "steps", "save_steps": 3} if case in RESUMED else {}
     trainer, recorder = make(library, config, data, {**settings, **saves}, folder)
@@ -184,7 +171,6 @@ def run(library, case, folder, resume=None):
 
 
 def train_all(library, folder):
-    """By case, what came of it."""
     return {case: run(library, case, folder / library / case.replace(", ", "-")) for case in CASES}
 
 
@@ -218,10 +204,9 @@ def texts(samples):
     return {"x": [sample["x"] for sample in samples]}
 
 
+AS_TEXT = {"trainer": {"data_collator": texts}}
 UNEVEN = "accelerator_config['even_batches']=False: the 2 processes would get different numbers"
 INDIVISIBLE = "accelerator_config['split_batches']=True splits each batch among 2 processes, but a batch has"
-
-
 #: accelerator_config, data, settings of runs that are refused, and how the error begins.
 REFUSED = (
     ({"even_batches": False}, lambda: Noisy(33), {}, UNEVEN),
@@ -230,17 +215,11 @@ REFUSED = (
     (SPLIT, Stream, {"max_steps": 1, "per_device_train_batch_size": 1}, f"{INDIVISIBLE} 1"),
     (None, Broken, {"max_steps": 9}, "the stream is broken"),
     (None, Ragged, {"max_steps": 9, "per_device_train_batch_size": 1}, "The main process cannot concatenate batches"),
-    (
-        None,
-        Texts,
-        {"max_steps": 9, "trainer": {"data_collator": texts}},
-        "The main process can scatter tensors, not a str",
-    ),
+    (None, Texts, {"max_steps": 9, **AS_TEXT}, "The main process can scatter tensors, not a str"),
 )
 
 
 def refuse(folder):
-    """Why each run is refused."""
     found = []
     for row in REFUSED:
         trainer, _ = make("hftrainer", *row[:3], folder)

@@ -26,16 +26,11 @@ def all_of_it(prediction):
     """A metric that sees every row: order and padding count."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     weights = 1 + torch.arange(logits.size, dtype=torch.float64).reshape(logits.shape).numpy()
-    return {
-        "weighted": float((logits * weights).sum()),
-        "rows": len(prediction.label_ids),
-        "parts": len(prediction.elements),
-    }
+    weighted = float((logits * weights).sum())
+    return {"weighted": weighted, "rows": len(prediction.label_ids), "parts": len(prediction.elements)}
 
 
 class Prediction:
-    """Counts what reaches a function called batch by batch."""
-
     rows, total = 0, 0.0
 
     def __call__(self, prediction, compute_result):
@@ -49,8 +44,6 @@ class Prediction:
 
 
 class Halves(IterableDataset):
-    """A stream that its workers share."""
-
     def __init__(self, count):
         self.count = count
 
@@ -60,8 +53,6 @@ class Halves(IterableDataset):
 
 
 class Gathers(Trainer):
-    """Gathers by hand within the step."""
-
     gathered = ()
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -70,28 +61,20 @@ class Gathers(Trainer):
 
 
 class Objects(Trainer):
-    """Predicts a list with one item a sample, which is no tensor."""
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return loss, [{"best": int(row.argmax()), "scores": row.tolist()} for row in logits], labels
 
 
 class Boxes(Trainer):
-    """Its labels are a list with one item a sample."""
-
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         return loss, logits, [{"box": row} for row in labels]
 
 
 def torchmetrics(**settings):
-    metrics = {
-        "acc": MulticlassAccuracy(3, average="micro"),
-        "auroc": MulticlassAUROC(3),
-        "matrix": MulticlassConfusionMatrix(3),
-        "best": SumMetric(),
-    }
+    metrics = {"acc": MulticlassAccuracy(3, average="micro"), "auroc": MulticlassAUROC(3), "best": SumMetric()}
+    metrics["matrix"] = MulticlassConfusionMatrix(3)
     return TorchMetrics(
         MetricCollection(metrics),
         adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
@@ -106,26 +89,17 @@ def make_decoder():
     return model
 
 
-def pad_left(samples):
-    """As decoders generate: prompts end together."""
-    turned = tiny.pad([{name: value.flip(0) for name, value in sample.items()} for sample in samples])
-    return {name: value.flip(1) for name, value in turned.items()}
+def sum_and_losses(prediction):
+    return {"sum": float(prediction.predictions.sum()), "losses": [float(loss) for loss in prediction.losses]}
 
 
+VARIED = {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it}
+GENERATES = {"predict_with_generate": True}
 #: Name → the Trainer's settings, data by their number, and the numbers, if not all. Of each, metrics and predictions.
 CASES = {
-    "plain": (
-        {
-            "settings": {"include_for_metrics": ["loss"]},
-            "compute_metrics": lambda p: {"sum": float(p.predictions.sum()), "losses": [float(x) for x in p.losses]},
-        },
-        plain_data,
-    ),
+    "plain": ({"settings": {"include_for_metrics": ["loss"]}, "compute_metrics": sum_and_losses}, plain_data),
     "stream": ({}, Stream),
-    "varied lengths": (
-        {"make_model": make_llama, "data_collator": tiny.pad, "compute_metrics": all_of_it},
-        tiny.varied_language_data,
-    ),
+    "varied lengths": (VARIED, tiny.varied_language_data),
     "nested": ({"make_model": tiny.make_detector}, tiny.detection_data, SOME),
     "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data, SOME),
     "torchmetrics, drawn": ({"compute_metrics": torchmetrics(plot=True)}, plain_data, (1, 4, 7)),
@@ -144,22 +118,13 @@ CASES = {
     "stream by a worker": ({"settings": {"dataloader_num_workers": 1}}, Stream, (1, 4, 7)),
     "stream by two workers": ({"settings": {"dataloader_num_workers": 2}}, Halves, (5, 11)),
     "generation": (
-        {
-            "make_model": tiny.make_t5,
-            "kind": Seq2SeqTrainer,
-            "settings": {"predict_with_generate": True, "generation_max_length": 7},
-            "compute_metrics": lambda p: {"sum": int(p.predictions.sum())},
-        },
+        {"make_model": tiny.make_t5, "kind": Seq2SeqTrainer, "settings": {**GENERATES, "generation_max_length": 7}}
+        | {"compute_metrics": lambda p: {"sum": int(p.predictions.sum())}},
         tiny.t5_data,
         (1, 4, 5),
     ),
     "generation of uneven lengths": (
-        {
-            "make_model": make_decoder,
-            "kind": Seq2SeqTrainer,
-            "settings": {"predict_with_generate": True},
-            "data_collator": pad_left,
-        },
+        {"make_model": make_decoder, "kind": Seq2SeqTrainer, "settings": GENERATES, "data_collator": tiny.pad_left},
         lambda count: [{**row, "labels": row["input_ids"]} for row in tiny.varied_language_data(count)],
         SOME,
     ),
@@ -167,7 +132,6 @@ CASES = {
 
 
 def result(trainer, data):
-    """Metrics and predictions, without the times."""
     metrics = trainer.evaluate(data)
     output = trainer.predict(data)
     kept = {name: value for name, value in metrics.items() if not name.endswith(("_second", "_runtime", "_time"))}
@@ -204,7 +168,6 @@ OTHERS = {each.__name__: each for each in (predict_objects, evaluate_loss, gathe
 
 
 def evaluate_all():
-    """By case and size, what came of it."""
     found = {name: dict(evaluate()) for name, evaluate in OTHERS.items()}
     for name, (given, make_data, *sizes) in CASES.items():
         trainer = make(**given)
@@ -213,5 +176,4 @@ def evaluate_all():
 
 
 def predict_boxes():
-    """Why lists of samples are not gathered."""
     return error_of(TypeError, make(kind=Boxes, settings={"eval_do_concat_batches": False}).predict, plain_data(10))

@@ -18,10 +18,7 @@ SAMPLES, EVALUATED, GLOBAL_BATCH, SAVED_AT = 40, 10, 8, 3
 LAYOUTS = {
     1: {"one": {}},
     2: {"dp_shard": {"dp_shard_size": 2}, "dp_replicate": {"dp_replicate_size": 2}, "tp": {"tp_size": 2}},
-    4: {
-        "hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2},
-        "dp_shard x tp": {"dp_shard_size": 2, "tp_size": 2},
-    },
+    4: {"hybrid": {"dp_replicate_size": 2, "dp_shard_size": 2}, "dp_shard x tp": {"dp_shard_size": 2, "tp_size": 2}},
 }
 
 
@@ -44,19 +41,9 @@ def run(folder, model, sizes, resume=None):
     MODELS["llama"] = (functools.partial(load, model, sizes), functools.partial(language_data, SAMPLES))
     sharing = int(os.environ.get("WORLD_SIZE", "1")) // sizes.get("tp_size", 1)
     by_argument = {"parallelism_config": dict(sizes)} if sizes and "tp_size" not in sizes else {}
-    trainer, _ = build(
-        "hftrainer",
-        "llama",
-        folder,
-        per_device_train_batch_size=GLOBAL_BATCH // sharing,
-        per_device_eval_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        include_num_input_tokens_seen=True,
-        **by_argument,
-    )
+    settings = {"per_device_train_batch_size": GLOBAL_BATCH // sharing, "per_device_eval_batch_size": 2}
+    settings |= {"gradient_accumulation_steps": 2, "logging_steps": 1, "save_strategy": "steps", "save_steps": SAVED_AT}
+    trainer, _ = build("hftrainer", "llama", folder, include_num_input_tokens_seen=True, **settings, **by_argument)
     trainer.train(resume_from_checkpoint=resume)
     weights = {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
     trainer.compute_metrics = count
@@ -74,7 +61,6 @@ def run(folder, model, sizes, resume=None):
 
 
 def train_all(folder, layouts):
-    """By layout, what came of it, of a run that goes on, and of one that goes on from one process."""
     model, found = folder / "llama", {}
     if "one" in layouts:
         without_dropout(make_llama)().save_pretrained(model)

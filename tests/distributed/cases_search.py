@@ -36,18 +36,9 @@ def nan_at_first(trial):
 
 
 def find_all(folder):
-    """What a rank finds in searches of several kinds."""
     optuna.logging.set_verbosity(logging.WARNING)
-    args = TrainingArguments(
-        str(folder / "out"),
-        max_steps=6,
-        per_device_train_batch_size=4,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=3,
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    settings = {"per_device_train_batch_size": 4, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 3}
+    args = TrainingArguments(str(folder / "out"), max_steps=6, disable_tqdm=True, use_cpu=True, **settings)
     data = plain_data()
     trainer = Trainer(model_init=of_trial, args=args, train_dataset=data, eval_dataset=data[:16])
     weights = []
@@ -61,13 +52,8 @@ def find_all(folder):
     sampler = optuna.samplers.TPESampler(seed=3)
     pruner = optuna.pruners.MedianPruner(n_startup_trials=2, n_warmup_steps=2)
     best = trainer.hyperparameter_search(rates, n_trials=7, sampler=sampler, pruner=pruner)
-    found = {
-        "best": best,
-        "weights": list(weights),
-        "steps": trainer.state.global_step,
-        "params": trainer.state.trial_params,
-        "chosen": list(chosen),
-    }
+    found = {"best": best, "weights": list(weights), "steps": trainer.state.global_step, "chosen": list(chosen)}
+    found["params"] = trainer.state.trial_params
     found["folders"] = sorted(path.name for path in (folder / "out").glob("run-*"))
     if trainer.is_world_process_zero():
         found["states"] = [trial.state.name for trial in trainer.hp_study.trials]
@@ -87,6 +73,7 @@ def find_all(folder):
     ):
         try:
             trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
+            # Once more: the study is there.
             trainer.hyperparameter_search(**{"hp_space": rates, "n_trials": 1, **keywords})
         except error as raised:
             found["refused"].append(str(raised))

@@ -99,7 +99,6 @@ def compared(folder):
 
 
 def saved(folder):
-    """Runs that save, and runs that go on from their checkpoints in the middle of the second epoch."""
     for name, strategy in SAVED.items():
         where = folder / "saved" / name
         yield name, run("llama", strategy, where, save_strategy="steps", save_steps=3)
@@ -115,7 +114,6 @@ def exchanged(folder):
 
 
 def lightning(folder):
-    """Runs with Lightning's callback for checkpoints besides ours."""
     for name in LIGHTNING:
         where = folder / "lightning" / name
         kept = ModelCheckpoint(dirpath=where, filename="{step}", every_n_train_steps=5, save_top_k=-1)
@@ -137,7 +135,6 @@ def chained(folder):
 
 
 def evaluated(folder):
-    """Evaluations before, in and after training, the best model loaded, and what save_model writes then."""
     for name in EVALUATED:
         where, strategy = folder / "evaluated" / name, copy.deepcopy(SAVED[name])
         best = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
@@ -246,7 +243,6 @@ def odd_models(folder):
 
 
 def groups(folder):
-    """How many process groups there are after each run, of which the last ones end training."""
     for number, ends in enumerate((False, True, True)):
         for kind in ("full_shard", "hybrid_shard"):
             trainer, _ = build("hftrainer", "plain", folder / "groups", max_steps=1, fsdp=kind)
@@ -257,7 +253,6 @@ def groups(folder):
 
 
 def run_group(group, folder):
-    """What came of each run, by name."""
     MODELS["peft"] = (without_dropout(MODELS["peft"][0]), MODELS["peft"][1])
     for name in ("plain", "bert", "llama"):
         make_model, make_data = MODELS[name]

@@ -48,7 +48,6 @@ def batches(trainer):
 
 
 def find_all(name, folder, **settings):
-    """By name, what this rank finds with a library."""
     torch.set_num_threads(3)
     library = importlib.import_module(name)
     before = dict(os.environ)

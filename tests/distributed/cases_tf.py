@@ -5,7 +5,6 @@ from tests.support.tensorflow import Loud, Still, rows
 
 
 def train(folder, per_device):
-    """What a rank finds."""
     size = {"per_device_train_batch_size": per_device, "per_device_eval_batch_size": per_device}
     steps = {"max_steps": 7, "gradient_accumulation_steps": 2, "logging_steps": 1, "save_steps": 4}
     args = TFTrainingArguments(str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **size, **steps)

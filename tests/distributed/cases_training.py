@@ -92,7 +92,6 @@ RESUMED = (("plain", 4), ("plain", 6), ("llama, accumulation 3", 3))
 
 
 def train_all(library, folder):
-    """By case, and by case, step and writer of those that go on, what came of it."""
     MODELS["batch norm"] = (make_batch_norm, plain_data)
 
     def run(case, place, resume=None):
@@ -147,16 +146,11 @@ def fill_the_disk(folder):
 
 
 def refuse():
-    """Why each of three runs is refused."""
-    found = []
-    for settings, callbacks, resume in (
-        ({}, [], "some.ckpt"),
-        ({"auto_find_batch_size": True}, [], None),
-        ({}, [LearningRateFinder()], None),
-    ):
+    found, cases = [], (({}, [], "some.ckpt"), ({"auto_find_batch_size": True}, []), ({}, [LearningRateFinder()]))
+    for settings, callbacks, *resume in cases:
         args = TrainingArguments("out", use_cpu=True, disable_tqdm=True, max_steps=2, **settings)
         trainer = Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=callbacks)
-        found.append(error_of(ValueError, trainer.train, resume))
+        found.append(error_of(ValueError, trainer.train, *resume))
     return found
 
 

@@ -10,7 +10,6 @@ from tests.distributed.cases_accelerator import find_all
 
 @pytest.fixture(scope="module")
 def found(processes, tmp_path_factory):
-    """By rank and name."""
     return processes.run_ranks(find_all, 2, tmp_path_factory.mktemp("accelerator"))
 
 

@@ -17,7 +17,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(processes, folder):
-    """By library, rank and case."""
     return {name: processes.run_ranks(cases_data.train_all, 2, name, folder) for name in LIBRARIES}
 
 
@@ -35,7 +34,6 @@ def assert_same_batches(ours, theirs):
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", CASES)
 def test_same_as_transformers(found, case, rank):
-    """The batches of each process, log lines, events, files, weights, and the random numbers drawn."""
     (ours, *tensors), (theirs, *expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
     for pair in zip(tensors, expected, strict=True):
         assert_same_batches(*pair)

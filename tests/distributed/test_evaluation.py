@@ -37,7 +37,6 @@ def test_every_sample_once(found):
 
 
 def test_generated_lengths_differ(found):
-    """Batches of prompts of different lengths, longer than the model's max_length: nothing pads them alike."""
     tokens = found[0]["generation of uneven lengths"][13]["predictions"]
     assert tokens.shape[0] == 13
     assert len({int((row != -100).sum()) for row in tokens}) > 1

@@ -12,13 +12,11 @@ SHARED = [(count, name) for count in (2, 4) for name in LAYOUTS[count]]
 
 @pytest.fixture(scope="module")
 def found(processes, tmp_path_factory):
-    """By the number of processes, and rank."""
     folder = tmp_path_factory.mktemp("layouts")
     return {count: processes.run_ranks(train_all, count, folder, layouts) for count, layouts in LAYOUTS.items()}
 
 
 def numbers(run):
-    """What the log lines say of training and of tokens."""
     names = ("loss", "grad_norm", "learning_rate", "eval_loss", "num_input_tokens_seen", "epoch")
     return [{name: line[name] for name in names if name in line} for line in run["logs"]]
 

@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.cases_sharding import (
-    COMPARED,
-    EVALUATED,
-    HALF,
-    LIGHTNING,
-    ODD_MODELS,
-    READERS,
-    SAVED,
-    WAYS,
-    run_group,
-)
+from tests.distributed import cases_sharding
+from tests.distributed.cases_sharding import COMPARED, ODD_MODELS, READERS, SAVED, WAYS, run_group
 from tests.support.differences import MEASURED
 from tests.support.parity import assert_same_weights
 
@@ -70,7 +61,6 @@ def test_same_as_one_process(found, model, group, name):
 
 @pytest.mark.parametrize("strategy", SAVED)
 def test_resumed_run_ends_the_same(found, strategy):
-    """To the last bit."""
     undisturbed, resumed = (found("saved")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])
     assert resumed["logs"][:-1] == undisturbed["logs"][:-1]
@@ -85,7 +75,7 @@ def test_any_reads_what_any_has_written(found, count, reader, writer):
     assert_close(found("exchanged", count)[0][f"{writer} {reader}"], undisturbed)
 
 
-@pytest.mark.parametrize("strategy", LIGHTNING)
+@pytest.mark.parametrize("strategy", cases_sharding.LIGHTNING)
 def test_lightning_checkpoints(found, folder, strategy):
     """Lightning's own callback writes whole weights by the names of the model, and one process goes on from them."""
     expected = found("lightning")[0]["ddp"]["weights"]
@@ -99,7 +89,6 @@ def test_lightning_checkpoints(found, folder, strategy):
 
 @pytest.mark.parametrize("reader", READERS[4])
 def test_two_then_one_then_four(found, reader):
-    """A run of two processes goes on in one, and that in four."""
     undisturbed, alone = found("lightning")[0]["ddp"], found("chained", 1)[0]["alone"]
     ours = found("chained", 4)[0][reader]
     assert losses(ours) == pytest.approx(losses(undisturbed), rel=TOLERANCE)
@@ -130,7 +119,7 @@ def test_files_of_parts(found, folder, strategy):
     assert not (checkpoint / "optimizer.pt").exists()
 
 
-@pytest.mark.parametrize("strategy", EVALUATED)
+@pytest.mark.parametrize("strategy", cases_sharding.EVALUATED)
 def test_evaluations(found, folder, strategy):
     from transformers import LlamaForCausalLM
 
@@ -143,7 +132,7 @@ def test_evaluations(found, folder, strategy):
     assert_same_weights(model.state_dict(), ours["weights"])
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", cases_sharding.HALF)
 def test_half_precision(found, name):
     """The optimizer steps in float32, and the losses are those of float32 to three digits."""
     ours, whole = found("half")[0][name], found("saved")[0]["ddp"]
@@ -156,9 +145,6 @@ def test_adapters(found, strategy):
     ours, resumed = (found("adapters")[0][f"{strategy}{which}"] for which in ("", ", resumed"))
     assert_close(ours, found("adapters")[0]["ddp"])
     assert_same_weights(resumed["weights"], ours["weights"])
-
-
-# ---- What went wrong once --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", WAYS)
@@ -176,9 +162,7 @@ def test_same_as_replicas(found, case, strategy):
     assert_close(ours, replicas)
 
 
-@pytest.mark.parametrize(
-    ("model", "strategy"), [(model, name) for model in ODD_MODELS for name in ODD_MODELS[model][1]]
-)
+@pytest.mark.parametrize(("model", "strategy"), [(kind, name) for kind in ODD_MODELS for name in ODD_MODELS[kind][1]])
 def test_odd_models_resume(found, model, strategy):
     undisturbed, resumed = (found("odd_models")[0][f"{model} {strategy}{which}"] for which in ("", ", resumed"))
     assert_same_weights(resumed["weights"], undisturbed["weights"])

@@ -10,7 +10,6 @@ from tests.support.parity import LIBRARIES
 
 @pytest.fixture(scope="module")
 def found(processes, tmp_path_factory):
-    """By library and rank."""
     return {name: processes.run_ranks(find_all, 2, name, tmp_path_factory.mktemp("state")) for name in LIBRARIES}
 
 

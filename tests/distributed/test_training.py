@@ -12,7 +12,6 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def found(processes, tmp_path_factory):
-    """By library and rank; ours goes on from the checkpoints of transformers too."""
     folder = tmp_path_factory.mktemp("training")
     return {name: processes.run_ranks(cases_training.train_all, 2, name, folder) for name in LIBRARIES}
 
@@ -20,7 +19,6 @@ def found(processes, tmp_path_factory):
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", [*CASES, *((*resumed, True) for resumed in RESUMED)], ids=str)
 def test_same_as_transformers(found, case, rank):
-    """Log lines, events, files, weights, and the random numbers drawn."""
     (ours, random), (theirs, expected) = (found[name][rank][case] for name in ("hftrainer", "transformers"))
     assert torch.equal(random, expected)
     assert_same(ours, theirs)

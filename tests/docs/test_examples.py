@@ -19,7 +19,6 @@ SAME = sorted({path.stem for path in EXAMPLES.glob("*.py")} - ALONE - ELSEWHERE)
 
 
 def run(processes, script, folder, *words, count=1):
-    """What a script prints, in one process or as ranks of a group."""
     folder.mkdir(exist_ok=True)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = processes.ranks(count, store) if count > 1 else [{}]
@@ -55,7 +54,6 @@ def test_digits_vit(tmp_path, processes):
 
 
 def run_alone(processes, name, folder, *words):
-    """What an example prints, and its output folder."""
     printed = run(processes, EXAMPLES / f"{name}.py", folder, *SHORT, *words)
     return printed, folder / "demo_output" / name
 
@@ -90,11 +88,8 @@ def test_killed_and_resumed(tmp_path, processes):
 
 
 #: Notebook → what its last outputs say.
-CLAIMS = {
-    "quickstart": "checkpoint-1128",
-    "callbacks_and_plots": "best accuracy 0.",
-    "resume": "the same weights: True",
-}
+CLAIMS = {"quickstart": "checkpoint-1128", "callbacks_and_plots": "best accuracy 0."}
+CLAIMS["resume"] = "the same weights: True"
 
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)

@@ -94,5 +94,4 @@ def _train_with(strategy, folder):
 
 
 def train_strategies(names, folder):
-    """The runs with each of these strategies, by its name."""
     return {name: _train_with(STRATEGIES[name], folder / name) for name in names}

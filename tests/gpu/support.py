@@ -11,16 +11,8 @@ from transformers.utils import import_utils
 from tests.support.parity import assert_same, assert_same_weights, build, comparable, record, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_plain, plain_data, without_dropout
 
-__all__ = [
-    "assert_same",
-    "assert_same_weights",
-    "build",
-    "comparable",
-    "plain_data",
-    "record",
-    "train",
-]  # for the tests
-
+#: For the tests.
+__all__ = ["assert_same", "assert_same_weights", "build", "comparable", "plain_data", "record", "train"]
 DEVICE = os.environ.get("DEVICE", "cpu")
 ON_GPU = DEVICE == "cuda"
 #: Arguments of every run.

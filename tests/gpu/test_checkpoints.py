@@ -33,8 +33,6 @@ def test_resume_after_kill(tmp_path):
 
 
 class Copies(TrainerCallback):
-    """Copies weights and averages on the device at each save; `later` is set two steps after the first."""
-
     def __init__(self):
         self.at, self.later = {}, threading.Event()
 

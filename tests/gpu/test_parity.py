@@ -6,19 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.gpu.support import (
-    DEVICE,
-    HERE,
-    ON_GPU,
-    assert_as_transformers,
-    assert_close,
-    assert_same,
-    build,
-    needs_gpu,
-    record,
-    set_float32,
-    train,
-)
+from tests.gpu import support
+from tests.gpu.support import DEVICE, HERE, ON_GPU, assert_as_transformers, build, needs_gpu, set_float32, train
 
 SAVING = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
 
@@ -33,19 +22,15 @@ def test_bfloat16(tmp_path, model, accumulation):
 
 #: Optimizer, and the first scale of the loss. What is skipped by a fused optimizer, transformers does not notice: see
 #: "fp16 with fused AdamW" in compatibility.toml.
-FLOAT16 = {
-    "fits": ("adamw_torch", 2.0**10),
-    "overflows": ("adamw_torch", 2.0**24),
-    "fused": ("adamw_torch_fused", 2.0**10),
-}
+FP16 = {"fits": ("adamw_torch", 1024.0), "overflows": ("adamw_torch", 2.0**24), "fused": ("adamw_torch_fused", 1024.0)}
 
 
 @needs_gpu("there transformers trains in float32 without a word")
-@pytest.mark.parametrize("case", FLOAT16)
+@pytest.mark.parametrize("case", FP16)
 @pytest.mark.parametrize("model", ["bert", "llama"])
 def test_float16(tmp_path, model, case):
     """A step whose scaled gradients overflow is skipped, halves the scale, and does not move the schedule on."""
-    optim, first_scale = FLOAT16[case]
+    optim, first_scale = FP16[case]
 
     def run(library):
         settings, folder = {**HERE, **SAVING, "fp16": True, "optim": optim, "logging_steps": 1}, tmp_path / library
@@ -53,7 +38,7 @@ def test_float16(tmp_path, model, case):
         scaler = trainer.accelerator.scaler
         scaler.load_state_dict({**scaler.state_dict(), "scale": first_scale})
         trainer.train()
-        return record(trainer, recorder, folder, scaler=scaler.state_dict())
+        return support.record(trainer, recorder, folder, scaler=scaler.state_dict())
 
     ours = assert_as_transformers(run)
     assert (ours.extra["scaler"]["scale"] < first_scale) is (case == "overflows")
@@ -78,10 +63,10 @@ def test_compiled(tmp_path, model, bf16):
     def close(ours, theirs):
         # inductor times kernels and takes the fastest, so equal bits are not promised: ours and theirs may add up in
         # another order (float32, 24 bits), or round to bfloat16 (8 bits) elsewhere, which a few steps multiply.
-        assert_close(ours.logs, theirs.logs, 2e-2 if bf16 else 1e-4)
+        support.assert_close(ours.logs, theirs.logs, 2e-2 if bf16 else 1e-4)
         assert ours.events == theirs.events
         if not ON_GPU:
-            assert_same(ours, theirs)
+            support.assert_same(ours, theirs)
 
     assert_as_transformers(run, close)
 

@@ -14,14 +14,11 @@ GROUPS = {name: (name,) for name in STRATEGIES} if ON_GPU else dict.fromkeys(STR
 #: In float32, of 24 bits, ranks add up parts of a loss or gradient in another order, and each batch size may have its
 #: own kernel: ten steps lose a few bits.
 CLOSE = {False: 1e-5, True: 2e-2}
-TWO = pytest.param(
-    2, marks=pytest.mark.skipif(ranks.DEVICES < 2, reason="needs two GPUs, one for each rank, and there is one")
-)
+TWO = pytest.param(2, marks=pytest.mark.skipif(ranks.DEVICES < 2, reason="needs two GPUs, one for each rank"))
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """What the ranks of a strategy have found, or how they have failed."""
     found = {}
 
     def ask(name, count):

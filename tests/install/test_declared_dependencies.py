@@ -14,7 +14,6 @@ from tests.support.processes import ROOT, environment
 
 
 def run(command, cwd, **variables):
-    """What a command prints."""
     env = {**environment(), **variables}
     done = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,8 +23,6 @@ from tests.support.tiny import Plain, plain_data
 
 
 class Model(Plain):
-    """A pretrained part and a head."""
-
     def __init__(self):
         torch.manual_seed(1)
         super().__init__()
@@ -57,13 +55,8 @@ def are_same(ours, theirs):
     return all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
-# ---- A case for each class ------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Run:
-    """One finished run, as the checks look at it."""
-
     trainer: Trainer
     callback: Any
     mode: str
@@ -96,8 +89,6 @@ def predictions_written(run):
 
 
 class Freezes(of.BaseFinetuning):
-    """Trains the head alone for an epoch."""
-
     def freeze_before_training(self, pl_module):
         self.freeze(pl_module.model.backbone)
 
@@ -119,8 +110,6 @@ class Counts(of.Callback):
 
 
 class Bar(of.ProgressBar):
-    """The least of a progress bar."""
-
     batches = 0
     enable = disable = lambda self: None
     on_train_batch_end = Counts.on_train_batch_end
@@ -265,13 +254,11 @@ def test_every_class_has_its_case():
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A function of the settings' names and values: a run without callbacks, trained once."""
     return functools.cache(lambda *settings: trained(tmp_path_factory.mktemp("plain"), **dict(settings)))
 
 
 @pytest.mark.parametrize(("name", "mode"), [each for each in itertools.product(CASES, MODES) if each not in REFUSED])
 def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
-    """It does its work, and changes no weight unless that is its work; a resumed run ends as the whole one."""
     (check, options), folder = CASES[name], tmp_path / "a"
     settings, kind = {**SETTINGS.get(name, {}), **MODES[mode]}, OWN.get(name, getattr(of, name))
     # the level of the tests leaves its table out
@@ -304,8 +291,6 @@ def test_callback(tmp_path, plain, name, mode, capfd, monkeypatch):
             assert are_same(trainer.model, whole.model)
     assert_works(trainer, callback, folder, "resume")
 
-
-# ---- Averages -------------------------------------------------------------------------------------------------------
 
 AVERAGING = {
     "ema": lambda: of.EMAWeightAveraging(decay=0.8),
@@ -374,9 +359,6 @@ def test_averaged_batch_norm_has_statistics_of_its_own(tmp_path):
     torch.testing.assert_close(norm.running_mean, x.mean(0))  # of two batches of one size
     assert norm.momentum == 0.1
     assert model.training
-
-
-# ---- Finders, stopping, and what is refused -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [of.LearningRateFinder, of.BatchSizeFinder])

@@ -13,8 +13,6 @@ SETS = {"first": plain_data(9), "second": plain_data(20)[9:]}
 
 
 class Recorder(Callback):
-    """Writes down the hooks around evaluation, with the metrics that are there."""
-
     def __init__(self):
         self.hooks = []
 
@@ -92,10 +90,8 @@ def test_best_model_of_several_sets(tmp_path):
     saved = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
     trainer = make_trainer(tmp_path, [], SETS, **EVALUATED, **saved)
     trainer.train()
-    first, second = (
-        [line[name] for line in trainer.state.log_history if name in line]
-        for name in ("eval_first_loss", "eval_second_loss")
-    )
+    names, log = ("eval_first_loss", "eval_second_loss"), trainer.state.log_history
+    first, second = ([line[name] for line in log if name in line] for name in names)
     means = [sum(pair) / 2 for pair in zip(first, second, strict=True)]
     assert trainer.state.best_metric == pytest.approx(min(means))
 

@@ -22,8 +22,6 @@ assert "torchmetrics.functional" not in sys.modules
 
 @pytest.fixture(scope="module")
 def run(processes, tmp_path_factory):
-    """A function that runs code in a folder, in a process that has imported neither."""
-
     def run_code(code, folder=None):
         done = processes.run("-c", code, cwd=folder or tmp_path_factory.mktemp("run"), fresh=True)
         assert done.returncode == 0, done.stderr
@@ -121,7 +119,6 @@ assert is_torchmetric(Own()) and not is_torchmetric(Own)
 
 @pytest.fixture(scope="module")
 def forked(run, tmp_path_factory):
-    """What each of FORKED has raised, by name."""
     folder = tmp_path_factory.mktemp("forked")
     code = f"""{LEAN}
 import os, traceback

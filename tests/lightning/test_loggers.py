@@ -26,9 +26,6 @@ def make_trainer(folder, *loggers, callbacks=(), **settings):
     return tracking.make_trainer("hftrainer", folder, "plain", given, **settings)
 
 
-# ---- One suite for all ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", [tracking.CSV, tracking.UsersCSV, tracking.UsersOwn, tracking.MLflow])
 def test_every_logger(tmp_path, monkeypatch, kind):
     """Lines at their steps, the last one too; evaluations after training; a second training; hyperparameters once.
@@ -54,9 +51,6 @@ def test_every_logger(tmp_path, monkeypatch, kind):
     assert [float(each["learning_rate"]) for each in written.hyperparameters] == [5e-5]
     if kind is tracking.MLflow:
         assert written.details["runs"] == [("a-run", "FINISHED")]
-
-
-# ---- With Lightning's callbacks -------------------------------------------------------------------------------------
 
 
 class Logs(Callback):
@@ -102,9 +96,6 @@ def test_callbacks_log_as_often_as_the_trainer(tmp_path, strategy, steps):
     recorder, settings = Recorder(), {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": strategy}
     make_trainer(tmp_path, recorder, callbacks=[LearningRateMonitor(logging_interval="step")], **settings).train()
     assert [step for step, _ in recorder.written.curves.get("lr-AdamW/pg1", [])] == steps
-
-
-# ---- Runs -----------------------------------------------------------------------------------------------------------
 
 
 def test_finalized_once_and_after_the_last_line(tmp_path):
@@ -191,9 +182,6 @@ def test_callbacks_of_transformers(tmp_path, monkeypatch):
     assert {name: begun[name.removeprefix("trackio_")] for name in names} == names
     assert "static" in str(trackio.freeze.call_args)
     assert [call for call in trackio.log.call_args_list if "train/loss" in call.args[0]]
-
-
-# ---- What is chosen, and what is refused ----------------------------------------------------------------------------
 
 
 @pytest.fixture

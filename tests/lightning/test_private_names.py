@@ -63,7 +63,6 @@ def is_self(receiver: ast.expr) -> bool:
 
 
 def private_imports(tree: ast.AST) -> Iterator[str]:
-    """What is private of that which is imported from Lightning."""
     for node in ast.walk(tree):
         paths = []
         if isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -109,9 +108,7 @@ def names_of_bases(kind: type) -> set[str]:
 
 def taken_from_bases(module: ModuleType) -> Iterator[str]:
     """Private names that a class of this module shares with Lightning; those of its mixins too, wherever they are."""
-    constants = {
-        node.value for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Constant)
-    }
+    constants = {one.value for one in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(one, ast.Constant)}
     for kind in vars(module).values():
         if not isinstance(kind, type) or kind.__module__ != module.__name__:
             continue
@@ -138,7 +135,6 @@ def lightnings(module: ModuleType) -> set[str]:
 
 
 def name_of(path: Path) -> str:
-    """The name that a file is imported by."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[1:] if parts[0] == "adapters" else parts).removesuffix(".__init__")
 

@@ -42,9 +42,6 @@ def make_trainer(args, library=hftrainer):
     return library.Trainer(make_plain(), args, train_dataset=plain_data())
 
 
-# ---- States --------------------------------------------------------------------------------------------------------
-
-
 def test_state_of_the_arguments():
     def run(name):
         args = arguments(importlib.import_module(name))
@@ -59,8 +56,6 @@ def test_state_of_the_arguments():
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}])
 def test_state_of_the_trainer(tmp_path, settings):
-    """Every attribute that accelerate itself sets, with its value."""
-
     def script(trainer):
         state = AcceleratorState()
         assert trainer.accelerator.state.mixed_precision == state.mixed_precision
@@ -139,7 +134,6 @@ def test_states_that_cannot_be_kept(monkeypatch):
 
 
 def test_a_state_that_a_script_changes():
-    """As scripts for quantized models with DeepSpeed do."""
     args = arguments()
     args.distributed_state.distributed_type = accelerate.DistributedType.DEEPSPEED
     assert PartialState().distributed_type == "DEEPSPEED"
@@ -167,8 +161,6 @@ def test_the_environment_and_the_threads_stay(tmp_path):
 
 
 def test_precision_that_a_script_sets():
-    """It counts until the Trainer is made."""
-
     def run(name, precision="bf16"):
         library = importlib.import_module(name)
         args = arguments(library, max_steps=3, logging_steps=1)
@@ -194,11 +186,7 @@ def test_devices_of_a_subclass(library):
     assert Elsewhere("unused", report_to="none").device.type == "meta"
 
 
-# ---- Without accelerate ------------------------------------------------------------------------------------------
-
-
 def test_accelerate_that_is_imported_later(tmp_path, processes):
-    """In a script that has not imported it."""
     script = f"""
 import hftrainer, logging
 hftrainer.TrainingArguments({str(tmp_path)!r}, use_cpu=True)
@@ -237,8 +225,6 @@ def test_accelerate_that_cannot_be_imported(monkeypatch):
         assert arguments().distributed_state.num_processes == 1
 
 
-# ---- accelerator_config ------------------------------------------------------------------------------------------
-
 KEYS = {
     "split_batches": True,
     "dispatch_batches": True,
@@ -265,7 +251,6 @@ def test_stream(tmp_path, dispatched):
 
 
 def test_resumed_in_torchs_order(tmp_path, caplog):
-    """Another order is noticed."""
     saves = {"save_strategy": "steps", "save_steps": 4}
     torchs = {"accelerator_config": {"use_seedable_sampler": False}, **saves}
     whole = train("hftrainer", "plain", tmp_path, **torchs)
@@ -322,9 +307,6 @@ def test_wrong(tmp_path, given, sentence):
     assert sentence in str(caught.value)
 
 
-# ---- The accelerator ---------------------------------------------------------------------------------------------
-
-
 CONFIGURATIONS = [
     None,
     {"dispatch_batches": False, "even_batches": False, "non_blocking": True},
@@ -338,8 +320,6 @@ NAMES_OF_STATE = "num_steps adjust_scheduler sync_with_dataloader plugin_kwargs"
 
 @pytest.mark.parametrize("config", CONFIGURATIONS)
 def test_accelerator_tells_its_configuration(tmp_path, config):
-    """`accelerator.split_batches` and the others, the gradient state, and the sizes of loaders."""
-
     def run(name):
         settings = {"accelerator_config": copy.deepcopy(config), "gradient_accumulation_steps": 2}
         trainer, _ = build(name, "plain", tmp_path / name, **settings)

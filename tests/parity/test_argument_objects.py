@@ -32,9 +32,6 @@ def make_trainer(library, args, **given):
     return library.Trainer(make_plain(), args, train_dataset=plain_data(), **given)
 
 
-# ---- accelerator_config ----------------------------------------------------------------------------------------------
-
-
 @either
 def test_accelerator_config_is_an_object(tmp_path, library):
     args = make_args(library, tmp_path)
@@ -146,9 +143,6 @@ def test_the_deepspeed_plugin_cannot_be_set(tmp_path):
         args.deepspeed_plugin = object()
 
 
-# ---- Other objects ---------------------------------------------------------------------------------------------------
-
-
 def make_own(library, folder, **given):
     @dataclasses.dataclass
     class OwnArguments(library.TrainingArguments):
@@ -197,9 +191,6 @@ def test_trackers_write_any_argument(tmp_path, monkeypatch, tracker):
 
 def test_the_default_optimizer():
     assert hftrainer.TrainingArguments.default_optim == transformers.TrainingArguments.default_optim
-
-
-# ---- Subclasses with an __init__, old callbacks, and models that cannot be trained -----------------------------------
 
 
 @either
@@ -266,9 +257,8 @@ def test_control_and_state_for_loops_of_scripts(tmp_path, library):
 def test_quantized_models(tmp_path, bits):
     make_llama().save_pretrained(tmp_path / "model")
     config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", quantization_config=config, device_map="cpu"
-    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "model", quantization_config=config, device_map="cpu")
     for library in LIBRARIES:
         with pytest.raises(ValueError, match="quantized"):
             library.Trainer(model, make_args(library, tmp_path))

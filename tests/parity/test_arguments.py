@@ -14,20 +14,10 @@ import transformers
 import hftrainer
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.errors import InvalidArgument
+from tests.support import parity
 from tests.support.arguments import CASES, DEFAULTS, TIMES, make_trainer
 from tests.support.differences import OWN_FILES
-from tests.support.parity import (
-    EVALUATED,
-    EVERY_STEP,
-    accuracy,
-    alike,
-    assert_equal,
-    build,
-    comparable,
-    compare,
-    make_recorder,
-    record,
-)
+from tests.support.parity import EVALUATED, EVERY_STEP, accuracy, alike, assert_equal, comparable, compare, record
 from tests.support.tiny import MODELS, make_plain, plain_data
 
 ROOT = Path(__file__).parents[2]
@@ -43,16 +33,10 @@ def _global_state_stays():
     torch.use_deterministic_algorithms(False)
 
 
-# ---- The table -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.shown])
 def test_shown_elsewhere(name):
     path, _, test = CASES[name].shown.partition("::")
     assert f"def {test}(" in (ROOT / path).read_text()
-
-
-# ---- Its effect ------------------------------------------------------------------------------------------------------
 
 
 def left_behind(library_name, folder, needs, time, **change):
@@ -77,7 +61,7 @@ def left_behind(library_name, folder, needs, time, **change):
             setattr(args, name, value)
 
     args = library.TrainingArguments(**{"output_dir": str(folder / "out"), **settings})
-    recorder = make_recorder(library)
+    recorder = parity.make_recorder(library)
     given = {"train_dataset": data, "eval_dataset": data[:11], "callbacks": [recorder, Changes()]}
     trainer = library.Trainer(model, args, compute_metrics=metrics, **given)
     change_at("before")
@@ -107,7 +91,6 @@ def left_behind(library_name, folder, needs, time, **change):
 
 @functools.cache
 def unchanged(name, twice):
-    """What our run leaves behind with the argument's default."""
     with tempfile.TemporaryDirectory() as folder:
         return left_behind("hftrainer", Path(folder), CASES[name].needs, "between" if twice else "given")
 
@@ -122,8 +105,7 @@ def times_of(case):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
-    ("name", "time"),
-    [(name, time) for name, case in CASES.items() if not case.alone for time in times_of(case)],
+    ("name", "time"), [(name, time) for name, case in CASES.items() if not case.alone for time in times_of(case)]
 )
 def test_argument(tmp_path, capsys, name, time):
     case = CASES[name]
@@ -184,7 +166,6 @@ def test_clipping_to_none(tmp_path):
 
 
 def test_what_processes_write(monkeypatch):
-    """To disks, and to their logs."""
     for name, value in {"WORLD_SIZE": "4", "RANK": "2", "LOCAL_RANK": "0"}.items():  # the first of the second node
         monkeypatch.setenv(name, value)
     levels = {"log_level": "warning", "log_level_replica": "error"}
@@ -206,9 +187,6 @@ def test_pinned_memory(tmp_path, monkeypatch, pins):
     assert trainer.get_train_dataloader().pin_memory is pins
 
 
-# ---- Changes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("event", "first", "then", "step"),
     [("on_epoch_begin", 1, 3, 10), ("on_epoch_begin", 4, 1, 3), ("on_step_end", 1, 3, 2), ("on_step_end", 3, 2, 1)],
@@ -220,7 +198,7 @@ def test_accumulation_in_the_middle_of_a_run(tmp_path, event, first, then, step)
                 args.gradient_accumulation_steps = then
 
         settings = {"logging_steps": 1, "gradient_accumulation_steps": first}
-        trainer, recorder = build(name, "plain", tmp_path / name, **settings)
+        trainer, recorder = parity.build(name, "plain", tmp_path / name, **settings)
         trainer.add_callback(type("Changes", (importlib.import_module(name).TrainerCallback,), {event: change}))
         trainer.train()
         assert trainer.args.gradient_accumulation_steps == then
@@ -240,9 +218,8 @@ def test_accumulation_changed_by_an_override(tmp_path):
 
         return Smaller
 
-    ours = compare(
-        tmp_path, "plain", trainer_class=smaller, num_train_epochs=1, logging_steps=1, per_device_train_batch_size=8
-    )
+    settings = {"num_train_epochs": 1, "logging_steps": 1, "per_device_train_batch_size": 8}
+    ours = compare(tmp_path, "plain", trainer_class=smaller, **settings)
     assert ours.extra["global_step"] == 3
 
 
@@ -326,12 +303,7 @@ class OwnLoader(hftrainer.Trainer):
 
 @pytest.mark.parametrize(
     ("kind", "release", "steps"),
-    [
-        (hftrainer.Trainer, "4.57", 5),
-        (hftrainer.Trainer, "5.2", 5),
-        (hftrainer.Trainer, "5.3", 10),
-        (OwnLoader, "5.23", 5),
-    ],
+    [*((hftrainer.Trainer, *case) for case in (("4.57", 5), ("5.2", 5), ("5.3", 10))), (OwnLoader, "5.23", 5)],
 )
 def test_batch_size_that_changes(tmp_path, caplog, kind, release, steps):
     """It is read once since v5.3, but a loader of the script may read it again."""

@@ -120,7 +120,6 @@ def test_counts_and_lengths(tmp_path):
 
 
 def test_halved_again_after_resuming(tmp_path):
-    """The checkpoint says so."""
     settings = {"save_strategy": "steps", "save_steps": 1}
     make(tmp_path, Greedy(), max_steps=2, **settings)[0].train()
     second, _ = make(tmp_path, Greedy(limit=4), max_steps=4, **settings)
@@ -161,7 +160,6 @@ def test_memory_that_cannot_be_saved(tmp_path, limits, find, error, message):
 
 
 def test_optimizer_of_the_failed_attempt_is_freed(tmp_path):
-    """Before the smaller batch is tried."""
     made, alive = [], []
 
     def create_optimizer(self, model=None):

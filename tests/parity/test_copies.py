@@ -13,8 +13,6 @@ from tests.support.parity import EVALUATED, accuracy, alike, assert_same_weights
 
 
 class Counts(hftrainer.TrainerCallback):
-    """Counts steps, of a Trainer that it knows."""
-
     def __init__(self, trainer=None):
         self.trainer, self.steps = trainer, 0
 
@@ -41,7 +39,6 @@ def counter_of(trainer):
 
 
 def everything(trainer):
-    """What a script does with a Trainer, from a seed."""
     hftrainer.set_seed(3)
     before = len(trainer.state.log_history)
     output = trainer.train()
@@ -133,7 +130,6 @@ def test_what_a_copy_holds(tmp_path, how):
 
 
 def test_during_training(tmp_path):
-    """A callback may copy its Trainer, and evaluate the copy."""
     found = []
 
     def copy_and_evaluate():
@@ -154,7 +150,6 @@ class Doubles(hftrainer.Trainer):
 
 
 def test_a_subclass(tmp_path):
-    """Its own attributes come along, and its overrides are called."""
     trainer = make("hftrainer", tmp_path, "plain")
     trainer.__class__ = Doubles
     trainer.mine = [trainer, "kept"]

@@ -17,8 +17,6 @@ from tests.support.tiny import SizedStream, Stream, make_bert, plain_data
 
 
 class Noisy(Dataset):
-    """Draws from torch's global generator for each sample, as augmentation does."""
-
     def __init__(self, count=38):
         self.data = plain_data()[:count]
 
@@ -31,8 +29,6 @@ class Noisy(Dataset):
 
 
 class Draws(Dataset):
-    """Each sample says which random numbers its worker draws."""
-
     def __len__(self):
         return 16
 
@@ -74,8 +70,6 @@ def test_workers_are_seeded_alike(tmp_path, workers):
 
 
 class EpochStream(Stream):
-    """Notes the epochs that it is told."""
-
     def __init__(self, count):
         super().__init__(count)
         self.epochs = []
@@ -85,17 +79,12 @@ class EpochStream(Stream):
 
 
 def test_datasets_are_told_the_epoch(tmp_path):
-    """Streams, which have no sampler."""
-
     def script(trainer):
         trainer.train()
         return trainer._get_train_sampler(), trainer.train_dataset.epochs
 
     given = lambda: {"train_dataset": EpochStream(12)}  # noqa: E731
     assert compare(tmp_path, "plain", script=script, trainer=given, max_steps=5).extra["script"][1]
-
-
-# ---- Loaders and samplers of the user ----------------------------------------------------------------------------
 
 
 class OwnRandom(RandomSampler):
@@ -158,16 +147,12 @@ def test_loaders_shuffle_anew(tmp_path):
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
 @pytest.mark.parametrize("count", [3, 38, 999, 2001])
 def test_groups_of_similar_length(count, batch_size):
-    """Also of more samples than are sorted at once."""
     lengths = torch.randint(1, 500, (count,), generator=torch.Generator().manual_seed(count)).tolist()
     ours, theirs = (
         list(sampler(batch_size, lengths=lengths, generator=torch.Generator().manual_seed(0)))
         for sampler in (LengthGroupedSampler, TheirLengthGroupedSampler)
     )
     assert ours == theirs
-
-
-# ---- Tokenizers and collators of the user ------------------------------------------------------------------------
 
 
 def make_tokenizer(**more):
@@ -191,7 +176,6 @@ def test_tokenizer_pads_batches(tmp_path, model):
 
 
 def test_masked_language_collator(tmp_path):
-    """A collator that draws the mask from the global generator, as in run_mlm.py."""
     how = {"mlm_probability": 0.4, "pad_to_multiple_of": 8}
     collator = transformers.DataCollatorForLanguageModeling(make_tokenizer(mask_token="w49"), **how)
     rows = [{"input_ids": [2 + (i * j) % 40 for j in range(5 + i % 9)]} for i in range(30)]

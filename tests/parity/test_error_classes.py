@@ -62,8 +62,6 @@ def make_arguments(**settings):
 
 
 def make_trainer(settings=None, missing=(), method=None, keywords=None, **given):
-    """Makes a Trainer and calls a method of it, while packages are missing."""
-
     def provoke(library, folder):
         with without(*missing):
             made = trainer(library, folder, settings, **given)

@@ -11,28 +11,12 @@ from datasets import Dataset
 from torch import nn
 
 from hftrainer import Trainer, TrainingArguments
-from tests.support import tiny
-from tests.support.parity import (
-    EVALUATED,
-    accuracy,
-    alike,
-    assert_equal,
-    assert_same_but_for_weights,
-    assert_same_weights,
-    build,
-    comparable,
-    compare,
-    exactly,
-    leaves,
-    subclass,
-    train,
-)
+from tests.support import parity, tiny
+from tests.support.parity import EVALUATED, build, comparable, compare, exactly, leaves, subclass, train
 from tests.support.tiny import SizedStream, Stream, make_llama, pad, plain_data, varied_language_data
 
 
 class Clip(nn.Module):
-    """Computes a loss without labels, as CLIP does."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 4)
@@ -69,7 +53,6 @@ CASES = {
 
 
 def summary(prediction):
-    """Numbers that change with any entry, of any nesting."""
     found = {
         f"{name}{path}": float(np.nan_to_num(np.asarray(leaf, dtype=np.float64)).sum())
         for name in ("predictions", "label_ids", "inputs", "losses")
@@ -161,14 +144,11 @@ class HalfStream(SizedStream):
 
 @pytest.mark.parametrize(("length", "workers"), [(18, 2), (8, 0), (30, 0)])
 def test_streams_whose_length_is_wrong(tmp_path, length, workers):
-    """Every batch that comes is evaluated."""
     _, arrays = compare_evaluations(tmp_path, "plain", data=HalfStream(length), dataloader_num_workers=workers)
     assert arrays[".predictions"][1] == (18, 3)
 
 
 class Running:
-    """A metric that adds up batch by batch."""
-
     def __init__(self):
         self.total, self.batches = 0.0, 0
 
@@ -204,7 +184,7 @@ def test_half_precision_evaluation(tmp_path, dtype):
     transformers leaves the weights in that precision afterwards; ours gives them back.
     """
     settings = {f"{dtype}_full_eval": True}
-    _, arrays = compare_evaluations(tmp_path, "bert", same=assert_same_but_for_weights, **settings)
+    _, arrays = compare_evaluations(tmp_path, "bert", same=parity.assert_same_but_for_weights, **settings)
     assert arrays[".predictions"][0] == ("float32" if dtype == "bf16" else "float16")
     trained = compare(tmp_path / "trained", "bert", **EVALUATED, max_steps=4, **settings)
     assert {tensor.dtype for tensor in trained.weights.values() if tensor.is_floating_point()} == {torch.float32}
@@ -230,13 +210,10 @@ def test_input_tokens(tmp_path, how, masked, accumulation):
         checkpoint = str(tmp_path / "whole" / name / "checkpoint-5")
         resumed = train(name, "llama", tmp_path / name, checkpoint, **settings)
         if name == "hftrainer":
-            assert_same_weights(resumed.weights, whole.weights)  # which theirs are not
+            parity.assert_same_weights(resumed.weights, whole.weights)  # which theirs are not
         return [line["num_input_tokens_seen"] for line in resumed.logs]
 
-    assert whole.logs[-1]["num_input_tokens_seen"] == alike(resume, assert_equal)[-1] > 0
-
-
-# ---- Overrides ---------------------------------------------------------------------------------------------------
+    assert whole.logs[-1]["num_input_tokens_seen"] == parity.alike(resume, parity.assert_equal)[-1] > 0
 
 
 def prediction_step(self, *args, **kwargs):
@@ -288,7 +265,7 @@ def test_batches_of_another_kind(tmp_path):
             outputs = super().forward(x, labels)
             return {**outputs, "logits": [outputs["logits"]] * len(x)}
 
-    given = {"model": Fickle(), "eval_dataset": plain_data(11), "compute_metrics": accuracy}
+    given = {"model": Fickle(), "eval_dataset": plain_data(11), "compute_metrics": parity.accuracy}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given)
     with pytest.raises(TypeError, match="a list of 8 and a list of 3; eval_do_concat_batches=False"):
         trainer.evaluate()
@@ -313,8 +290,6 @@ def test_which_is_the_best(tmp_path, greater):
     ours = compare(tmp_path, "plain", script=judge, eval_strategy="steps", **settings)
     assert any(is_new for is_new, _, _ in ours.extra["script"])
 
-
-# ---- By length ---------------------------------------------------------------------------------------------------
 
 BY_LENGTH = {"train_sampling_strategy": "group_by_length"}
 

@@ -7,25 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.parity import (
-    EVENTS,
-    EVERY_STEP,
-    LIBRARIES,
-    accuracy,
-    alike,
-    build,
-    callback,
-    comparable,
-    compare,
-    copy_checkpoint,
-    exactly,
-)
+from tests.support import parity
+from tests.support.parity import EVERY_STEP, LIBRARIES, accuracy, build, callback, comparable, compare, exactly
 from tests.support.tiny import plain_data
 
-ALL_EVENTS = (*EVENTS, "on_push_begin")
-
-
-# ---- What events bring -------------------------------------------------------------------------------------------
+ALL_EVENTS = (*parity.EVENTS, "on_push_begin")
 
 
 def described(name: str, value: Any) -> Any:
@@ -40,8 +26,6 @@ def described(name: str, value: Any) -> Any:
 
 
 def full_recorder(library: Any, folder: Any) -> Any:
-    """A callback of `library` whose `seen` lists (event, keywords, state, switches)."""
-
     def note(event: str, self, args, state, control, **kwargs):
         keywords = {name: described(name, value) for name, value in sorted(kwargs.items())}
         values = dataclasses.asdict(state)
@@ -84,17 +68,15 @@ def test_every_event_brings_the_same(tmp_path, run):
         stopper = [library.EarlyStoppingCallback(2, 0.01)] if run == "early stop" else []
         given = {"compute_metrics": accuracy, **settings.get("trainer", {}), "callbacks": [*stopper, recorder]}
         trainer, _ = build(name, "plain", folder, **{**settings, "trainer": given})
-        trainer.train(resume_from_checkpoint=resume and str(copy_checkpoint(tmp_path / "whole", folder, resume)))
+        trainer.train(resume_from_checkpoint=resume and str(parity.copy_checkpoint(tmp_path / "whole", folder, resume)))
         assert (trainer.state.global_step < trainer.state.max_steps) == (run == "early stop")
         trainer.predict(plain_data()[:5])
         return recorder.seen
 
-    ours = alike(run_one, assert_same_events)
+    ours = parity.alike(run_one, assert_same_events)
     never = {"on_push_begin", *(() if "gradient_accumulation_steps" in settings else ("on_substep_end",))}
     assert {seen[0] for seen in ours} == set(ALL_EVENTS) - never
 
-
-# ---- What callbacks change ---------------------------------------------------------------------------------------
 
 SWITCHES = ["should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save"]
 #: Event → the step at which a run that accumulates announces it, and the switch is set.
@@ -106,8 +88,6 @@ ANNOUNCED = {
 
 
 def set_switch(event: str, at: int, switch: str, how: str) -> Any:
-    """A callback that sets a switch on the object it gets, which it may return, or on a new one."""
-
     def handler(self, args, state, control, **kwargs):
         if state.global_step != at:
             return None
@@ -150,9 +130,6 @@ def test_model_left_in_eval_mode_by_a_callback(tmp_path):
     compare(tmp_path, "plain", callback=callback(on_step_end=on_step_end))
 
 
-# ---- Calls in any order --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("event", ["on_step_end", "on_epoch_end", "on_epoch_begin", "on_train_begin", "on_substep_end"])
 def test_evaluate_and_predict_from_a_callback(tmp_path, event):
     def script(trainer):
@@ -160,9 +137,8 @@ def test_evaluate_and_predict_from_a_callback(tmp_path, event):
             trainer.evaluate(plain_data()[:5], metric_key_prefix="inner")
             trainer.predict(plain_data()[:3])
 
-        trainer.add_callback(
-            callback(**{event: handler})(importlib.import_module(type(trainer).__module__.split(".")[0]))
-        )
+        library = importlib.import_module(type(trainer).__module__.split(".")[0])
+        trainer.add_callback(callback(**{event: handler})(library))
         trainer.train()
 
     compare(tmp_path, "plain", script=script, gradient_accumulation_steps=2, max_steps=4)
@@ -199,15 +175,10 @@ def test_metrics_that_evaluate_something_else(tmp_path):
     compare(tmp_path, "plain", script=script)
 
 
-# ---- States of callbacks -----------------------------------------------------------------------------------------
-
-
 def counting_callback(library: str) -> Any:
     module = importlib.import_module(f"{library}.trainer_callback")
 
     class Counting(module.TrainerCallback, module.ExportableState):
-        """Counts optimizer steps, on from where a checkpoint's left off."""
-
         def __init__(self, stride: int = 1) -> None:
             self.stride, self.count = stride, 0
 

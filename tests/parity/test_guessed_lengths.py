@@ -29,8 +29,6 @@ class Guessing:
 
 
 class GuessingSampler(Sampler):
-    """Each sample twice, and the length of the dataset."""
-
     def __init__(self, samples: int) -> None:
         self.samples = samples
 
@@ -62,7 +60,6 @@ SETTINGS = {"logging_steps": 1, "eval_strategy": "epoch", "trainer": {"compute_m
 
 
 def use(trainer, resume=None):
-    """Train, evaluate and predict; all that can be compared."""
     output = trainer.train(resume_from_checkpoint=resume)
     metrics = comparable([trainer.evaluate()])
     predicted = trainer.predict(trainer.eval_dataset)

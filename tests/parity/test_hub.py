@@ -32,8 +32,6 @@ def pushed(hub, name="me/my-run"):
 
 @pytest.mark.parametrize("strategy", ["end", "every_save", "checkpoint", "all_checkpoints"])
 def test_strategies(hub, tmp_path, strategy):
-    """Commits during training, by `save_model`, and by `push_to_hub` with what goes to the model card."""
-
     def run(name):
         settings = {"hub_model_id": "org/named", "hub_strategy": strategy}
         given = {"processing_class": tokenizer()}
@@ -77,8 +75,6 @@ SETTINGS = {
 
 @pytest.mark.parametrize(("commits", "model", "settings"), SETTINGS.values(), ids=SETTINGS)
 def test_settings(hub, tmp_path, commits, model, settings):
-    """Named after the output folder, in the user's own name."""
-
     def run(name):
         if "hub_revision" in settings:
             hub.repos["me/my-run"] = Repo(branches={name: [Commit("initial commit", {})] for name in ("main", "dev")})
@@ -108,7 +104,6 @@ def test_without_the_argument(hub, tmp_path):
 
 
 def test_arguments_of_transformers(hub, tmp_path):
-    """Ours takes them, and pushes what they say."""
     trainer, _ = make_pushing("transformers", tmp_path / "run", hub_strategy="checkpoint", max_steps=2)
     ours = hftrainer.Trainer(trainer.model, trainer.args, train_dataset=trainer.train_dataset)
     ours.train()

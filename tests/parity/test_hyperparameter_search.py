@@ -1,7 +1,6 @@
 """Searches by both libraries on the same seeded sampler: same trials, values, events, logs, folders, and best."""
 
 import functools
-import gc
 
 import optuna
 import pytest
@@ -14,16 +13,7 @@ from tests.support.tiny import Plain
 from tests.support.tracking import scalars
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_quickly():
-    """Both libraries collect garbage between trials; what the imports have made is never any."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def make_of_trial(trial):
-    """A model whose width is searched; the Trainer makes one without a trial first."""
     return with_width(16 if trial is None else trial.suggest_categorical("width", [8, 16, 32]))
 
 
@@ -68,7 +58,6 @@ CASES = {
 
 
 def search(library, folder, settings, keywords):
-    """A search, all that can be compared of it, and its Trainer and study."""
     torch.manual_seed(0)
     logs, studies, create_study = [], [], optuna.create_study
 

@@ -48,7 +48,6 @@ GIVEN = {"num_processes": 2, "num_machines": 1, "num_cpu_threads_per_process": 1
 
 
 def of_every_launcher(monkeypatch, **options):
-    """The variables that accelerate's launchers set."""
     monkeypatch.setattr(launch, "is_fp8_available", lambda: True)
     monkeypatch.setattr(launch, "is_torch_xla_available", lambda **kwargs: True)
     monkeypatch.setattr(launch, "is_port_in_use", lambda port: False)
@@ -85,7 +84,6 @@ def is_known(name):
 
 @pytest.mark.parametrize("option", sorted(actions().keys() - OF_LAUNCHERS))
 def test_options(monkeypatch, option):
-    """Each changes a variable that is in the table."""
     before = of_every_launcher(monkeypatch)
     after = of_every_launcher(monkeypatch, **{option: another_value(actions()[option])})
     changed = {name for name, value in after.items() if before.get(name) != value}

@@ -9,19 +9,8 @@ import transformers
 from torch import nn
 
 from hftrainer.errors import InvalidArgument
-from tests.support.parity import (
-    EVALUATED,
-    EVERY_STEP,
-    accuracy,
-    alike,
-    assert_equal,
-    assert_same_weights,
-    build,
-    compare,
-    seq2seq,
-    subclass,
-    train,
-)
+from tests.support import parity
+from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, subclass, train
 from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data
 
 
@@ -43,7 +32,7 @@ def test_compute_loss_func(tmp_path, accumulation):
         counts.add(num_items_in_batch.dtype)
         return summed / num_items_in_batch
 
-    given = {"compute_loss_func": loss_func, "compute_metrics": accuracy}
+    given = {"compute_loss_func": loss_func, "compute_metrics": parity.accuracy}
     settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
     compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **given}, **settings)
     assert counts == {torch.float32}
@@ -90,18 +79,16 @@ def test_nan_losses(tmp_path, filtered, logging_steps):
         sample["labels"] = torch.tensor(-100)  # a batch of these has no mean
     settings = {"train_sampling_strategy": "sequential", "num_train_epochs": 1, "trainer": {"train_dataset": data}}
     settings |= {"logging_nan_inf_filter": filtered, "logging_steps": logging_steps}
-    losses = alike(
+    losses = parity.alike(
         lambda name: [
             str(line["loss"]) for line in train(name, "plain", tmp_path / name, **settings).logs if "loss" in line
         ],
-        assert_equal,
+        parity.assert_equal,
     )
     assert losses.count("nan") == (0 if filtered else 8 // logging_steps)  # without the filter it stays
 
 
 class NumberEach(nn.Module):
-    """Returns a number for each row, and no loss."""
-
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
@@ -119,8 +106,6 @@ def test_first_number_is_the_loss(tmp_path, caplog):
 
 
 class Dirty(Plain):
-    """Its loss is not a number at some steps."""
-
     calls = 0
 
     def forward(self, x, labels=None):
@@ -135,9 +120,6 @@ def test_warning_of_a_loss_that_is_no_number(tmp_path, caplog):
         trainer.train()
     (said,) = [message for message in caplog.messages if "The loss is nan at optimizer step" in message]
     assert all(words in said for words in ("step 3", "learning_rate", "underflow_overflow"))
-
-
-# ---- Label smoothing ---------------------------------------------------------------------------------------------
 
 
 def decoder_data(count=38):
@@ -194,13 +176,8 @@ def test_label_smoothing_of_own_causal_models(tmp_path, change):
 
 def test_label_smoothing_in_seq2seq(tmp_path):
     settings = {"predict_with_generate": True, "generation_max_length": 6, "label_smoothing_factor": 0.1}
-    compare(
-        tmp_path,
-        (make_t5, decoder_data),
-        trainer_class=seq2seq,
-        script=lambda trainer: trainer.evaluate() and None,
-        **settings,
-    )
+    settings |= {"trainer_class": parity.seq2seq, "script": lambda trainer: trainer.evaluate() and None}
+    compare(tmp_path, (make_t5, decoder_data), **settings)
 
 
 def test_label_smoothing_of_several_labels(tmp_path):
@@ -211,12 +188,7 @@ def test_label_smoothing_of_several_labels(tmp_path):
     assert trainer.label_smoother is None
 
 
-# ---- Several losses, and `log_metric` ----------------------------------------------------------------------------
-
-
 class TwoLosses(Plain):
-    """Returns its loss in parts."""
-
     def __init__(self, with_total=True):
         torch.manual_seed(1)
         super().__init__()
@@ -254,9 +226,7 @@ def test_several_losses(tmp_path, where, accumulation):
     whole = train("hftrainer", "plain", tmp_path / "whole", trainer_class=summed, **settings)
     assert_same_weights(parts.weights, whole.weights)
     for ours, theirs in zip(parts.logs, whole.logs, strict=True):
-        assert [ours.get(name) for name in ("loss", "eval_loss")] == [
-            theirs.get(name) for name in ("loss", "eval_loss")
-        ]
+        assert [ours.get(key) for key in ("loss", "eval_loss")] == [theirs.get(key) for key in ("loss", "eval_loss")]
         if "learning_rate" in ours:
             assert ours["entropy"] + ours["size"] == pytest.approx(ours["loss"], rel=1e-5)
 

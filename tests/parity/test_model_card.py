@@ -22,7 +22,6 @@ def named_dataset():
 
 
 def make_pair(tmp_path_factory, model, **settings):
-    """The trainers of transformers and of ours, which have trained and evaluated in a folder of the same name."""
     pair = []
     for name in LIBRARIES:
         folder = tmp_path_factory.mktemp("run") / "my-model"
@@ -42,7 +41,6 @@ def pair(tmp_path_factory):
 
 
 def cards(pair, **given):
-    """The metadata and the text of both cards."""
     paths = [Path(trainer.args.output_dir) / "README.md" for trainer in pair]
     for trainer, path in zip(pair, paths, strict=True):
         path.unlink(missing_ok=True)
@@ -51,12 +49,10 @@ def cards(pair, **given):
 
 
 def section(card, heading):
-    """What stands below a heading."""
     return card.split(f"{heading}\n")[1].split("\n#")[0].strip()
 
 
 def cells(card):
-    """The cells of the results, without their widths."""
     lines = [line for line in section(card, "### Training results").splitlines() if line.startswith("|")]
     return [[re.sub("-+", "-", cell.strip()) for cell in line.split("|")[1:-1]] for line in lines]
 

@@ -22,8 +22,6 @@ def test_other_models(tmp_path, model, accumulation):
 
 @pytest.mark.parametrize("model_init", [Plain, lambda trial: Plain()])
 def test_model_init(tmp_path, model_init):
-    """Each run begins with a new model."""
-
     def script(trainer):
         return [trainer.train().training_loss for _ in range(2)]
 
@@ -72,13 +70,8 @@ def test_tokens_per_second(tmp_path):
     assert "train_tokens_per_second" not in without
 
 
-# ---- NEFTune, checkpointed activations ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model", ["bert", "llama", "peft"])
 def test_neftune(tmp_path, model):
-    """The noise is taken off at the end."""
-
     def script(trainer):
         embeddings = trainer.model.get_input_embeddings()
         trainer.train()
@@ -126,11 +119,7 @@ def test_activations_are_computed_again(tmp_path):
     assert len(calls) == 2  # forward, and again in backward
 
 
-# ---- Compilation, kernels ----------------------------------------------------------------------------------------
-
-
 def test_compiling_in_place(tmp_path):
-    """By the script, before it makes the Trainer."""
     model = make_plain()
     model.compile(backend="eager")
     trained = train("hftrainer", "plain", tmp_path / "compiled", trainer={"model": model}, max_steps=3)
@@ -148,10 +137,8 @@ def test_a_model_that_the_script_has_compiled(tmp_path):
 
     whole, plain = run("compiled"), run("plain", compiled=False)
     assert whole.logs == plain.logs
-    assert (
-        load_file(tmp_path / "compiled/checkpoint-4/model.safetensors").keys()
-        == load_file(tmp_path / "plain/checkpoint-4/model.safetensors").keys()
-    )
+    files = [load_file(tmp_path / name / "checkpoint-4/model.safetensors") for name in ("compiled", "plain")]
+    assert files[0].keys() == files[1].keys()
     resumed = run("again", str(tmp_path / "compiled/checkpoint-2"))
     assert_same_weights(resumed.weights, whole.weights)
 

@@ -13,16 +13,8 @@ from hftrainer.optimization import SCHEDULES
 from hftrainer.optimizers.per_parameter import AdamW
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
-from tests.support.parity import (
-    EVALUATED,
-    alike,
-    assert_equal,
-    assert_same_weights,
-    build,
-    compare,
-    compare_resumed,
-    train,
-)
+from tests.support import parity
+from tests.support.parity import EVALUATED, alike, assert_equal, assert_same_weights, build, compare, train
 from tests.support.tiny import make_llama, make_plain
 
 transformers = importlib.import_module("transformers")
@@ -65,8 +57,6 @@ def without_parameters(group):
 
 @pytest.mark.parametrize("name", sorted(NEED_A_GPU))
 def test_what_would_be_built(tmp_path, name):
-    """Class and keywords, but for the parameters, are those of transformers."""
-
     def run(library):
         trainer, _ = build(library, "llama", tmp_path / library, **settings_of(name, lr_scheduler_type="constant"))
         kind, kwargs = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
@@ -128,12 +118,9 @@ def test_galore_adafactor_layerwise(tmp_path):
 HALFWAY = {"save_strategy": "steps", "save_steps": 3}
 
 
-@pytest.mark.parametrize(
-    "name", ["galore_adamw", "apollo_adamw", "adamw_torch_8bit", "schedule_free_adamw", "adafactor"]
-)
+@pytest.mark.parametrize("name", "galore_adamw apollo_adamw adamw_torch_8bit schedule_free_adamw adafactor".split())
 def test_resume(tmp_path, name):
-    """Whatever an optimizer keeps comes back."""
-    compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
+    parity.compare_resumed(tmp_path, "llama", 3, **settings_of(name, **HALFWAY))
 
 
 def test_layer_wise_optimizers_follow_the_schedule_and_resume(tmp_path):
@@ -145,8 +132,6 @@ def test_layer_wise_optimizers_follow_the_schedule_and_resume(tmp_path):
     rates = {group["lr"] for own in trainer.optimizer.optimizer_dict.values() for group in own.param_groups}
     assert len(rates) == 1 and 0 < rates.pop() < trainer.args.learning_rate
 
-
-# ---- optim_args ----------------------------------------------------------------------------------------------------
 
 OPTIONS = [
     ("sgd", "momentum=0.9,dampening=0.1,nesterov=false"),
@@ -223,9 +208,6 @@ def test_wrong(tmp_path, settings, message):
         train("hftrainer", "llama", tmp_path, **{"max_steps": 2, **settings})
 
 
-# ---- Optimizers of the user --------------------------------------------------------------------------------------
-
-
 def test_optimizer_in_two_ways(tmp_path):
     model = make_plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -244,8 +226,6 @@ class Factory:
 
 
 class Stubborn(torch.optim.Optimizer):
-    """Never calls its closure."""
-
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
 
@@ -257,16 +237,13 @@ class Stubborn(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs"),
-    [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})],
+    ("kind", "kwargs"), [(torch.optim.Adagrad, {"lr": 0.05}), (Factory, {"momentum": 0.5}), (Stubborn, {"lr": 0.1})]
 )
 def test_optimizer_cls_and_kwargs(tmp_path, kind, kwargs):
     compare(tmp_path, "plain", trainer={"optimizer_cls_and_kwargs": (kind, kwargs)})
 
 
 def with_sgd(make_schedule=lambda optimizer: None, lr=0.1, **options):
-    """Makes the model, its optimizer and a schedule for each run."""
-
     def make():
         model = make_plain()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, **options)
@@ -291,8 +268,6 @@ def test_optimizer_hooks_see_the_gradients(tmp_path, accumulation):
 
 
 class OwnScheduler:
-    """All that transformers asks of a scheduler."""
-
     def __init__(self, optimizer):
         self.optimizer, self.steps = optimizer, 0
 

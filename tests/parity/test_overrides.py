@@ -16,29 +16,17 @@ from torch import nn
 
 import hftrainer
 from hftrainer.errors import UnsupportedArgument
+from tests.support import parity
 from tests.support.changed import Doubled, changed_alike, copies, library_of, methods_of, parent, run_changed, run_plain
-from tests.support.parity import (
-    LIBRARIES,
-    accuracy,
-    alike,
-    assert_equal,
-    assert_same,
-    assert_same_weights,
-    build,
-    seq2seq,
-    train,
-)
+from tests.support.parity import LIBRARIES, accuracy, alike, assert_same, build, seq2seq, train
 from tests.support.tiny import make_plain
 
 SAVED = {"save_strategy": "steps", "save_steps": 4}
 ROWS = {"compute_metrics": lambda prediction: {"rows": len(prediction.label_ids)}}
 BEST = {**SAVED, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
 
-# ---- The run changes as in transformers ------------------------------------------------------------------------------
-
 
 def replacing(path: str, make: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """A change that replaces a method of a Trainer, or of its accelerator, by what `make` makes of the original."""
     holder, _, name = path.rpartition(".")
 
     def change(trainer):
@@ -99,7 +87,6 @@ def answers(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval")
 
 
 def two_steps(trainer):
-    """A function on the optimizer itself, which is no method of it."""
     step = trainer.create_optimizer().step
     trainer.optimizer.step = lambda closure=None: (step(), step())[1]
 
@@ -119,8 +106,6 @@ def fused(trainer):
 
 
 def other_optimizer(prepare):
-    """Makes the run step another optimizer than was created."""
-
     def replacement(*objects):
         prepared = prepare(*objects)
         return (prepared[0], torch.optim.SGD(prepared[0].parameters(), lr=0.3)) if len(objects) == 2 else prepared
@@ -180,10 +165,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "accelerator.backward, in the middle": {"change": DOUBLED, "step": 3},
     "accelerator.backward that does nothing": {"change": fused},
     "accelerator.clip_grad_norm_": {
-        "change": replacing("accelerator.clip_grad_norm_", lambda clip: lambda of, limit, *_: clip(of, limit / 10, 1)),
+        "change": replacing("accelerator.clip_grad_norm_", lambda clip: lambda of, limit, *_: clip(of, limit / 10, 1))
     },
     "accelerator.gather_for_metrics": {
-        "change": replacing("accelerator.gather_for_metrics", lambda _: lambda data, *args, **kwargs: data[:1]),
+        "change": replacing("accelerator.gather_for_metrics", lambda _: lambda data, *args, **kwargs: data[:1])
     },
     "accelerator.prepare": {"change": replacing("accelerator.prepare", other_optimizer), **CONSTANT},
     "optimizer.step": {"change": two_steps},
@@ -192,8 +177,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "optimizer.step with a closure, after backward": {**CLOSING, "change": DOUBLED},
     "optimizer.step with a closure, after backward in bfloat16": {**CLOSING, "bf16": True, "change": DOUBLED},
 }
-
-
 RUNS = [(n, a) for n in CHANGES for a in (1, 3) if a == CHANGES[n].get("gradient_accumulation_steps", a)]
 
 
@@ -203,8 +186,6 @@ def test_replacement_changes_the_run_alike(tmp_path, name, accumulation):
 
 
 class Batch:
-    """A batch that is an object: neither a mapping nor sized."""
-
     def __init__(self, samples):
         self.x, self.labels = (torch.stack([sample[name] for sample in samples]) for name in ("x", "labels"))
 
@@ -261,7 +242,7 @@ def test_seq2seq_evaluate_counts_the_last_batch_as_a_full_one(tmp_path):
         by_size = trainer.evaluation_loop(trainer.get_eval_dataloader(), "Evaluation").metrics["eval_loss"]
         return as_full, by_size, trainer.evaluate()["eval_loss"]
 
-    as_full, by_size, again = alike(run, assert_equal)
+    as_full, by_size, again = alike(run, parity.assert_equal)
     assert as_full == again != by_size
 
 
@@ -292,8 +273,6 @@ hftrainer.Seq2SeqTrainer(make_plain(), args, train_dataset=plain_data(20)).train
     assert done.stdout.splitlines().count("called") == 3, done.stderr
 
 
-# ---- The run is that of transformers without the replacement ---------------------------------------------------------
-
 #: Signature of an older release, and what it passes on if not that → what is true of its values; `bool`: anything.
 OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_get_eval_sampler(*args, **kwargs)": lambda given: given["args"],
@@ -315,16 +294,12 @@ OLDER: dict[str, Callable[[dict[str, Any]], Any]] = {
     "_rotate_checkpoints(use_mtime=False, output_dir=None)": lambda given: (
         given["use_mtime"] is True and given["output_dir"] == given["self"].args.output_dir
     ),
-    "_save(output_dir=None, state_dict=None)": lambda given: re.search(
-        r"[/_](checkpoint-\d+|final)$", given["output_dir"]
-    ),
+    "_save(output_dir=None, state_dict=None)": lambda of: re.search(r"[/_](checkpoint-\d+|final)$", of["output_dir"]),
     "_save_checkpoint(model, trial, metrics=None)": lambda given: "eval_loss" in given["metrics"],
     "_wrap_model(model, training=True)": bool,
     "compute_loss(model, inputs)": bool,
     "compute_loss(model, inputs, return_outputs=False)": bool,
-    "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda given: (
-        "num_items_in_batch" in given["kwargs"]
-    ),
+    "compute_loss(model, inputs, return_outputs=False, **kwargs)": lambda of: "num_items_in_batch" in of["kwargs"],
     "create_scheduler(num_training_steps)": bool,
     "create_scheduler(num_training_steps, optimizer=None)": lambda given: given["optimizer"],
     "get_batch_samples(epoch_iterator, num_batches) -> epoch_iterator, num_batches, self.args.device": bool,
@@ -433,7 +408,7 @@ def test_copied_train_resumes(tmp_path):
         train(name, "plain", tmp_path / name, **settings)
         return train(name, "plain", tmp_path / name, resume=str(tmp_path / name / "checkpoint-8"), **settings).weights
 
-    alike(run, assert_same_weights)
+    alike(run, parity.assert_same_weights)
 
 
 def of_v4_30(self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"):
@@ -468,9 +443,6 @@ def test_evaluation_loop_with_older_helpers(tmp_path, settings):
         return [line.get(n) for line in [*before, *ours.logs] for n in ("eval_loss", "eval_accuracy")]
 
     assert values(evaluation_loop=of_v4_30) == values()
-
-
-# ---- Refused ---------------------------------------------------------------------------------------------------------
 
 
 def rewritten(function, old="self._hftrainer", new="(self or None)._hftrainer"):

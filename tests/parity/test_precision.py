@@ -74,12 +74,8 @@ def test_fp16_by_other_ways(tmp_path, way):
 
 #: tf32, torch_compile, fp16 → whether TF32 is allowed afterwards, where it was before.
 TF32 = {
-    (True, False, False): True,
-    (False, False, False): False,
-    (None, False, False): "as before",
-    (None, True, False): True,
-    (None, True, True): "as before",
-    (False, True, False): False,
+    **{(True, False, False): True, (False, False, False): False, (None, False, False): "as before"},
+    **{(None, True, False): True, (None, True, True): "as before", (False, True, False): False},
 }
 
 

@@ -15,17 +15,9 @@ from safetensors.torch import load_file
 
 from hftrainer.checkpointing import weights
 from tests.compat.interchange import make_adapters, make_tied
+from tests.support import parity
 from tests.support.differences import OWN_FILES
-from tests.support.parity import (
-    alike,
-    assert_equal,
-    assert_same,
-    assert_same_weights,
-    build,
-    copy_checkpoint,
-    subclass,
-    train,
-)
+from tests.support.parity import alike, assert_equal, assert_same_weights, build, copy_checkpoint, subclass, train
 from tests.support.tiny import MODELS, language_data, make_llama, make_peft, plain_data
 
 OURS_THEIRS = "ours-theirs"
@@ -36,9 +28,6 @@ WAYS = {
     OURS_THEIRS: ("hftrainer", "transformers"),
 }
 every_way = pytest.mark.parametrize(("writer", "reader"), WAYS.values(), ids=WAYS)
-
-# ---- Places in a run ---------------------------------------------------------------------------------------------
-
 #: Micro-batches in a step, and the step to go on from. An epoch has 10 micro-batches: with 3 in a step it has 4 steps,
 #: the last of one micro-batch. In the middle of an epoch, at its end, and in the middle of the second.
 PLACES = [(1, 4), (1, 10), (1, 13), (3, 2), (3, 4), (3, 6)]
@@ -51,8 +40,6 @@ def settings_of(accumulation, step, **more):
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory):
-    """A run of a library from beginning to end, and its folder: several readers go on from one writer's checkpoint."""
-
     @functools.cache
     def run(writer, model, accumulation, step):
         folder = tmp_path_factory.mktemp("whole")
@@ -83,7 +70,6 @@ def test_resumed_run_ends_as_the_undisturbed_one(tmp_path, whole_runs, way, mode
 
 @pytest.mark.parametrize(("accumulation", "step"), PLACES)
 def test_resumed_run_is_that_of_transformers(tmp_path, whole_runs, accumulation, step):
-    """All that it logs, announces and writes."""
     undisturbed, written = whole_runs("transformers", "plain", accumulation, step)
     resumed = alike(lambda name: resume(name, written, tmp_path / name, accumulation, step))
     assert_same_weights(resumed.weights, undisturbed.weights)
@@ -97,7 +83,6 @@ def test_ignore_data_skip(tmp_path, whole_runs):
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_callback_states(tmp_path, restore):
-    """Early stopping counts on from the checkpoint, if that is asked for."""
     more = {"load_best_model_at_end": True, "eval_steps": 2, "metric_for_best_model": "loss"}
     settings = settings_of(1, 4, restore_callback_states_from_checkpoint=restore, **more)
 
@@ -123,7 +108,7 @@ def test_complete_run_resumed_with_eval_on_start(tmp_path):
         settings = {"save_strategy": "epoch", "num_train_epochs": 1, "eval_on_start": True}
         return [train(name, "plain", tmp_path / name, resume, **settings) for resume in (None, True)][1]
 
-    alike(run, assert_same)
+    alike(run, parity.assert_same)
 
 
 def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
@@ -146,8 +131,6 @@ def test_own_loader_resumes_without_loading_what_it_skips(tmp_path):
     assert_same_weights(resumed.weights, whole.weights)
 
 
-# ---- Files, layouts of weights, and kinds of models --------------------------------------------------------------
-
 ACCUMULATING = {**settings_of(3, 2), "eval_steps": 2, "learning_rate": 5e-2}
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
 KINDS = {**MODELS, "adapters": (make_adapters, language_data), "tied": (make_tied, language_data)}
@@ -166,7 +149,6 @@ def read(path):
 
 
 def structure(value):
-    """Keys, types and shapes of what a file holds."""
     if isinstance(value, dict):
         return {key: structure(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -194,7 +176,6 @@ GOING_ON = {
 
 
 def go(name, folder, resume, case):
-    """A run, and its best metric, the operations counted and the patience of early stopping."""
     model, more = GOING_ON[case]
     if more is BEST:
         stopper = lambda library: library.EarlyStoppingCallback(9, early_stopping_threshold=5.0)  # noqa: E731
@@ -211,8 +192,6 @@ def go(name, folder, resume, case):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """A function of a writer and a case: its undisturbed run, and the folder."""
-
     @functools.cache
     def begin(writer, case):
         folder = tmp_path_factory.mktemp("begun")
@@ -322,8 +301,6 @@ def flags(model):
 
 
 def test_flags_of_adapters_stay(tmp_path):
-    """After a run, after loading its best model, and after resuming."""
-
     def train_one(resume=None, **more):
         model = make_partly_frozen()
         train("hftrainer", "peft", tmp_path, resume, trainer={"model": model}, **ACCUMULATING, **more)

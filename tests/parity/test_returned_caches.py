@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.parity import alike, assert_equal, build
-from tests.support.tiny import language_data, make_llama, make_t5, t5_data
+from tests.support.tiny import language_data, make_llama, make_t5, plain_data, t5_data
 
 SIZES = {
     **{"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1},
@@ -36,13 +36,12 @@ def make_prefix():
 def make_llava():
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-    vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
-    )
-    text = LlamaConfig(**SIZES)
-    return LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=text, image_token_index=49, vision_feature_layer=-1)
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    configs = {
+        "vision_config": CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        "text_config": LlamaConfig(**SIZES),
+    }
+    return LlavaForConditionalGeneration(LlavaConfig(**configs, image_token_index=49, vision_feature_layer=-1))
 
 
 def picture_data():
@@ -54,19 +53,15 @@ def picture_data():
 
 
 def predict(name, folder, make_model, data, **given):
-    """The metrics and predictions of a model with a cache, without measured times."""
     torch.manual_seed(0)
     model = make_model()
     model.config.use_cache = True
     given = {"model": model, "eval_dataset": data, "compute_metrics": largest, **given}
     trainer, _ = build(name, "plain", folder, trainer=given, per_device_eval_batch_size=2, use_cache=True)
     metrics = trainer.evaluate()
-    output = trainer.predict(data)
-    return {key: metrics[key] for key in ("eval_loss", "eval_largest")}, shapes(output.predictions)
-
-
-def shapes(predictions):
-    return [part.shape for part in predictions] if isinstance(predictions, tuple) else predictions.shape
+    found = trainer.predict(data).predictions
+    shapes = [part.shape for part in found] if isinstance(found, tuple) else found.shape
+    return {key: metrics[key] for key in ("eval_loss", "eval_largest")}, shapes
 
 
 def largest(prediction):
@@ -110,8 +105,6 @@ def test_objects_in_outputs_are_left_out(tmp_path, caplog):
 
 
 class Strange(torch.nn.Module):
-    """Returns, beside its logits, objects of which only one has nothing but tensors."""
-
     def __init__(self, as_tuple=False):
         super().__init__()
         self.layer = torch.nn.Linear(8, 3)
@@ -125,8 +118,6 @@ class Strange(torch.nn.Module):
 
 @pytest.mark.parametrize("as_tuple", [False, True])
 def test_what_is_no_tensor_is_named_once(tmp_path, caplog, as_tuple):
-    from tests.support.tiny import plain_data
-
     given = {"model": Strange(as_tuple), "eval_dataset": plain_data(6)}
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given, per_device_eval_batch_size=2)
     output = trainer.predict(plain_data(6))

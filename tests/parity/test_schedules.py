@@ -39,11 +39,7 @@ KWARGS = {
     ],
 }
 NAMES = [kind.value for kind in SchedulerType]
-CASES = [
-    (name, warmup, kwargs)
-    for name in NAMES
-    for warmup, kwargs in itertools.product((0, 4, 0.3), KWARGS.get(name, [{}]))
-]
+CASES = [(name, *case) for name in NAMES for case in itertools.product((0, 4, 0.3), KWARGS.get(name, [{}]))]
 
 
 def settings_of(name, warmup, kwargs):
@@ -52,7 +48,6 @@ def settings_of(name, warmup, kwargs):
 
 
 def rates(schedule, optimizer, name, first, last):
-    """The learning rates of each group before every step, and at the end."""
     found = [[group["lr"] for group in optimizer.param_groups]]
     for step in range(first, last):
         optimizer.step()
@@ -64,8 +59,6 @@ def rates(schedule, optimizer, name, first, last):
 
 @pytest.mark.parametrize(("name", "warmup", "kwargs"), CASES)
 def test_every_rate(tmp_path, name, warmup, kwargs):
-    """From the beginning, and going on from the state that the other library has kept in the middle."""
-
     def make_schedule(library):
         trainer, _ = build(library, "plain", tmp_path, **settings_of(name, warmup, kwargs))
         trainer.create_optimizer_and_scheduler(STEPS)

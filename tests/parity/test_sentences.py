@@ -42,10 +42,6 @@ def no_padding_known(name, folder):
     train(include_num_input_tokens_seen="non_padding", trainer={"model": model})(name, folder)
 
 
-def configure(**config):
-    return lambda name, folder: make(accelerator_config=config, gradient_accumulation_steps=2)(name, folder)
-
-
 def data_that_ends(name, folder):
     class Once(Stream):
         def __iter__(self):
@@ -61,6 +57,7 @@ def wrong_generation(name, folder):
     build(name, (make_t5, t5_data), folder, trainer_class=seq2seq, generation_config=config)
 
 
+STOPS = {"callback": lambda library: library.EarlyStoppingCallback()}
 #: Words → what brings them about: an error, a warning or a line of the log.
 SENTENCES = {
     "missing keys": load,
@@ -73,16 +70,13 @@ SENTENCES = {
     "Label smoothing is not compatible with multi-label classification": smooth_several_labels,
     "`args.metric_for_best_model` must be provided": train(save_strategy="best", eval_strategy="steps"),
     "Could not determine method to count non-padding tokens": no_padding_known,
-    "The `AcceleratorConfig`'s `num_steps` is set but": configure(gradient_accumulation_kwargs={"num_steps": 3}),
-    "EarlyStoppingCallback requires metric_for_best_model": train(
-        callback=lambda library: library.EarlyStoppingCallback()
+    "The `AcceleratorConfig`'s `num_steps` is set but": make(
+        accelerator_config={"gradient_accumulation_kwargs": {"num_steps": 3}}, gradient_accumulation_steps=2
     ),
-    "requires IntervalStrategy of steps or epoch": train(
-        callback=lambda library: library.EarlyStoppingCallback(), metric_for_best_model="loss"
-    ),
+    "EarlyStoppingCallback requires metric_for_best_model": train(**STOPS),
+    "requires IntervalStrategy of steps or epoch": train(**STOPS, metric_for_best_model="loss"),
     "early stopping required metric_for_best_model": train(
-        callback=lambda library: library.EarlyStoppingCallback(),
-        **{"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "other"},
+        **STOPS, eval_strategy="steps", eval_steps=1, metric_for_best_model="other"
     ),
     "stopping training at step 2!": data_that_ends,
 }

@@ -6,7 +6,7 @@ import transformers
 
 from hftrainer.errors import InvalidArgument
 from tests.support.parity import EVALUATED, build, comparable, compare, exactly, seq2seq
-from tests.support.tiny import make_t5, t5_data
+from tests.support.tiny import make_t5, pad_left, t5_data
 
 T5 = (make_t5, t5_data)
 GENERATES = {"predict_with_generate": True}
@@ -50,24 +50,12 @@ def make_decoder():
 
 
 def uneven_data(count=11):
-    """Prompts and answers of different lengths."""
     return [{key: value[: 3 + i % 5] for key, value in row.items()} for i, row in enumerate(t5_data(count))]
 
 
 def uneven_decoder_data():
     """The answer of a decoder-only model is as long as its prompt."""
     return [{**row, "labels": row["input_ids"]} for row in uneven_data()]
-
-
-def pad_left(samples):
-    """As decoders generate: prompts end together."""
-    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-    longest = max(len(sample["input_ids"]) for sample in samples)
-
-    def pad(key, value):
-        return torch.nn.functional.pad(value, (longest - len(value), 0), value=fill[key])
-
-    return {key: torch.stack([pad(key, sample[key]) for sample in samples]) for key in samples[0]}
 
 
 @pytest.mark.parametrize(

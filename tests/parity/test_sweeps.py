@@ -90,13 +90,11 @@ def grid(**values):
 
 
 def search(trainer, n_trials=1, **keywords):
-    return trainer.hyperparameter_search(
-        backend="wandb", **{**grid(learning_rate=RATES), **keywords, "n_trials": n_trials}
-    )
+    given = {"backend": "wandb", **grid(learning_rate=RATES), "n_trials": n_trials}
+    return trainer.hyperparameter_search(**{**given, **keywords})
 
 
 def files(folder):
-    """The files of the runs of a sweep, whatever it is called."""
     names = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     return sorted(name.replace("sweep1", "sweep0") for name in names)
 

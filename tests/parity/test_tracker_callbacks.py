@@ -34,7 +34,6 @@ def kinds(trainer):
 
 
 def place_of(trainer, kind):
-    """As scripts look for one."""
     return next(i for i, each in enumerate(trainer.callback_handler.callbacks) if isinstance(each, kind))
 
 
@@ -46,8 +45,6 @@ def callback_of(trainer, kind):
     "report_to", ["tensorboard", ["wandb", "tensorboard"], ["mlflow", "comet_ml", "tensorboard", "wandb"], "none"]
 )
 def test_order(tmp_path, report_to):
-    """That of report_to, before the script's own."""
-
     def made(library):
         own = type("Own", (importlib.import_module(library).TrainerCallback,), {})
         return kinds(make_trainer(library, tmp_path, report_to=report_to, trainer={"callbacks": [own]}))
@@ -63,8 +60,6 @@ def test_every_public_name(name):
     known = {"_MAX_PARAM_VAL_LENGTH", "_MAX_PARAMS_TAGS_PER_BATCH"}  # MLflow's own limits, by other names
     assert wanted - set(dir(ours())) - known == set()
 
-
-# ---- What scripts change before training: change → the callback, and a name in what it leaves -----------------------
 
 CHANGES = {}
 
@@ -141,8 +136,6 @@ def other_writer(trainer, callback, kind, folder):
 
 @case("TensorBoardCallback", "train/renamed_loss")
 def subclass(trainer, callback, kind, folder, with_writer=False):
-    """One with a folder and names of its own, which evaluations open again."""
-
     class Renames(kind):
         def _init_summary_writer(self, args, log_dir=None):
             self.tb_writer = self._SummaryWriter(log_dir=f"{args.output_dir}/own")
@@ -198,7 +191,6 @@ def log_otherwise(trainer, callback, kind, folder):
 
 @case("MLflowCallback")
 def leave_the_run_open(trainer, callback, kind, folder):
-    """The module, and what `setup` leaves behind."""
     callback.setup(trainer.args, trainer.state, trainer.model)
     callback._ml_flow.log_param("mine", 3)
     assert [callback._initialized, callback._auto_end_run, callback._log_artifacts] == [True, True, False]
@@ -215,7 +207,6 @@ def look_at_the_experiment(trainer, callback, kind, folder):
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes(tmp_path, monkeypatch, change):
-    """The run is that of transformers with the same change."""
     name, left = CHANGES[change]
 
     def run(library):

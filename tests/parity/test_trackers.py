@@ -19,7 +19,6 @@ def training(make, **settings):
 
 
 def whole(make):
-    """Train, evaluate, predict, and train again."""
     trainer = training(make)
     trainer.evaluate()
     trainer.predict(trainer.eval_dataset)
@@ -41,8 +40,6 @@ def evaluation(make):
 
 
 class TrackerSuite:
-    """What is asserted of every tracker."""
-
     tracker: type
     script = staticmethod(whole)
     eval_steps = (3, 6, 8, 8, 3, 6, 8)
@@ -67,7 +64,6 @@ class TrackerSuite:
         return tracker, make
 
     def written(self, library, script, **settings):
-        """What the tracker holds after a script."""
         tracker, make = self.open(library, **settings)
         trainer = script(make)  # when their Trainer is deleted, it ends its run
         written = tracker.read()
@@ -76,7 +72,6 @@ class TrackerSuite:
         return written
 
     def alike(self, script, **settings):
-        """What ours leaves, after asserting that transformers leaves the same."""
         ours, theirs = (self.written(library, script, **settings) for library in reversed(LIBRARIES))
         assert self.distinct(ours.curves) == self.distinct(theirs.curves)
         assert self.comparable(ours.details) == self.comparable(theirs.details)
@@ -162,7 +157,6 @@ class TestWandB(TrackerSuite):
         assert len(found["hftrainer"]) == count
 
     def test_run_of_the_user(self):
-        """It is used, and stays open."""
         import wandb
 
         _, make = self.open(model="plain")

@@ -1,5 +1,6 @@
 """Two processes, of which one stops before a collective operation: the other waits for it."""
 
+import functools
 import json
 import os
 import signal
@@ -35,8 +36,6 @@ def stop_while_connecting(seconds):
 
 
 class Stops(TrainerCallback):
-    """Stops one rank when a step begins."""
-
     def __init__(self, victim):
         self.victim = victim
 
@@ -76,11 +75,7 @@ ALONE = {
     "metrics": lambda processes: processes.distinct_parts(torch.ones(2)),
 }
 #: Kind → what both do, until one stops.
-TOGETHER = {
-    "gradients": train,
-    "shards": lambda folder, victim: train(folder, victim, fsdp=True),
-    "evaluation": evaluate,
-}
+TOGETHER = {"gradients": train, "shards": functools.partial(train, fsdp=True), "evaluation": evaluate}
 
 
 def main(folder, settings):

@@ -30,8 +30,6 @@ TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir
 
 
 class Net(nn.Module):
-    """Large enough that writing it takes a moment, with dropout."""
-
     def __init__(self, width=64):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.ReLU(), nn.Linear(width, 3))
@@ -42,7 +40,6 @@ class Net(nn.Module):
 
 
 def make_model(width, adapters):
-    """The model, or adapters of it that are trained alone."""
     if not adapters:
         return Net(width)
     from peft import LoraConfig, get_peft_model
@@ -93,7 +90,6 @@ class Reports(TrainerCallback):
 
 
 def wait_for_sigterm():
-    """Wait for it, and let the Trainer's handler have it."""
     received, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
 
     def receive(number, frame):
@@ -121,8 +117,6 @@ def kill_at(event, folder):
 
 
 class AddsFiles(Trainer):
-    """Writes a file into each checkpoint before the Trainer does, and one after."""
-
     def _save_checkpoint(self, model, trial):
         place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         place.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,6 @@ def check(folder, wanted):
 
 
 def make_trainer(folder, callback, **settings):
-    """A Trainer for a search, with trials of a few steps."""
     torch.set_num_threads(1)
     optuna.logging.set_verbosity(logging.WARNING)
     settings = {"max_steps": 4, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **settings}
@@ -59,15 +58,10 @@ def main(folder, settings):
     say("resuming a search")
     kill_at(settings.get("kill_at", 0), folder)
     Path(folder).mkdir(exist_ok=True)
-    best = make_trainer(folder, Reports(settings.get("pause", 0.01)), max_steps=5).hyperparameter_search(
-        rate,
-        n_trials=settings["n_trials"],
-        hp_name=lambda trial: f"run-{trial.number}",
-        storage=storage_of(folder),
-        study_name="search",
-        load_if_exists=True,
-        pruner=optuna.pruners.NopPruner(),
-    )
+    trainer = make_trainer(folder, Reports(settings.get("pause", 0.01)), max_steps=5)
+    study = {"storage": storage_of(folder), "study_name": "search", "load_if_exists": True}
+    study |= {"pruner": optuna.pruners.NopPruner(), "hp_name": lambda trial: f"run-{trial.number}"}
+    best = trainer.hyperparameter_search(rate, n_trials=settings["n_trials"], **study)
     say("done", best.run_id)
 
 

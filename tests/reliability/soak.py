@@ -95,12 +95,10 @@ SCENARIOS = {
 
 
 def numbers_of(lines, word):
-    """The numbers at the end of the lines that begin with a word."""
     return [int(found[1]) for line in lines if (found := re.fullmatch(rf"{word} .*?(\d+)", line))]
 
 
 def left_over(output):
-    """Processes that still print into a file."""
     found = []
     for link in Path("/proc").glob("[0-9]*/fd/1"):
         with contextlib.suppress(OSError):
@@ -121,8 +119,6 @@ def step_of(checkpoint):
 
 @dataclass
 class Found:
-    """What came of the runs of a scenario."""
-
     runs: int = 0
     disturbed: Counter = field(default_factory=Counter)
     findings: list = field(default_factory=list)
@@ -158,12 +154,10 @@ class Run:
         return Group(self.folder, self.scenario.count, (kill_at,) * self.scenario.count, **given)
 
     def close(self):
-        """Delete its files."""
         self.disk.remove()
         shutil.rmtree(self.folder.parent)
 
     def live(self, kills, expected, hub):
-        """From the first start to the end, and the comparison with a run that nothing has disturbed."""
         try:
             for _ in range(MOST):
                 if self.found.kills >= kills or self.disturb():
@@ -203,12 +197,8 @@ class Run:
         lines = printed[0].splitlines()
         resumed, saved = numbers_of(lines, "resuming from"), numbers_of(lines, "saved")
         if resumed or saved:
-            assert "resuming from None" not in lines or not self.durable, (
-                f"began anew, not from {self.durable}: {lines}"
-            )
-            assert not resumed or resumed[0] >= self.durable, (
-                f"{self.durable} was saved, and it resumes from {resumed[0]}"
-            )
+            assert "resuming from None" not in lines or not self.durable, f"not from {self.durable}: {lines}"
+            assert not resumed or resumed[0] >= self.durable, f"{self.durable} was saved, it resumes from {resumed[0]}"
         if self.scenario.in_background:
             saved = saved[:-1]  # that may not be complete
         self.durable = max([self.durable, *resumed, *saved])
@@ -243,14 +233,12 @@ class Run:
         self.durable = 0
 
     def finish(self):
-        """Let it go on to its end, undisturbed."""
         group = self._start()
         statuses = group.end(SECONDS)
         assert not any(statuses), group.printed()
         self._check(group, "nothing")
 
     def compare(self, expected):
-        """With a run that nothing has disturbed; a search is checked by itself."""
         if self.scenario.searches:
             check(self.folder, self.scenario.settings["n_trials"])
             return
@@ -265,7 +253,6 @@ class Run:
 
 
 def soak(name, folder, kills, seed, found, hub):
-    """Disturb runs of a scenario until there were so many kills."""
     with contextlib.closing(Run(name, folder / "expected", "undisturbed", Found())) as expected:
         expected.finish()
         while found.kills < kills:
@@ -275,7 +262,6 @@ def soak(name, folder, kills, seed, found, hub):
 
 
 def table(results):
-    """The report, a line for each scenario."""
     yield f"{'scenario':34}{'runs':>6}{'kills':>7}{'damaged':>9}{'findings':>10}"
     for name, found in results.items():
         yield f"{name:34}{found.runs:6}{found.kills:7}{found.disturbed['damage']:9}{len(found.findings):10}"
@@ -284,7 +270,6 @@ def table(results):
 
 
 def run_all(kills, only, seed):
-    """Share the kills among the scenarios; what was found, by scenario."""
     chosen = [name for name in only or SCENARIOS if importlib.util.find_spec(SCENARIOS[name].needs)]
     results = {name: Found() for name in chosen}
     with tempfile.TemporaryDirectory(prefix="soak") as base, HubServer({TOKEN: ("me", "write")}) as hub:

@@ -19,8 +19,6 @@ from tests.support.tiny import make_plain
 
 
 def saving(before=None, after=lambda folder: None, asks=False):
-    """For a Trainer that calls functions before super() writes a checkpoint and after; super() may ask where."""
-
     def make_class(library):
         class Own(library.Trainer):
             def _save_checkpoint(self, model, trial):
@@ -62,7 +60,6 @@ def make(folder, library="hftrainer", trainer_class=WRITING, model="plain", **se
 
 
 def listed(folder):
-    """What is in the manifest."""
     return set(read_manifest(folder))
 
 
@@ -152,7 +149,6 @@ def test_same_step_saved_twice(tmp_path):
 
 
 def test_hyperparameter_trials(tmp_path):
-    """Each trial has a folder of its own."""
     pytest.importorskip("optuna")
     trainer = make(tmp_path, trainer={"model_init": make_plain}, eval_strategy="steps", eval_steps=2)
     trainer.hyperparameter_search(lambda trial: {"seed": trial.suggest_int("seed", 1, 3)}, n_trials=2)

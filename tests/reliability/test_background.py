@@ -27,8 +27,6 @@ from tests.support.parity import assert_same_weights
 
 @pytest.fixture
 def hold_back(monkeypatch):
-    """Holds a function of the writing thread back until training waits for it; returns the list of who calls it."""
-
     def hold(module, name):
         threads, waited, original, wait = [], threading.Event(), getattr(module, name), CheckpointWriter.wait
 
@@ -51,7 +49,6 @@ def hold_back(monkeypatch):
 
 
 def contents(path):
-    """What a file holds, to compare."""
     if path.suffix == ".safetensors":
         return {name: tensor.tolist() for name, tensor in load_file(path).items()}
     if path.suffix in (".pt", ".bin") and path.name != "training_args.bin":
@@ -62,7 +59,6 @@ def contents(path):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_same_files(tmp_path, model, hold_back):
-    """Although they are written when training is three steps further, each holds its own step."""
     for name, config in (("now", {}), ("later", BACKGROUND)):
         callbacks = [EMAWeightAveraging(decay=0.5)] if model == "plain" else []
         if name == "later":
@@ -93,7 +89,6 @@ class Notes(TrainerCallback):
     "config", [BACKGROUND["lightning_config"], {"plugins": [AsyncCheckpointIO()]}], ids=["argument", "plugin"]
 )
 def test_training_does_not_wait(tmp_path, hold_back, config):
-    """Lightning's plugin means the same."""
     notes, threads = Notes(), hold_back(folder, "write_manifest")
     make_trainer(tmp_path, callbacks=[notes], max_steps=8, lightning_config=config).train()
     assert len(threads) == 3
@@ -130,9 +125,6 @@ def test_training_again_while_a_checkpoint_is_written(tmp_path, hold_back):
     assert finished(trainer, True).state.global_step == 9
 
 
-# ---- Overrides -------------------------------------------------------------------------------------------------------
-
-
 def test_overrides_write_at_once(tmp_path):
     """A subclass that writes the model itself sees the weights of the step, not those of later ones."""
 
@@ -165,9 +157,6 @@ def test_overrides_find_the_files_that_transformers_has_written_before(tmp_path)
         assert CheckpointFolder(tmp_path / f"checkpoint-{step}").inspect().changes == ""
 
 
-# ---- Errors ----------------------------------------------------------------------------------------------------------
-
-
 #: Each but the last is in a thread of its own also without `async_checkpoint`.
 PLACES = {
     "writing": (files, "save", "optimizer.pt"),
@@ -175,8 +164,6 @@ PLACES = {
     "checksum": (files, "crc32_of_file", "optimizer.pt"),
     "publishing": (folder, "write_manifest", staging_folder("checkpoint-3").name),
 }
-
-
 ERRORS = {"of the storage": OSError(errno.EIO, "Input/output error"), "another": ZeroDivisionError("my own bug")}
 
 

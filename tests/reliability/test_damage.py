@@ -38,13 +38,11 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(runs, tmp_path):
-    """A copy of a checkpoint of BERT, alone in its folder."""
     shutil.copytree(runs("bert")[0] / "checkpoint-6", tmp_path / "out" / "checkpoint-6")
     return tmp_path / "out" / "checkpoint-6"
 
 
 def copy(source, folder):
-    """The first two checkpoints of a run; returns the second."""
     shutil.rmtree(folder, ignore_errors=True)
     for step in (3, 6):
         shutil.copytree(source / f"checkpoint-{step}", folder / f"checkpoint-{step}")
@@ -52,16 +50,11 @@ def copy(source, folder):
 
 
 def resumed(checkpoint, resume=None, model="bert"):
-    """The weights at the end of a run that goes on from a checkpoint, or from what `resume` says."""
     return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
-
-
-# ---- Harm ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("harm", HARM)
 def test_every_file(runs, tmp_path, harm, caplog):
-    """Of the newest checkpoint, each file in turn."""
     caplog.set_level(logging.WARNING)
     source, expected = runs("bert")
     assert len(names(source / "checkpoint-6")) > 8
@@ -110,7 +103,6 @@ def test_nothing_whole_is_left(runs, tmp_path):
 
 
 def test_auto(tmp_path):
-    """From the beginning where there is nothing; then from the newest whole one."""
     saved = []
     for steps in (3, 6, 9):
         saves = OnSave(lambda folder: saved.append(folder.name))
@@ -126,9 +118,6 @@ def test_a_best_model_that_was_moved(tmp_path, caplog):
     moved = finished(make_trainer(tmp_path / "b", max_steps=12, **BEST), True)
     assert "is missing: " in caplog.text
     assert moved.state.best_model_checkpoint.startswith(str(tmp_path / "b"))
-
-
-# ---- Purpose ---------------------------------------------------------------------------------------------------------
 
 
 def to_bin_beside(folder):
@@ -243,12 +232,10 @@ def test_damage_is_refused(checkpoint, kind):
 def test_every_byte_of_the_manifest(checkpoint):
     """Damage to the list of files is never taken for a change of the files."""
     manifest = checkpoint / MANIFEST_NAME
-    whole = manifest.read_bytes()
+    whole, unreadable = manifest.read_bytes(), Inspection(checkpoint, fault=f"{manifest} cannot be read")
     for place in range(0, whole.index(b'"crc32"', whole.rindex(b"}\n },")), 7):
         flip(manifest, place, 0x01)
-        assert CheckpointFolder(checkpoint).inspect() == Inspection(checkpoint, fault=f"{manifest} cannot be read"), (
-            place
-        )
+        assert CheckpointFolder(checkpoint).inspect() == unreadable, place
         manifest.write_bytes(whole)
     earlier = json.loads(whole)
     del earlier["crc32"]  # as it was written before
@@ -287,13 +274,8 @@ def test_best_model_that_a_callback_changes(tmp_path, caplog):
     assert len(list((tmp_path / "converted").glob("checkpoint-*"))) == 1
 
 
-# ---- The command -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def command(capsys):
-    """Runs `hftrainer checkpoint`; returns its status and what it prints."""
-
     def run(*words):
         capsys.readouterr()
         try:

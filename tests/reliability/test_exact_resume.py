@@ -5,15 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 import hftrainer
@@ -22,15 +14,11 @@ from tests.support.checkpoints import make_trainer
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
 from tests.support.tiny import plain_data, tokenizer
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
-
 #: Generator → what is drawn from it. NumPy keeps every other normal number for the next call.
 DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn()), "python": random.random}
 
 
 class Augmented(Dataset):
-    """The plain samples with noise from the generators named; counts what is read."""
-
     def __init__(self, count=22, draws=tuple(DRAWS)):
         self.samples, self.draws, self.read = plain_data(count), draws, []
 
@@ -44,8 +32,6 @@ class Augmented(Dataset):
 
 
 class AugmentedStream(IterableDataset):
-    """The same as a stream."""
-
     def __init__(self, *of):
         self.data = Augmented(*of)
         self.read = self.data.read
@@ -55,8 +41,6 @@ class AugmentedStream(IterableDataset):
 
 
 class StatefulStream(AugmentedStream):
-    """A stream that can be brought back to where it was."""
-
     done = 0
 
     def __iter__(self):
@@ -77,11 +61,7 @@ def grouped(count=22):
     return [{**sample, "input_ids": [0] * (index % 7)} for index, sample in enumerate(plain_data(count))]
 
 
-# ---- Runs ------------------------------------------------------------------------------------------------------------
-
-
 def build(folder, make_data=Augmented, collator=None, **settings):
-    """A Trainer of two epochs with a checkpoint at each step."""
     given = {"train_dataset": make_data(), "eval_dataset": plain_data(9), **settings.pop("trainer", {})}
     if collator:
         given["data_collator"] = collator()
@@ -90,7 +70,6 @@ def build(folder, make_data=Augmented, collator=None, **settings):
 
 
 def lines(trainer):
-    """The log without measured times, and without the last line's mean loss, which is of one call's steps."""
     *logs, last = comparable(trainer.state.log_history)
     return [*logs, {name: value for name, value in last.items() if name != "train_loss"}]
 
@@ -121,8 +100,6 @@ def resumed_from_each(tmp_path, steps=None, **settings):
         resumed.append(trainer.train_dataset)
     return resumed
 
-
-# ---- Settings --------------------------------------------------------------------------------------------------------
 
 THREE = {"gradient_accumulation_steps": 3}
 WORKERS = {"dataloader_num_workers": 2}
@@ -164,18 +141,14 @@ def test_settings(tmp_path, name):
     resumed_from_each(tmp_path, **SETTINGS[name])
 
 
-# ---- Parts of the user's own -----------------------------------------------------------------------------------------
-
-
 class OneByOne(SequentialSampler):
-    """Draws each index when it is asked for."""
-
     def __iter__(self):
         return (random.randrange(len(self.data_source)) for _ in self.data_source)
 
 
 def weighted(data, generator=None):
-    return WeightedRandomSampler([1.0 + i % 3 for i in range(len(data))], len(data), generator=generator)
+    weights = [1.0 + i % 3 for i in range(len(data))]
+    return torch.utils.data.WeightedRandomSampler(weights, len(data), generator=generator)
 
 
 def seeded():
@@ -205,7 +178,7 @@ def test_own_batch_sampler(tmp_path, prepared, workers):
     class Own(Trainer):
         def get_train_dataloader(self):
             collate = self._get_collator_with_removed_columns(self.data_collator)
-            sampler = BatchSampler(weighted(self.train_dataset, seeded()), 4, drop_last=False)
+            sampler = torch.utils.data.BatchSampler(weighted(self.train_dataset, seeded()), 4, drop_last=False)
             loader = DataLoader(self.train_dataset, batch_sampler=sampler, num_workers=workers, collate_fn=collate)
             return self.accelerator.prepare(loader) if prepared else loader
 
@@ -248,9 +221,7 @@ class Masking:
     """Uses the masks of transformers' collator, whose generator belongs to a process (since v5.24)."""
 
     def __init__(self):
-        self.data_collator = DataCollatorForLanguageModeling(
-            tokenizer(mask_token="<mask>"), mlm_probability=0.4, seed=3
-        )
+        self.data_collator = DataCollatorForLanguageModeling(tokenizer(mask_token="<m>"), mlm_probability=0.4, seed=3)
 
     def __call__(self, samples):
         masked = self.data_collator([{"input_ids": [2] * 8} for _ in samples])["labels"] != -100
@@ -263,9 +234,6 @@ def test_seeded_masks_of_the_installed_release(tmp_path, workers):
     """Reported for v5.24, whose collator makes a new generator when it does not know the process of the old one."""
     steps = [2, 6] if workers else [2, 6, 8]
     resumed_from_each(tmp_path, steps, collator=Masking, dataloader_num_workers=workers)
-
-
-# ---- Streams with a state --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -34,8 +35,6 @@ from tests.support.tiny import make_bert
 pytestmark = pytest.mark.filterwarnings("ignore")
 WORKERS = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
-# ---- Checkpoints -----------------------------------------------------------------------------------------------------
-
 
 def make(folder, **settings):
     return make_trainer(folder, callbacks=[KeepsState()], **{"max_steps": 5, "logging_steps": 2, **settings})
@@ -43,8 +42,6 @@ def make(folder, **settings):
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Kind → a checkpoint: of a run, of one with a loading process, and parts of a model and its optimizer."""
-
     @functools.cache
     def source(kind):
         folder = tmp_path_factory.mktemp(kind)
@@ -96,7 +93,6 @@ def change_header(path, draw, trace):
 
 
 def change_part(part, path, draw, trace):
-    """A part of the progress that is not in every run."""
     held = torch.load(path, weights_only=False)
     place = held["data"] if part == "workers" else held
     place[part] = draw(fuzz.mutated(place[part] or {"loss_a": (torch.tensor(0.5), 2)}, fuzz.tensors))
@@ -104,7 +100,6 @@ def change_part(part, path, draw, trace):
 
 
 def change_list(path, draw, trace):
-    """Another value of a field of the list of parts, or of one of the descriptions in it."""
     parts = pickle.loads(path.read_bytes())
     name = draw(st.sampled_from(list(vars(parts))))
     value = getattr(parts, name)
@@ -146,13 +141,8 @@ CHANGES = {
 CASES = {
     **{f"values of {name}": ("run", name, change, resume) for name, change in CHANGES.items()},
     **{f"bytes of {name}": ("run", name, scramble, resume) for name in CHANGES},
-    "metrics": ("run", "progress.pt", functools.partial(change_part, "metrics"), resume),
-    "workers": (
-        "workers",
-        "progress.pt",
-        functools.partial(change_part, "workers"),
-        functools.partial(resume, **WORKERS),
-    ),
+    "metrics": ("run", "progress.pt", partial(change_part, "metrics"), resume),
+    "workers": ("workers", "progress.pt", partial(change_part, "workers"), partial(resume, **WORKERS)),
 }
 for _kind, _folder in PARTS.items():
     CASES[f"list of parts of the {_kind}"] = ("parts", f"{_folder}/.metadata", change_list, load(_kind))
@@ -218,8 +208,6 @@ def test_values_that_a_step_of_training_would_refuse(sources, folder, name):
         resume(folder)
 
 
-# ---- Configurations --------------------------------------------------------------------------------------------------
-
 ARGUMENTS = {
     **{"output_dir": "out", "learning_rate": 0.1, "max_steps": 3, "logging_steps": 2, "optim": "adamw_torch"},
     **{"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {}, "report_to": ["none"], "use_cpu": True, "seed": 7},
@@ -230,7 +218,6 @@ LIGHTNING = {
     **{"limit_val_batches": 2, "profiler": "simple"},
 }
 ACCELERATOR = {"split_batches": False, "dispatch_batches": None, "even_batches": True, "use_seedable_sampler": True}
-
 FSDP = {
     **{"version": 1, "transformer_layer_cls_to_wrap": ["BertLayer"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     **{"min_num_params": 0, "state_dict_type": "FULL_STATE_DICT", "backward_prefetch": "backward_pre"},
@@ -246,17 +233,13 @@ DEEPSPEED = {
 }
 
 
-def make_arguments(**settings):
-    return TrainingArguments("out", use_cpu=True, report_to="none", **settings)
-
-
 def parsed(path):
     parser = HfArgumentParser(TrainingArguments)
     (parser.parse_json_file if path.suffix == ".json" else parser.parse_yaml_file)(str(path))
 
 
 def completed(path):
-    args = make_arguments()
+    args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
     configure(args).with_run_values(args, make_bert(), 10)
 
@@ -314,8 +297,6 @@ def test_odd_files(place, name):
             read(place / name)
         assert case == "empty" or name in str(refused.value)
 
-
-# ---- References to the Hub -------------------------------------------------------------------------------------------
 
 WORDS = ["", " ", "x" * 200, *"me run .. . checkpoint-2 @ @main / \\ %2e%2e * ~ \0 é".split(" ")]
 REFERENCES = st.builds(

@@ -48,7 +48,6 @@ def no_token(request, tmp_path, monkeypatch, caplog, capfd):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of the same run without uploads."""
     torch.set_num_threads(1)
     trainer = make_uploading(tmp_path_factory.mktemp("undisturbed"), push_to_hub=False)
     trainer.train()
@@ -64,18 +63,13 @@ def messages(hub):
 
 
 def steps(*numbers, checkpoint=False):
-    """The messages of the commits for these steps."""
     parts = ("", ", checkpoint") if checkpoint else ("",)
     return [f"Training in progress, step {number}{part}" for number in numbers for part in parts]
 
 
 def assert_one_at_a_time(hub):
-    """Uploads are never made in parallel."""
     made = [request.split("/")[-2] for request in hub.requests if "/preupload/" in request or "/commit/" in request]
     assert made == ["preupload", "commit"] * (len(made) // 2)
-
-
-# ---- While it runs -------------------------------------------------------------------------------------------------
 
 
 def train_disturbed(hub, folder, act, part="", times=None, callbacks=(), **settings):
@@ -158,14 +152,12 @@ def test_the_last_save_is_made_up_for_though_it_is_deleted(hub, tmp_path):
 
 
 def test_another_trainer_in_the_same_folder(hub, tmp_path):
-    """It does not delete the snapshots of queued uploads."""
     other = At(5, lambda: make_uploading(tmp_path / "run", hub_model_id="me/second", hub_strategy="end"))
     train_disturbed(hub, tmp_path / "run", "hold", "PUT", callbacks=[other], hub_always_push=True)
     assert messages(hub) == steps(2, 4, 6)
 
 
 def test_uploads_called_off(hub, tmp_path):
-    """Cancelled uploads are not retried, and leave no files."""
     arrived = threading.Event()
 
     def call_off():
@@ -282,9 +274,6 @@ def test_progress_bars_stay_off_until_the_last_upload_has_ended():
     assert hidden() == before
 
 
-# ---- Snapshots -----------------------------------------------------------------------------------------------------
-
-
 def refuse(*_, **__):
     raise OSError(errno.EPERM, "not here")
 
@@ -316,7 +305,6 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
 
 
 def test_shards_and_adapters(tmp_path):
-    """Only the files of the model are listed."""
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     for name in ("model-1.safetensors", "optimizer.pt", "training_args.bin", "adapter_config.json", "own.txt"):
         (tmp_path / name).touch()
@@ -362,8 +350,6 @@ def test_snapshots(tmp_path, links, monkeypatch):
     assert not list(tmp_path.glob("_tmp_*"))
 
 
-# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
-
 TRAINS = """
 import os, signal
 from hftrainer.hub import uploads
@@ -373,9 +359,7 @@ make_uploading("run", max_steps=100000).train()
 """
 GIVES_UP = TRAINS.format("uploads._GRACE = 0.5")
 #: By itself, when it logs that it waits for the uploads.
-INTERRUPTED_AGAIN = TRAINS.format(
-    "uploads._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)"
-)
+AGAIN = TRAINS.format("uploads._GRACE, uploads.logger.info = 1e9, lambda *_: os.kill(os.getpid(), signal.SIGINT)")
 PUSHES = """
 from tests.support.hub_runs import make_uploading
 trainer = make_uploading("run", max_steps=1, hub_strategy="end")
@@ -400,14 +384,13 @@ def interrupt_upload(hub, processes, script, cwd):
     return process
 
 
-@pytest.mark.parametrize("script", [INTERRUPTED_AGAIN, PUSHES], ids=["second Ctrl-C", "push_to_hub"])
+@pytest.mark.parametrize("script", [AGAIN, PUSHES], ids=["second Ctrl-C", "push_to_hub"])
 def test_stopped_at_once(hub, tmp_path, processes, script):
     """A second Ctrl-C, or one inside `push_to_hub`, ends the process even if an upload hangs."""
     interrupt_upload(hub, processes, script, tmp_path)
 
 
 def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
-    """The process ends, and its last checkpoint is whole."""
     process = interrupt_upload(hub, processes, GIVES_UP, tmp_path)
     assert "Not uploaded to me/run" in process.stderr
     assert "hf upload me/run" in process.stderr
@@ -415,9 +398,6 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
     assert make_uploading(tmp_path / "run", push_to_hub=False, max_steps=1).train(resume_from_checkpoint=True)
     assert not messages(hub)
     assert not list((tmp_path / "run").glob("_tmp_*"))  # the next run has removed it
-
-
-# ---- At the start --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -487,9 +467,6 @@ def test_tokens_are_not_saved(tmp_path):
     with pytest.raises(InvalidArgument) as caught:
         TrainingArguments(hub_token=TOKEN, push_to_hub_token=READS)
     traceback.print_exception(caught.value)
-
-
-# ---- Resuming from the Hub -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])

@@ -15,13 +15,10 @@ from tests.support.faults import FailsOnce
 from tests.support.jobs import Forked, assert_same, names, weights
 from tests.support.tiny import Plain
 
-# ---- In processes ----------------------------------------------------------------------------------------------------
-
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}
 
 
 def finish(folder, **settings):
-    """Run a job to its end, in this process."""
     job.main(str(folder), settings)
     return weights(folder)
 
@@ -33,8 +30,6 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture
 def waiting(processes, tmp_path):
-    """Starts a job that waits within its tenth optimizer step, until the named pipe `run.go` is opened."""
-
     def start(**settings):
         os.mkfifo(tmp_path / "run.go")
         started = Forked(tmp_path / "run", waits_at=9, **settings)
@@ -71,7 +66,6 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
-    """The second one, or without save_on_interrupt the first."""
     started = waiting(save_on_interrupt=saves)
     if saves:
         os.kill(started.process.pid, signal.SIGTERM)
@@ -82,15 +76,11 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
     assert names(tmp_path / "run") == ["checkpoint-7"]
 
 
-# ---- In this process -------------------------------------------------------------------------------------------------
-
-
 def fail():
     raise RuntimeError("my own bug")
 
 
 def at(step, number=None, event="on_step_end"):
-    """Fails at an event of a step, or raises a signal."""
     return At(step, lambda: signal.raise_signal(number) if number else fail(), event)
 
 
@@ -163,9 +153,6 @@ def test_a_signal_in_a_step_whose_save_failed(tmp_path, monkeypatch):
     assert names(tmp_path) == ["checkpoint-3"]
 
 
-# ---- Places within an epoch or an evaluation -------------------------------------------------------------------------
-
-
 def test_memory_runs_out_after_a_resume(tmp_path):
     """Starting again with smaller batches needs the checkpoint that the run goes on from."""
 
@@ -182,8 +169,6 @@ def test_memory_runs_out_after_a_resume(tmp_path):
 
 
 class Fails(Plain):
-    """Draws no random numbers, and fails in one of its calls."""
-
     def __init__(self, call=None):
         torch.manual_seed(1)
         super().__init__()

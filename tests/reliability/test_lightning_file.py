@@ -10,7 +10,6 @@ from tests.support.checkpoints import At, assert_same_end, finished, make_traine
 
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])
 def test_written_within_a_run(tmp_path, model):
-    """In the middle of an epoch, and at its end."""
     settings = {"max_steps": 14, "save_strategy": "no"}
     files = {step: tmp_path / f"{step}.ckpt" for step in (4, 10)}
     saves = [At(step, lambda file=file: whole.save_lightning_checkpoint(str(file))) for step, file in files.items()]

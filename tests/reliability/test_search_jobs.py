@@ -19,13 +19,9 @@ from tests.reliability.search_job import rate
 from tests.support.checkpoints import make_trainer
 from tests.support.tiny import make_plain
 
-# ---- In processes ----------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def start(processes, tmp_path):
-    """Starts the script; returns it once both processes train, and the number of its worker."""
-
     def start_script(n_trials, mode="once"):
         os.mkfifo(tmp_path / "together")
         words = ["-m", "tests.reliability.jobs_script", tmp_path, n_trials, mode]
@@ -38,7 +34,6 @@ def start(processes, tmp_path):
 
 
 def found(text):
-    """What a process has printed of each search: the best trial, and all of them."""
     return [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("found")]
 
 
@@ -69,7 +64,6 @@ def test_a_worker_that_is_killed(start):
 
 @pytest.mark.parametrize("mode", ["stops", "fails"])
 def test_ended_in_a_worker(start, mode):
-    """A callback of the worker stops the whole search; so does an error, which the script tells."""
     script, worker = start(1000, mode)
     output, errors = script.communicate()
     with pytest.raises(ProcessLookupError):
@@ -99,12 +93,8 @@ def test_workers_end_with_the_script(start, number):
     os.close(ended)
 
 
-# ---- In this process -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def search(tmp_path):
-    """Searches with a Trainer of one step."""
     trainer = make_trainer(tmp_path, trainer={"model_init": make_plain}, max_steps=1, save_strategy="no")
 
     def search(**keywords):
@@ -128,9 +118,8 @@ def test_storage_that_processes_cannot_share(search, storage):
 
 def test_refused_beside_a_launcher(search, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
-    with pytest.raises(
-        UnsupportedArgument, match=r"a launcher has started several processes\. Start the script without"
-    ):
+    words = r"a launcher has started several processes\. Start the script without"
+    with pytest.raises(UnsupportedArgument, match=words):
         search(n_jobs=2)
 
 

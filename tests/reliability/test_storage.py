@@ -18,8 +18,6 @@ from tests.support.checkpoints import BEST, At, OnSave, finished, make_trainer, 
 from tests.support.faults import Disk
 from tests.support.jobs import names
 
-# ---- Rotation --------------------------------------------------------------------------------------------------------
-
 
 def test_rotation_keeps_what_was_just_written(tmp_path):
     make_trainer(tmp_path).train()
@@ -77,9 +75,6 @@ def test_links_and_foreign_manifests(tmp_path):
     assert (tmp_path / "elsewhere" / "trainer_state.json").is_file()
 
 
-# ---- Staged ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_folder_beside_the_one_of_save_is_that_of_the_run(tmp_path):
     """As ms-swift, which copies a file of the run into each checkpoint, and reads the step from its name."""
     seen = []
@@ -120,9 +115,6 @@ def test_what_another_machine_left(tmp_path):
         os.utime(path, (0, 0))
     clear_stale(str(tmp_path))
     assert names(tmp_path) == []
-
-
-# ---- Replaced --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -179,9 +171,6 @@ def test_without_renaming_folders(tmp_path, monkeypatch, no_renaming, caplog):
     assert "copying its files one by one" in caplog.text
 
 
-# ---- Storage that fails ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [FileNotFoundError(2, "No such file or directory", "/vocab"), ConnectionError("hub")])
 def test_errors_of_the_users_own_are_not_the_storages(tmp_path, error):
     class Own(Trainer):
@@ -194,7 +183,6 @@ def test_errors_of_the_users_own_are_not_the_storages(tmp_path, error):
 
 @pytest.fixture
 def make_disk(tmp_path):
-    """Mounts a small file system; skips the test where this process may not."""
     with contextlib.ExitStack() as stack:
 
         def make(size):
@@ -208,8 +196,6 @@ def make_disk(tmp_path):
 
 
 class Fills(TrainerCallback):
-    """The disk is full from one save to the beginning of a step."""
-
     def __init__(self, disk, saved, mended=None):
         self.disk, self.saved, self.mended = disk, saved, mended
 
@@ -249,7 +235,6 @@ def test_full_disk_at_the_end_of_a_run_that_keeps_one_checkpoint(make_disk):
 
 @pytest.fixture
 def limit_files():
-    """Limits how large a file may grow, in bytes; None for the limit before."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limit(size=None):

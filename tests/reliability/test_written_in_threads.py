@@ -34,7 +34,6 @@ LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no mult
 
 
 def write_files(folder):
-    """A folder with files of several sizes, as a checkpoint has."""
     (folder / "part").mkdir(parents=True)
     contents = {"model.safetensors": LARGE, "optimizer.pt": LARGE, "part/0.distcp": 1 << 20, "empty": 0}
     for name, size in contents.items():
@@ -53,7 +52,6 @@ def assert_listed(folder):
 
 @pytest.fixture
 def events(monkeypatch):
-    """What is flushed and dropped from the cache, as inodes, and what is renamed to which path, in this order."""
     seen = []
 
     def noting(name, original):
@@ -100,12 +98,8 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
     assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written, not its size"
 
 
-# ---- Streamed files --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def small_windows(monkeypatch):
-    """The optimizer's state of a tiny model is streamed."""
     monkeypatch.setattr(files, "WINDOW", 1000)
     monkeypatch.setattr(files, "_LARGE", 0)
 
@@ -159,7 +153,6 @@ def test_a_streamed_file_that_cannot_be_written(tmp_path, small_windows, monkeyp
 
 @pytest.mark.parametrize("background", [False, True])
 def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
-    """A run resumes from them, and comes to the same optimizer."""
     config = {"lightning_config": {"async_checkpoint": background}}
     found = []
     for resume in (None, tmp_path / "checkpoint-6"):
@@ -169,11 +162,7 @@ def test_checkpoints_with_streamed_files(tmp_path, small_windows, background):
     assert_same_weights(*found)
 
 
-# ---- Killed ----------------------------------------------------------------------------------------------------------
-
-
 def publish_and_kill(folder, flushes):
-    """Write and publish checkpoint-2 in a process that dies at a flush; whether it did."""
     child = os.fork()
     if child == 0:
         left, counting, fsync = flushes, threading.Lock(), os.fsync

@@ -15,14 +15,8 @@ from tests.support.tiny import MODELS
 TIMES = ("given", "before", "between", "at the start")
 #: What is set unless a case says otherwise.
 DEFAULTS = {
-    "num_train_epochs": 2,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 1e-2,
-    "logging_steps": 2,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
+    **{"num_train_epochs": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2},
+    **{"save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True},
 }
 STEPS = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 WORKERS = {"dataloader_num_workers": 1}
@@ -90,9 +84,9 @@ _TRACKERS = "lightning/test_loggers.py::test_callbacks_of_transformers"
 _GENERATION = "parity/test_seq2seq.py::test_"
 _FIELDS = "unit/arguments/test_fields.py::test_"
 _PLAN = f"{_FIELDS}plan"
+_EVALUATION = "unit/evaluation/test_evaluation.py::test_"
 _LEGACY = "unit/arguments/test_legacy.py::test_"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
-
 CASES: dict[str, Case] = {
     # Optimization.
     "num_train_epochs": _between(1),
@@ -178,7 +172,7 @@ CASES: dict[str, Case] = {
     "include_for_metrics": _always(["loss"], STEPS),
     "batch_eval_metrics": _always(True, STEPS),
     "eval_use_gather_object": _shown(True, "distributed/test_evaluation.py::test_gather_object", STEPS),
-    "eval_memmap_dir": _alone("here", "unit/evaluation/test_evaluation.py::test_memory_mapped_predictions"),
+    "eval_memmap_dir": _alone("here", f"{_EVALUATION}memory_mapped_predictions"),
     "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "metric_for_best_model": _always("accuracy", STEPS),
@@ -250,15 +244,13 @@ CASES: dict[str, Case] = {
     "fsdp_min_num_params": _old("fsdp_config", (100, {"min_num_params": 100})),
     "fsdp_transformer_layer_cls_to_wrap": _old("fsdp_config", ("A", {"transformer_layer_cls_to_wrap": "A"})),
     "dispatch_batches": _old(
-        "accelerator_config", *((value, AcceleratorConfig(dispatch_batches=value)) for value in (True, False))
+        "accelerator_config", *((on, AcceleratorConfig(dispatch_batches=on)) for on in (True, False))
     ),
     "split_batches": _old("accelerator_config", (True, AcceleratorConfig(split_batches=True))),
     # Old arguments without a new name.
     "logging_dir": _alone("logs", "lightning/test_loggers.py::test_folders"),
     "save_safetensors": _alone(False, "parity/test_resume.py::test_layouts"),
-    "use_legacy_prediction_loop": _alone(
-        True, "unit/evaluation/test_evaluation.py::test_loops_and_steps_that_call_super"
-    ),
+    "use_legacy_prediction_loop": _alone(True, f"{_EVALUATION}loops_and_steps_that_call_super"),
     "past_index": _alone(2, "parity/test_model_changes.py::test_past_index"),
     "include_tokens_per_second": _alone(True, "parity/test_model_changes.py::test_tokens_per_second"),
     "use_mps_device": _alone(True, "unit/parallel/test_devices.py::test_use_mps_device_where_it_is_not"),
@@ -286,9 +278,7 @@ def words_for(settings: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def make_trainer(
-    folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "plain", **settings: Any
-) -> Trainer:
+def make_trainer(folder: Path, kind: Callable[..., Trainer] = Trainer, model: str = "plain", **settings: Any):
     """Our Trainer, quiet, with two steps to train."""
     make_model, make_data = MODELS[model]
     args = TrainingArguments(str(folder), **{**DEFAULTS, "max_steps": 2, **settings})

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,6 @@ from tests.support.parity import EVALUATED, Record, alike, build, comparable, re
 
 
 class Doubled(nn.Module):
-    """A model, with a loss of twice the size."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -32,12 +30,10 @@ def parent(trainer: Any) -> Any:
 
 
 def library_of(trainer: Any) -> Any:
-    """The library whose Trainer it is, or is a subclass of."""
     return importlib.import_module(type(trainer.args).__module__.partition(".")[0])
 
 
 def methods_of(kind: type) -> frozenset[str]:
-    """The methods that can be replaced."""
     names = {name for name in dir(kind) if inspect.isroutine(getattr(kind, name)) and callable(getattr(kind, name))}
     return frozenset(name for name in names if not (name.startswith("__") and name.endswith("__")))
 
@@ -48,26 +44,12 @@ def copies(names: Iterable[str]) -> dict[str, Any]:
 
 
 def run_changed(
-    name: str,
-    folder: Path,
-    change: Callable[[Any], Any] = lambda trainer: None,
-    step: int | None = None,
-    methods: dict[str, Any] | None = None,
-    patched: dict[str, Callable[[Any], Any]] | None = None,
-    model: str = "plain",
-    **settings: Any,
+    name, folder, change=lambda trainer: None, step=None, methods=None, patched=None, model="plain", **settings
 ) -> Record:
-    """Train, evaluate, predict and save with a changed Trainer of library `name`.
+    """Train, evaluate, predict and save with a changed Trainer of library `name`; `settings` as for `build`.
 
-    Args:
-        name: the library.
-        folder: the output directory.
-        change: what is done to the Trainer at the end of `step`, or when it is made.
-        step: a number of optimizer steps, 0 for the beginning of training.
-        methods: those of a subclass.
-        patched: method of the library's Trainer → makes its replacement from the original.
-        model: see `MODELS`.
-        settings: see `build`.
+    `change` gets the Trainer when it is made, or at the end of the optimizer step `step`, 0 for the beginning of
+    training. `methods` are those of a subclass; `patched` makes a method of the library's Trainer from the original.
     """
     library = importlib.import_module(name)
     kind = settings.pop("trainer_class", lambda library: library.Trainer)(library)

@@ -20,7 +20,6 @@ BEST = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": Tru
 
 
 def make_tied() -> torch.nn.Module:
-    """A plain module with a shared parameter."""
     model = tiny.make_plain()
     model.twin = torch.nn.Linear(8, 16)
     model.twin.weight = model.layers[0].weight
@@ -31,18 +30,8 @@ MODELS = {name: tiny.MODELS[name] for name in ("plain", "bert", "llama", "peft")
 MODELS["tied"] = (make_tied, tiny.plain_data)
 
 
-def make_trainer(
-    folder: Path, model: str = "plain", callbacks: Any = (), trainer_class: Any = Trainer, **settings: Any
-) -> Any:
-    """A Trainer of nine steps with a checkpoint at each third.
-
-    Args:
-        folder: output folder.
-        model: key of `MODELS`.
-        callbacks: of the run.
-        trainer_class: `Trainer` or a subclass.
-        settings: training arguments; `trainer` has those of the Trainer itself.
-    """
+def make_trainer(folder: Path, model: str = "plain", callbacks=(), trainer_class=Trainer, **settings: Any) -> Any:
+    """A Trainer of nine steps with a checkpoint at each third; `trainer` has the keywords of the Trainer itself."""
     make_model, make_data = MODELS[model]
     defaults = {
         **{"max_steps": 9, "save_steps": 3, "logging_steps": 3, "per_device_train_batch_size": 4},
@@ -59,25 +48,20 @@ def make_trainer(
 
 
 def finished(trainer: Any, resume: Any = None) -> Any:
-    """The Trainer, after its run."""
     trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     return trainer
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """A copy of the weights."""
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
 def assert_same_end(trainer: Any, other: Any) -> None:
-    """Two Trainers have come to the same weights at the same step."""
     assert trainer.state.global_step == other.state.global_step
     assert_same_weights(trainer.model.state_dict(), other.model.state_dict())
 
 
 class OnSave(TrainerCallback):
-    """Calls a function with the folder of each checkpoint once it is written."""
-
     def __init__(self, act: Callable[[Path], Any]) -> None:
         self.act = act
 
@@ -86,8 +70,6 @@ class OnSave(TrainerCallback):
 
 
 class At(TrainerCallback):
-    """Does something at an event of a step: when it ends, if no other is named."""
-
     def __init__(self, step: int, act: Callable[[], Any], event: str = "on_step_end") -> None:
         self.step, self.act = step, act
         setattr(self, event, self._at)
@@ -98,16 +80,11 @@ class At(TrainerCallback):
 
 
 class KeepsState(Callback):
-    """A callback of Lightning with a state in each checkpoint."""
-
     def state_dict(self) -> dict[str, Any]:
         return {"count": 1}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.count = state_dict["count"]
-
-
-# ---- Harm ------------------------------------------------------------------------------------------------------------
 
 
 def truncate(path: Path) -> None:

@@ -10,12 +10,8 @@ else:
 
 #: Keys of log lines that are measured times: equal in name, never in value.
 MEASURED = ("_runtime", "_per_second", "_model_preparation_time")
-
 #: Files in a checkpoint that are ours alone.
-OWN_FILES = {
-    *("hftrainer_manifest.json", "lightning_callbacks.pt"),
-    *("progress.pt", "progress_0.pt", "progress_1.pt"),
-}
+OWN_FILES = {*("hftrainer_manifest.json", "lightning_callbacks.pt"), *("progress.pt", "progress_0.pt", "progress_1.pt")}
 
 
 def files_in(folder: Path) -> list[str]:

@@ -12,19 +12,9 @@ from tests.support.checkpoints import flip
 
 
 class FailsOnce:
-    """Takes the place of a function, and raises an error in one of its calls.
+    """Takes the place of a function, and raises an error in one of its calls, of those with a file's `name` if given.
 
-    Args:
-        monkeypatch: puts the function back.
-        module: has the function.
-        function: its name.
-        error: is raised.
-        name: of a file, which only counted calls are given; None to count all.
-        call: which one fails.
-
-    Attributes:
-        thread: which one has got the error.
-        failed: set when it is raised.
+    `thread` is the one that has got the error; `failed` is set when it is raised.
     """
 
     def __init__(self, monkeypatch, module, function, error, name=None, call=1):
@@ -43,12 +33,7 @@ class FailsOnce:
 
 
 class Disk:
-    """A small file system in memory, which can be full or read-only, for one run.
-
-    Args:
-        folder: where it is mounted.
-        size: as `mount` takes it.
-    """
+    """A small file system in memory, which can be full or read-only, for one run; its size is as `mount` takes it."""
 
     def __init__(self, folder, size):
         self.folder, self.filler = folder, folder / "filler"
@@ -107,7 +92,6 @@ OF_DISKS = {"fill disk": Disk.fill, "forbid writing": Disk.forbid}
 
 
 def disturb(name, group, disk, moments):
-    """Let a fault happen to one of the processes, or to the disk."""
     pid = _victim(group, moments)
     if name in OF_DISKS:
         OF_DISKS[name](disk)
@@ -118,7 +102,6 @@ def disturb(name, group, disk, moments):
 
 
 def damage(folder, moments):
-    """Cut off a file's end, or flip a bit of it; what was done."""
     path = moments.choice(sorted(path for path in Path(folder).rglob("*") if path.is_file() and path.stat().st_size))
     place = moments.randrange(path.stat().st_size)
     if moments.random() < 0.5:

@@ -12,39 +12,19 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-import hftrainer.errors
+from hftrainer import errors
 from tests.support.checkpoints import Mischief
-
-__all__ = [
-    "CLEAR",
-    "Mischief",
-    "accepted_or_refused",
-    "made_up",
-    "mutated",
-    "pickled",
-    "scrambled",
-    "tensors",
-    "values",
-]
 
 _MANY = int(os.environ.get("FUZZ", "0"))
 #: Errors that say what is wrong with a file or an argument.
-CLEAR = tuple(
-    kind for kind in vars(hftrainer.errors).values() if isinstance(kind, type) and issubclass(kind, BaseException)
-)
+CLEAR = tuple(kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BaseException))
 
 
 def made_up(test: Callable) -> Callable:
     """Call a test with `data`, whose method `draw` draws from a strategy, for each example."""
-    found = settings(
-        max_examples=_MANY or 12,
-        derandomize=not _MANY,
-        database=None,
-        deadline=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),  # the fixtures of one test serve all its examples
-    )
-    return found(given(data=st.data())(test))
+    # No check of health: the fixtures of one test serve all its examples.
+    how = {"database": None, "deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
+    return settings(max_examples=_MANY or 12, derandomize=not _MANY, **how)(given(data=st.data())(test))
 
 
 def accepted_or_refused() -> contextlib.AbstractContextManager[None]:
@@ -53,12 +33,9 @@ def accepted_or_refused() -> contextlib.AbstractContextManager[None]:
 
 
 #: What a writer of JSON might have put somewhere.
+_odd = st.sampled_from([-1, 0, 10**12, -(10**30), "x" * 300, "../../outside"])
 values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.floats()
-    | st.text(max_size=9)
-    | st.sampled_from([-1, 0, 10**12, -(10**30), "x" * 300, "../../outside"]),
+    st.none() | st.booleans() | st.floats() | st.text(max_size=9) | _odd,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("0ab"), inner, max_size=2),
     max_leaves=4,
 )

@@ -15,14 +15,12 @@ from tests.support import processes
 from tests.support.parity import assert_same_weights as assert_same
 
 __all__ = ["JOB", "SHARDED", "Forked", "Group", "assert_same", "log", "names", "read_until", "weights"]
-
 JOB = Path(__file__).parents[1] / "reliability" / "job.py"
 #: Settings of a job whose ranks each write their part of a checkpoint.
 SHARDED = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 
 
 def names(folder):
-    """What is in a folder."""
     return sorted(path.name for path in Path(folder).iterdir())
 
 
@@ -37,18 +35,7 @@ def read_until(process, line):
 
 
 class Forked:
-    """A job in a process of its own.
-
-    Args:
-        folder: of the run.
-        environment: variables besides those of the tests.
-        job: module of tests/reliability.
-        settings: what the job is given as JSON.
-
-    Attributes:
-        output: the file with all that it prints, errors too.
-        process: the `multiprocessing.Process`.
-    """
+    """A job, a module of tests/reliability, in a process of its own; the file `output` has all that it prints."""
 
     def __init__(self, folder, environment=None, job="job", **settings):
         words = ["-m", f"tests.reliability.{job}", folder, json.dumps(settings)]
@@ -63,7 +50,6 @@ class Forked:
             time.sleep(0.005)
 
     def kill(self):
-        """Send SIGKILL, and wait for the end."""
         self._started.kill()
 
     def finish(self):
@@ -77,11 +63,7 @@ class Forked:
 class Group:
     """The processes of one job, with the environment of a launcher if there are several: rank 0 has the store.
 
-    Args:
-        folder: of the run.
-        count: how many.
-        kill_at: for each, at which touch of its files it is killed; 0 for never.
-        settings: of the job.
+    Each is killed at the touch of its files that `kill_at` says, at 0 never.
     """
 
     def __init__(self, folder, count=2, kill_at=(0, 0), **settings):
@@ -99,8 +81,7 @@ class Group:
     def end(self, seconds=None):
         """Wait for the end; when one process has ended, end the others as torchrun does. The statuses.
 
-        Args:
-            seconds: after which processes that have not ended print their stacks and fail; None for never.
+        If none has ended after so many seconds, all print their stacks and fail.
         """
         running = [job.process for job in self.jobs]
         if not connection.wait([process.sentinel for process in running], seconds):
@@ -120,7 +101,6 @@ class Group:
 
 
 def weights(folder):
-    """The final weights of a job."""
     return _final(folder)["weights"]
 
 

@@ -14,7 +14,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 
 def python(*words: str, **variables: str) -> subprocess.CompletedProcess:
-    """Run Python to its end."""
     line, env = [sys.executable, *map(str, words)], {**processes.environment(), **variables}
     return subprocess.run(line, env=env, capture_output=True, text=True)
 
@@ -28,13 +27,10 @@ def of_both_libraries(script: Path, folder: Path) -> dict:
 
 
 SCRIPT = str(Path(__file__).with_name("launched.py"))
-
-
 DEVICES = ["--lightning_config", '{"devices": 2}']
 
 
 def settings(folder):
-    """The arguments of the script."""
     words = "--max_steps 3 --learning_rate 0.1 --use_cpu True --disable_tqdm True --save_strategy no --report_to none"
     return ["--output_dir", str(folder), *words.split()]
 
@@ -55,7 +51,6 @@ def start(folder, before, after=(), script=SCRIPT, **environment):
 
 
 def launch(folder, *args, **environment):
-    """What each of the two processes found."""
     process = start(folder, *args, **environment)
     printed = process.communicate()[0]
     assert process.returncode == 0, printed[-3000:]
@@ -79,20 +74,15 @@ def accelerate(*options):
 
 #: Name → what stands before the script.
 LAUNCHERS = {
-    "torch.distributed.launch": lambda: [
-        "-m",
-        "torch.distributed.launch",
-        "--nproc_per_node=2",
-        f"--master_port={port()}",
-    ],
+    "torch.distributed.launch": lambda: (
+        f"-m torch.distributed.launch --nproc_per_node=2 --master_port={port()}".split()
+    ),
     "accelerate": lambda: accelerate(
         *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"),
         f"--main_process_port={port()}",
     ),
     "hftrainer": lambda: ["-m", "hftrainer", "run", "--nproc", "2"],
 }
-
-
 #: How accelerate ends each of its files.
 END_OF_FILE = """\
 rdzv_backend: static
@@ -103,8 +93,7 @@ tpu_use_sudo: false
 use_cpu: false
 """
 #: The file with FSDP in the documentation of `accelerate launch`.
-FSDP_FILE = (
-    """
+FSDP_FILE = f"""
 compute_environment: LOCAL_MACHINE
 distributed_type: FSDP
 downcast_bf16: 'no'
@@ -123,6 +112,4 @@ main_training_function: main
 mixed_precision: bf16
 num_machines: 1
 num_processes: 2
-"""
-    + END_OF_FILE
-)
+{END_OF_FILE}"""

@@ -19,7 +19,6 @@ GOES_ON = "# goes on from the block above"
 
 
 def run_shell(code: str, processes: Any) -> None:
-    """Run each command of a block."""
     for line in code.splitlines():
         command = line.partition("#")[0].strip()
         if not command or command.startswith(NOT_HERE):
@@ -34,7 +33,6 @@ def run_shell(code: str, processes: Any) -> None:
 
 
 def run_page(page: Path, processes: Any) -> None:
-    """Run the blocks one after the other, in the working directory."""
     shutil.copy(ROOT / "tests" / "docs" / "train.py", ".")
     text, names = page.read_text(), {}
     for block in BLOCK.finditer(text):

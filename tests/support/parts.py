@@ -17,7 +17,6 @@ def stepped():
 def write(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(more)
-    save_parts(
-        {"model": model_state(model, whole=False), "optimizer": optimizer_state(model, optimizer, whole=False)}, folder
-    )
+    parts = {"model": model_state(model, whole=False), "optimizer": optimizer_state(model, optimizer, whole=False)}
+    save_parts(parts, folder)
     return model

@@ -67,9 +67,6 @@ def environment(inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "adapters")])}
 
 
-# ---- In the process -------------------------------------------------------------------------------------------------
-
-
 def _become(output: Any, errors: str, cwd: str, variables: dict[str, str]) -> None:
     """Take the streams, folder and environment of a script, and undo what multiprocessing has set."""
     gc.freeze()  # the imports are shared with the server
@@ -127,16 +124,10 @@ def _run_function(call: bytes, answer: Any, *own: Any) -> None:
     answer.send_bytes(pickle.dumps(function(*given)))
 
 
-# ---- In the tests ---------------------------------------------------------------------------------------------------
-
-
 class Started:
     """A process that was started, with the methods of subprocess.Popen that tests use.
 
-    Attributes:
-        stdout: what the process prints, to be read while it runs; None if that goes to the standard error.
-        errors: the file that takes the standard error.
-        returncode: the exit status, negative for a signal; None while it runs.
+    `errors` is the file that takes the standard error; `stdout` is None if what the process prints goes there too.
     """
 
     def __init__(self, target: Callable, *args: Any, cwd: Any, env: Mapping[str, str], fresh: bool, merge: bool):
@@ -157,11 +148,7 @@ class Started:
     def returncode(self) -> int | None:
         return self.process.exitcode
 
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; the exit status."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             raise subprocess.TimeoutExpired("a process of the test", timeout)
@@ -178,7 +165,6 @@ class Started:
 
     @property
     def stderr(self) -> str:
-        """What went to the standard error so far."""
         return self.errors.read_text()
 
     def send_signal(self, number: int) -> None:
@@ -188,21 +174,15 @@ class Started:
         self.process.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL, and wait for the end."""
         self.process.kill()
         self.process.join()
 
 
 def start(*words: Any, cwd: Any = None, env: Mapping[str, str] | None = None, fresh=False, merge=False) -> Started:
-    """Start a Python script.
+    """Start a Python script by the words after `python`; folder and environment are those of the tests if not given.
 
-    Args:
-        words: the command line after `python`: a file, `-c` and code, or `-m` and a module, and their arguments.
-        cwd: the folder; that of the tests by default.
-        env: the whole environment; that of the tests by default.
-        fresh: transformers, Lightning, huggingface_hub and hftrainer are not imported yet, so that the script imports
-            them in its own order and environment; this takes two seconds more.
-        merge: what is printed goes to the standard error, in order.
+    With `fresh`, transformers, Lightning, huggingface_hub and hftrainer are not imported yet: the script imports them
+    in its own order and environment, in two seconds more. With `merge`, it prints to the standard error, in order.
     """
     env = environment() if env is None else env
     line = [str(word) for word in words]
@@ -231,13 +211,8 @@ class RanksFailed(AssertionError):
 def run_ranks(function: Callable, count: int, *given: Any, fresh: bool = False, **variables: str) -> list[Any]:
     """What `function(*given)` returns in each of `count` processes, which are ranks if there are several.
 
-    Args:
-        function: of a module, for it is pickled by its name; so are what it is given and returns.
-        fresh: as `start` has it.
-        variables: what their environment has besides that of the tests.
-
-    Raises:
-        RanksFailed: if one of them raises or is ended by a signal. The others are then ended too, as torchrun does.
+    The function is of a module, for it is pickled by its name; `variables` are in the environment too. If one of the
+    processes raises or is ended by a signal, the others are ended too, as torchrun does, and RanksFailed is raised.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     places = ranks(count, store) if count > 1 else [{}]

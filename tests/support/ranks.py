@@ -13,8 +13,6 @@ def error_of(kinds, call, *given, **named):
 
 
 class Messages(logging.Handler):
-    """Keeps what hftrainer logs."""
-
     def __init__(self):
         super().__init__()
         self.lines = []

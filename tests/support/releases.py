@@ -26,13 +26,11 @@ def installed() -> str:
 
 
 def pin(package: str) -> str:
-    """The version that `constraints.txt` pins."""
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text()
     return re.search(rf"^{package}==(\S+)", constraints, re.MULTILINE).group(1)
 
 
 def pinned(package: str) -> tuple[int, ...]:
-    """Major and minor of what `constraints.txt` pins."""
     return tuple(int(part) for part in pin(package).split(".")[:2])
 
 

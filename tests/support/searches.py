@@ -12,10 +12,7 @@ from hftrainer.errors import InvalidArgument, SearchFailed, UnknownArgument, Uns
 from tests.support.tiny import Plain, make_plain, plain_data
 
 
-def make_trainer(
-    folder: Any, trainer: Any = (), model_init: Any = make_plain, library: str = "hftrainer", **settings: Any
-) -> Any:
-    """A Trainer of two steps, with an evaluation after each."""
+def make_trainer(folder, trainer=(), model_init=make_plain, library="hftrainer", **settings: Any) -> Any:
     package = importlib.import_module(library)
     defaults = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "report_to": "none"}
     args = package.TrainingArguments(str(folder), disable_tqdm=True, use_cpu=True, **{**defaults, **settings})
@@ -24,7 +21,6 @@ def make_trainer(
 
 
 def with_width(width: int) -> torch.nn.Module:
-    """A model with a layer so wide."""
     model = Plain()
     model.layers = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU(), torch.nn.Linear(width, 3))
     return model
@@ -70,12 +66,7 @@ REFUSED = {
 
 
 class SearchBackend:
-    """The suite.
-
-    Attributes:
-        name: the backend's.
-        keyword: of the backend's own.
-    """
+    """The suite; `keyword` is one of the backend's own."""
 
     name: str
     keyword: str
@@ -125,11 +116,7 @@ class SearchBackend:
 
 
 class OneProcessBackend(SearchBackend):
-    """Of backends that train a trial in one process, for one objective.
-
-    Attributes:
-        several: what is said where there are several processes.
-    """
+    """Of backends that train a trial in one process, for one objective, and say so where there are `several`."""
 
     several: str
 

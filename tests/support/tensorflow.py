@@ -30,8 +30,6 @@ def rows(count=20, seed=0):
 
 
 class Loud(TFTrainer):
-    """Keeps what it logs."""
-
     def __init__(self, *args, **kwargs):
         self.seen = []
         super().__init__(*args, **kwargs)

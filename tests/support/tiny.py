@@ -21,6 +21,9 @@ class Plain(nn.Module):
         return {"logits": logits} if loss is None else {"loss": loss, "logits": logits}
 
 
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
 def make_plain() -> nn.Module:
     torch.manual_seed(1)
     return Plain()
@@ -35,15 +38,7 @@ def make_bert(kind: str = "BertForSequenceClassification", num_labels: int = 3) 
     import transformers
 
     torch.manual_seed(1)
-    config = transformers.BertConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        num_labels=num_labels,
-    )
+    config = transformers.BertConfig(**SIZES, max_position_embeddings=32, num_labels=num_labels)
     return getattr(transformers, kind)(config)
 
 
@@ -51,17 +46,8 @@ def make_llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=32,
-        attention_dropout=0.1,
-    )
-    return LlamaForCausalLM(config)
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 32, "attention_dropout": 0.1}
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **more))
 
 
 def make_peft() -> nn.Module:
@@ -83,10 +69,8 @@ def text_data(count: int = 38) -> list[dict]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 50, (count, 12), generator=generator)
     y = torch.randint(0, 3, (count,), generator=generator)
-    return [
-        {"input_ids": ids[i], "attention_mask": torch.ones(12, dtype=torch.long), "label": int(y[i])}
-        for i in range(count)
-    ]
+    mask = torch.ones(count, 12, dtype=torch.long)
+    return [{"input_ids": ids[i], "attention_mask": mask[i], "label": int(y[i])} for i in range(count)]
 
 
 def language_data(count: int = 38) -> list[dict]:
@@ -166,6 +150,12 @@ def pad(samples):
     }
 
 
+def pad_left(samples):
+    """As decoders generate: prompts end together."""
+    turned = pad([{name: value.flip(0) for name, value in sample.items()} for sample in samples])
+    return {name: value.flip(1) for name, value in turned.items()}
+
+
 def without_dropout(make_model):
     """Processes draw other masks than one does."""
 
@@ -190,8 +180,6 @@ def tokenizer(**tokens):
 
 
 class Stream(IterableDataset):
-    """The plain samples, without a length."""
-
     def __init__(self, count):
         self.count = count
 
@@ -210,8 +198,6 @@ class Note:
 
 
 class Numbers(IterableDataset):
-    """The first integers."""
-
     def __init__(self, count):
         self.count = count
 

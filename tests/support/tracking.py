@@ -24,16 +24,8 @@ def make_trainer(library: str, folder: Path, model: str = "bert", trainer: Any =
     """A Trainer of `library` with a small run: log lines at every second step, evaluations at every third of eight."""
     package = importlib.import_module(library)
     make_model, make_data = MODELS[model]
-    defaults = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "logging_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-    }
+    defaults = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 2, "eval_strategy": "steps"}
+    defaults |= {"eval_steps": 3, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     args = package.TrainingArguments(str(folder), **{**defaults, **settings})
     data = make_data()
     return package.Trainer(make_model(), args, train_dataset=data, eval_dataset=data[:9], **(trainer or {}))
@@ -52,9 +44,6 @@ def evaluate_with_trackers(folder: Path) -> int:
 def without_times(name: str, value: Any) -> Any:
     """The value, unless it is a measured time, of which only the name counts."""
     return "measured" if name.replace("/", "_").endswith(MEASURED) else value
-
-
-# ---- Trackers: each writes below a folder, and is read from there ---------------------------------------------------
 
 
 @dataclass
@@ -110,8 +99,6 @@ class CSV:
 
 
 class UsersCSV(CSV):
-    """Lightning's logger, made by the user."""
-
     @property
     def settings(self):
         return {"trainer": {"loggers": [CSVLogger(self.folder / "logs", name="mine", version=0)]}}
@@ -138,8 +125,6 @@ class Recorder(Logger):
 
 
 class UsersOwn(CSV):
-    """A logger of a class of the user's."""
-
     @property
     def settings(self):
         self.recorder = Recorder()
@@ -272,16 +257,11 @@ class Comet(CSV):
             experiment.end()
 
 
-# ---- TensorBoard's files --------------------------------------------------------------------------------------------
-
-
 def scalars(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Steps and values by tag in the event files of a folder."""
     return _entries(folder, "scalars", lambda tag, event: without_times(tag, event.value))
 
 
 def texts(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """Steps and texts by tag."""
     return _entries(folder, "tensors", lambda tag, event: event.tensor_proto.string_val[0].decode())
 
 
@@ -296,9 +276,6 @@ def _entries(folder: Path, kind: str, to_value: Callable[[str, Any], Any]) -> di
         tag: [(event.step, to_value(tag, event)) for event in sorted(read(tag), key=lambda event: event.wall_time)]
         for tag in accumulator.Tags()[kind]
     }
-
-
-# ---- W&B's files ----------------------------------------------------------------------------------------------------
 
 
 def wandb_records(folder: Path) -> list[Any]:
@@ -335,9 +312,6 @@ def wandb_items(items: Any) -> dict[str, Any]:
     return {name: without_times(name, value) for name, value in values.items() if not name.startswith("_")}
 
 
-# ---- MLflow -------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _mlflow_tables() -> bytes:
     from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
@@ -358,7 +332,6 @@ def mlflow_database(file: Path) -> str:
 
 
 def forget_mlflow() -> None:
-    """Leave no database or experiment for the next test."""
     mlflow = sys.modules["mlflow"]
     mlflow.set_tracking_uri(None)
     mlflow.tracking.fluent._active_experiment_id = None

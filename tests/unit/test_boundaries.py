@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = {"transformers", "accelerate", "datasets", "peft", "deepspeed", "sklearn"}
+ADAPTERS = {"hftrainer_lightning", "hftrainer_deepspeed", "hftrainer_xla", "hftrainer_tensorflow", "hftrainer_ray"}
 
 
 def imported_at_once(node: ast.AST) -> Iterator[str]:
@@ -22,7 +23,6 @@ def imported_at_once(node: ast.AST) -> Iterator[str]:
 
 
 def those_that_ask(folder: str, libraries: set[str]) -> dict[str, set[str]]:
-    """The files that import some of these libraries at once."""
     files = sorted((ROOT / folder).rglob("*.py"))
     assert files
     asked = {str(path.relative_to(ROOT)): {*imported_at_once(ast.parse(path.read_text()))} for path in files}
@@ -31,11 +31,7 @@ def those_that_ask(folder: str, libraries: set[str]) -> dict[str, set[str]]:
 
 def test_other_libraries_are_optional():
     """They are imported inside functions only; to import-linter an import is an import, wherever it stands."""
-    assert not those_that_ask(
-        "hftrainer",
-        OPTIONAL
-        | {"hftrainer_lightning", "hftrainer_deepspeed", "hftrainer_xla", "hftrainer_tensorflow", "hftrainer_ray"},
-    )
+    assert not those_that_ask("hftrainer", OPTIONAL | ADAPTERS)
 
 
 def test_the_adapter_asks_for_deepspeed_when_it_is_wanted():

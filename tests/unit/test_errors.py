@@ -24,9 +24,6 @@ def make_args(tmp_path):
     return make
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -98,22 +95,14 @@ def test_unsupported_arguments_are_named_together(make_args):
         Trainer(make_plain(), make_args(fsdp="full_shard", mp_parameters="a=b"))
 
 
-# ---- What a Trainer is given -----------------------------------------------------------------------------------------
-
-
-def make_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
 class NeedsPath(TrainerCallback):
     def __init__(self, path):
         self.path = path
 
 
-OtherLightning = type(
-    "EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": lambda self: None}
-)
+OtherLightning = type("EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": id})
 MODEL = make_plain()
+OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.optim.SGD, {"lr": 0.1})
 
 
 @pytest.mark.parametrize(
@@ -123,16 +112,8 @@ MODEL = make_plain()
         (InvalidArgument, {"model_init": make_plain}, "either a model or a model_init; it got both"),
         (InvalidArgument, {"model": None, "model_init": lambda: None}, "model_init"),
         (InvalidArgument, {"model": None, "model_init": lambda trial, other: make_plain()}, "model_init"),
-        (
-            InvalidArgument,
-            {"model": None, "model_init": make_plain, "optimizers": (make_sgd(MODEL), None)},
-            "model_init",
-        ),
-        (
-            InvalidArgument,
-            {"optimizers": (make_sgd(MODEL), None), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})},
-            "both set the optimizer",
-        ),
+        (InvalidArgument, {"model": None, "model_init": make_plain, "optimizers": OPTIMIZERS}, "model_init"),
+        (InvalidArgument, {"optimizers": OPTIMIZERS, "optimizer_cls_and_kwargs": SGD}, "both set the optimizer"),
         (InvalidArgument, {"tokenizer": object(), "processing_class": object()}, "old name of processing_class"),
         (TypeError, {"callbacks": TrainerCallback()}, "callbacks=.*: give a list"),
         *(

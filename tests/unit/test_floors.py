@@ -31,7 +31,6 @@ ELSEWHERE = {
 
 
 def required() -> list[Requirement]:
-    """Each package that the lane is about."""
     lines = [line for extra, found in EXTRAS.items() if extra not in ELSEWHERE for line in found]
     found = [Requirement(line) for line in [*PROJECT["dependencies"], *lines]]
     return [requirement for requirement in found if requirement.name != PROJECT["name"]]
@@ -43,7 +42,6 @@ def floor(requirement: Requirement) -> Version:
 
 
 def tried() -> dict[str, Version]:
-    """Package → the version that the lane pins."""
     lines = (ROOT / "tests" / "versions" / "floor.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     return {pin.name: Version(next(iter(pin.specifier)).version) for pin in pins}
@@ -59,7 +57,6 @@ def test_extras_elsewhere_exist():
 
 
 def test_python():
-    """The Makefile's lane is Python 3.10."""
     assert PROJECT["requires-python"] == ">=3.10"
 
 

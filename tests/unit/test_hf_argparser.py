@@ -103,9 +103,7 @@ COMMANDS = {
 def test_documented_command_lines(line, tmp_path):
     """Both parsers read them alike, and a Trainer is made or refuses an argument by name."""
     words = ["--output_dir", str(tmp_path), "--use_cpu", *shlex.split(line)]
-    args, other = (
-        parser(TrainingArguments).parse_args_into_dataclasses(words)[0] for parser in (HfArgumentParser, theirs)
-    )
+    args, other = (kind(TrainingArguments).parse_args_into_dataclasses(words)[0] for kind in (HfArgumentParser, theirs))
     assert args == other
     assert dataclasses.asdict(args) == dataclasses.asdict(other)
     args.max_steps, args.eval_strategy, args.report_to = 2, "no", []
@@ -204,9 +202,8 @@ def test_optional_switches_alone(words, expected):
 
 def test_dict_is_json(capsys):
     """transformers takes none on a command line (huggingface/transformers#48030)."""
-    kind = dataclasses.make_dataclass(
-        "Settings", [("first", dict, field(default_factory=dict)), ("second", dict | None, None)]
-    )
+    fields = [("first", dict, field(default_factory=dict)), ("second", dict | None, None)]
+    kind = dataclasses.make_dataclass("Settings", fields)
     (settings,) = HfArgumentParser(kind).parse_args_into_dataclasses(["--first", '{"a": false}', "--second", "{}"])
     assert settings == kind({"a": False}, {})
     with pytest.raises(SystemExit):

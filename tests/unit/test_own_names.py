@@ -21,16 +21,13 @@ LIKELY = """
 """.split()
 SETTINGS = {
     **EVERY_STEP,
-    "max_steps": 4,
-    "gradient_accumulation_steps": 2,
-    "load_best_model_at_end": True,
+    **{"max_steps": 4, "gradient_accumulation_steps": 2, "load_best_model_at_end": True},
     "trainer": {"compute_metrics": accuracy},
 }
 
 
 @pytest.mark.parametrize("kind", ["Trainer", "Seq2SeqTrainer"])
 def test_one_attribute_beside_the_documented_ones(tmp_path, kind):
-    """It holds everything else."""
     trainer, _ = build("hftrainer", "plain", tmp_path, trainer_class=lambda library: getattr(library, kind), **SETTINGS)
     trainer.train()
     known = json.loads(FACTS.read_text())

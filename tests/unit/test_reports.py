@@ -18,6 +18,7 @@ from tests.support.tiny import Stream, make_bert, make_plain, pad, plain_data, t
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 SAVED = {"save_strategy": "steps", "save_steps": 1}
 BEST = {**EVALUATED, **SAVED, "load_best_model_at_end": True}
+ONE_ROW_EACH = [{"input_ids": torch.ones(1, 3, dtype=torch.long)}] * 4
 
 
 @pytest.fixture
@@ -40,8 +41,6 @@ def said(caplog):
 
 
 class Embedding(nn.Module):
-    """Of tokens; a part of its outputs is made by `further`."""
-
     def __init__(self, further=lambda hidden: {}):
         super().__init__()
         self.table, self.further = nn.Embedding(50, 4), further
@@ -52,8 +51,6 @@ class Embedding(nn.Module):
 
 
 class Actions(nn.Module):
-    """Its labels have a name of their own."""
-
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(8, 3)
@@ -66,10 +63,6 @@ class Actions(nn.Module):
 def of_actions():
     rows = [{"x": row["x"], "actions": row["labels"]} for row in plain_data()]
     return {"model": Actions(), "data": rows, "eval_dataset": rows[:9]}
-
-
-def one_row_each():
-    return [{"input_ids": torch.ones(1, 3, dtype=torch.long)} for _ in range(4)]
 
 
 def of_own(make_optimizer):
@@ -114,7 +107,7 @@ SILENT = {
         "train_sampling_strategy='group_by_length' has no effect",
     ),
     "#43363, one row of tokens": (
-        lambda: {"train_sampling_strategy": "group_by_length", "data": one_row_each(), "model": Embedding()},
+        lambda: {"train_sampling_strategy": "group_by_length", "data": ONE_ROW_EACH, "model": Embedding()},
         r"first dimension of 'input_ids' \(shape \(1, 3\)\), 1 in the first sample",
     ),
     "a column of lengths that is missing": (
@@ -146,10 +139,7 @@ def test_said(make_trainer, said, case):
 
 
 RESUMED = {
-    "#28544, patience": (
-        {},
-        r"EarlyStoppingCallback starts from scratch \(.*counter=0, 1 in the checkpoint",
-    ),
+    "#28544, patience": ({}, r"EarlyStoppingCallback starts from scratch \(.*counter=0, 1 in the checkpoint"),
     "another rate": ({"learning_rate": 1.0}, "settings of the optimizer stay in use: learning_rate=5e-05, not 1.0"),
     "another decay": ({"weight_decay": 0.5}, "settings of the optimizer stay in use: weight_decay=0.0, not 0.5"),
     "other betas": ({"adam_beta1": 0.5}, r"stay in use: betas=\(0.9, 0.999\), not \(0.5, 0.999\)"),
@@ -246,8 +236,6 @@ def test_named(make_trainer, case):
 
 
 class Short(TrainerCallback):
-    """Handlers without `**kwargs`."""
-
     def on_step_end(self, args, state, control):
         self.steps = state.global_step
 
@@ -304,10 +292,7 @@ def test_names_of_logged_values(make_trainer, tmp_path, name):
 
 
 SEARCHED = {
-    "a metric that is missing": (
-        {"compute_objective": lambda metrics: metrics["eval_f1"]},
-        "reads 'eval_f1', and",
-    ),
+    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', and"),
     "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: give a function of one argument"),
     "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: give a function of one argument, the trial"),
     "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: give a function of one argument"),

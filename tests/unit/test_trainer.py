@@ -47,9 +47,6 @@ def test_metrics_format_is_that_of_transformers(make_trainer):
     assert make_trainer().metrics_format(metrics) == transformers.trainer_pt_utils.metrics_format(metrics)
 
 
-# ---- Optimizer ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make_model", [make_plain, make_bert, make_llama])
 def test_decay_parameter_names(make_trainer, tmp_path, make_model):
     model = make_model()
@@ -70,9 +67,6 @@ def test_optimizer_questions(make_trainer):
     assert trainer.get_optimizer_group(trainer.model.layers[0].bias)["weight_decay"] == 0.0
     assert len(trainer.get_optimizer_group()) == 2
     assert trainer.get_num_trainable_parameters() == sum(p.numel() for p in trainer.model.parameters())
-
-
-# ---- Data --------------------------------------------------------------------------------------------------------
 
 
 def test_counting(make_trainer):
@@ -108,9 +102,6 @@ def test_default_collator_as_transformers(name, values):
     assert_same_weights(ours, theirs)
 
 
-# ---- Overrides of older releases ---------------------------------------------------------------------------------
-
-
 def test_old_override_of_a_model_that_takes_num_items(make_trainer):
     """Such an override cannot pass the items on, so the model's mean is divided by the micro-batches."""
 
@@ -126,9 +117,6 @@ def test_old_override_of_a_model_that_takes_num_items(make_trainer):
     whole = model(**batch)["loss"]
     model.train = lambda mode=True: model
     assert torch.equal(trainer._hftrainer.steps.loss(model, dict(batch), torch.tensor(99)), whole / 3)
-
-
-# ---- Saving ------------------------------------------------------------------------------------------------------
 
 
 def make_vit():
@@ -174,9 +162,6 @@ def test_rotation_that_a_kill_has_cut_off_is_completed(make_trainer, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     make_trainer(**settings, save_total_limit=2).train(resume_from_checkpoint=True)
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
-
-
-# ---- Around a run ------------------------------------------------------------------------------------------------
 
 
 def test_model_stays_in_use_after_training(make_trainer):

@@ -25,20 +25,9 @@ class Killed(TrainerCallback):
 def main(config, folder, step):
     without_compiler()
     torch.set_num_threads(1)
-    args = TrainingArguments(
-        str(folder),
-        deepspeed=config,
-        max_steps=7,
-        gradient_accumulation_steps=2,
-        per_device_train_batch_size=2,
-        save_steps=1,
-        save_total_limit=2,
-        logging_steps=1,
-        ddp_timeout=20,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    settings = {"max_steps": 7, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1}
+    settings |= {"save_steps": 1, "save_total_limit": 2, "ddp_timeout": 20, "report_to": [], "disable_tqdm": True}
+    args = TrainingArguments(str(folder), deepspeed=config, use_cpu=True, **settings)
     trainer = Trainer(make_llama(), args, train_dataset=language_data(), callbacks=[Killed(step)])
     trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.is_dir() else None)
     trainer.save_model(str(folder / "final"))

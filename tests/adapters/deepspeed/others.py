@@ -18,6 +18,7 @@ from hftrainer import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, Trainer
 from hftrainer.errors import UnsupportedArgument
 from tests.adapters.deepspeed.sets import OF_CONFIGURATION, STAGES, offloaded, without_compiler
 from tests.support.parity import build
+from tests.support.ranks import error_of
 from tests.support.tiny import language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -26,14 +27,8 @@ IN_PARTS = {**STAGES[3], "zero_optimization": {"stage": 3}}
 
 def arguments(folder, kind=TrainingArguments, **settings):
     defaults = {
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
+        **{"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1},
+        **{"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True},
     }
     return kind(str(folder), **{**defaults, **settings})
 
@@ -86,7 +81,6 @@ def in_parts(folder):
 
 
 def evaluating(folder):
-    """Evaluation before training, between two runs, and after; with and without partitioned parameters."""
     found = {}
     for name, config in (("none", None), ("stage 2", STAGES[2]), ("stage 3", STAGES[3])):
         args = arguments(folder / name, deepspeed=config)
@@ -106,7 +100,6 @@ def arguments_to_generate(folder, **settings):
 
 
 def generating(folder):
-    """Partitioned models generate what they would generate whole."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(1)
@@ -163,8 +156,6 @@ def full(folder):
 
 
 def names(folder):
-    """The names that libraries look for, a training step of the user's own, and an optimizer of the script's."""
-
     class Own(Trainer):
         def training_step(self, model, inputs, num_items_in_batch=None):
             loss = self.compute_loss(model, self._prepare_inputs(inputs))
@@ -177,10 +168,6 @@ def names(folder):
     trainer = Own(model, args, train_dataset=plain_data(), optimizers=(optimizer, None))
     trainer.train()
     logged, accelerator = losses(trainer), trainer.accelerator
-    try:
-        trainer.train()
-    except UnsupportedArgument as error:
-        refused = str(error)
     return {
         "losses": logged,
         "enabled": trainer.is_deepspeed_enabled,
@@ -191,7 +178,7 @@ def names(folder):
         "engine": type(trainer.deepspeed).__name__,
         "strategy": type(trainer.lightning_trainer.strategy).__mro__[2].__name__,
         "shown": trainer.lightning_trainer.strategy.deepspeed_engine is trainer.deepspeed,
-        "refused": refused,
+        "refused": error_of(UnsupportedArgument, trainer.train),
     }
 
 
@@ -206,11 +193,8 @@ def propagating(folder):
             trainer.propagate_args_to_deepspeed()
         trainer.train()
         found[name] = [*losses(trainer), trainer.deepspeed.train_micro_batch_size_per_gpu()]
-    try:
-        trainer.propagate_args_to_deepspeed(auto_find_batch_size=True)
-    except UnsupportedArgument as error:
-        found["refused"] = str(error)
-    return found
+    refused = error_of(UnsupportedArgument, trainer.propagate_args_to_deepspeed, auto_find_batch_size=True)
+    return {**found, "refused": refused}
 
 
 def given(folder):
@@ -254,11 +238,7 @@ def another_stage(folder):
     args = arguments(folder / "saved", deepspeed=STAGES[2], save_strategy="steps", save_steps=2)
     Trainer(make_plain(), args, train_dataset=plain_data()).train()
     trainer = Trainer(make_plain(), arguments(folder / "other", deepspeed=STAGES[3]), train_dataset=plain_data())
-    try:
-        trainer.train(resume_from_checkpoint=str(folder / "saved" / "checkpoint-2"))
-    except ValueError as error:
-        return str(error)
-    return "it goes on"
+    return error_of(ValueError, trainer.train, resume_from_checkpoint=str(folder / "saved" / "checkpoint-2"))
 
 
 def check_callbacks(folder):

@@ -16,13 +16,7 @@ from tests.support.parity import build, record
 from tests.support.tiny import plain_data
 
 AUTO = dict.fromkeys(
-    (
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-    ),
-    "auto",
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
 )
 STAGES = {
     **{stage: {**AUTO, "zero_optimization": {"stage": stage}} for stage in (0, 1, 2)},
@@ -36,12 +30,7 @@ OF_CONFIGURATION = {
     },
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-            "total_num_steps": "auto",
-        },
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
     },
 }
 
@@ -54,15 +43,14 @@ def offloaded(stage, *what, **settings):
 
 SHARED = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "trainer": {"eval_dataset": plain_data(32)}}
+BEST = {**SHARED, **EVALUATED, "load_best_model_at_end": True}
+IN_PLAIN_TORCH = {"zero_force_ds_cpu_optimizer": False}
 #: Name → model and settings.
 CASES = {
     **{f"stage {stage}": ("plain", {**SHARED, "deepspeed": config}) for stage, config in STAGES.items()},
     "accumulation 3": ("plain", {**SHARED, "deepspeed": STAGES[2], "gradient_accumulation_steps": 3}),
-    "best": (
-        "plain",
-        {**SHARED, **EVALUATED, "deepspeed": STAGES[2], "load_best_model_at_end": True, "save_total_limit": 2},
-    ),
-    "best, stage 3": ("plain", {**SHARED, **EVALUATED, "deepspeed": STAGES[3], "load_best_model_at_end": True}),
+    "best": ("plain", {**BEST, "deepspeed": STAGES[2], "save_total_limit": 2}),
+    "best, stage 3": ("plain", {**BEST, "deepspeed": STAGES[3]}),
     "llama": ("llama", {**SHARED, "deepspeed": STAGES[2], "gradient_accumulation_steps": 3, "save_steps": 1}),
     "llama, stage 3": ("llama", {**SHARED, "deepspeed": STAGES[3]}),
     "bert": ("bert", {**SHARED, "deepspeed": STAGES[1]}),
@@ -76,29 +64,17 @@ CASES = {
         {**SHARED, "deepspeed": {**OF_CONFIGURATION, "scheduler": None}, "lr_scheduler_type": "cosine"},
     ),
     "configuration's schedule": ("plain", {**SHARED, "deepspeed": {**OF_CONFIGURATION, "optimizer": None}}),
-    "offload": (
-        "plain",
-        {**SHARED, "deepspeed": offloaded(2, "optimizer", zero_force_ds_cpu_optimizer=False)},
-    ),
-    "offload, stage 3": (
-        "plain",
-        {**SHARED, "deepspeed": offloaded(3, "optimizer", "param", zero_force_ds_cpu_optimizer=False)},
-    ),
+    "offload": ("plain", {**SHARED, "deepspeed": offloaded(2, "optimizer", **IN_PLAIN_TORCH)}),
+    "offload, stage 3": ("plain", {**SHARED, "deepspeed": offloaded(3, "optimizer", "param", **IN_PLAIN_TORCH)}),
     "offload, DeepSpeed's Adam": ("plain", {**SHARED, "deepspeed": offloaded(2, "optimizer")}),
     "unclipped": ("plain", {**SHARED, "deepspeed": STAGES[2], "max_grad_norm": 0.0}),
     "weights only": ("plain", {**SHARED, "deepspeed": STAGES[2], "save_only_model": True}),
 }
 #: Runs that go on from a step.
 RESUMED = (
-    ("stage 2", 4),
-    ("stage 2", 6),
-    ("stage 3", 4),
-    ("llama", 3),
-    ("bf16", 4),
-    ("configuration's own", 4),
-    ("configuration's optimizer", 4),
-    ("offload", 4),
-    ("adapters", 4),
+    *(("stage 2", 6), ("llama", 3)),
+    *((name, 4) for name in ("stage 2", "stage 3", "bf16", "configuration's own", "configuration's optimizer")),
+    *(("offload", 4), ("adapters", 4)),
 )
 
 
@@ -123,9 +99,8 @@ def run(library, name, folder, resume=None):
     if trainer.deepspeed is not None:
         weights = trainer.accelerator.get_state_dict(trainer.deepspeed) or {}
         found.weights = {name: tensor.clone() for name, tensor in weights.items()}
-        found.extra["states"] = sorted(
-            str(path.relative_to(folder)) for path in folder.glob("checkpoint-*/global_step*/*")
-        )
+        states = folder.glob("checkpoint-*/global_step*/*")
+        found.extra["states"] = sorted(str(path.relative_to(folder)) for path in states)
     forget()
     return {**vars(found), "random": torch.get_rng_state()}
 

@@ -18,52 +18,15 @@ from tests.docs.documents.running import losses, quiet
 from tests.support.launching import END_OF_FILE, port
 from tests.support.tiny import make_plain, plain_data
 
-# ---- Sections of the configuration, as they stand -------------------------------------------------------------------
-
 #: 292 and 349.
-ZERO = """{
-   "zero_optimization": {
-       "stage": 2,
-       "allgather_partitions": true,
-       "allgather_bucket_size": 5e8,
-       "overlap_comm": true,
-       "reduce_scatter": true,
-       "reduce_bucket_size": 5e8,
-       "contiguous_gradients": true,
-       "cpu_offload": true
-   }
-}"""
-FP16 = """{
-    "fp16": {
-        "enabled": true,
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1
-    },
-}"""
-OPTIMIZER = """{
-   "zero_allow_untested_optimizer": true,
-   "optimizer": {
-       "type": "AdamW",
-       "params": {
-         "lr": 0.001,
-         "betas": [0.8, 0.999],
-         "eps": 1e-8,
-         "weight_decay": 3e-7
-       }
-     }
-}"""
-SCHEDULER = """{
-   "scheduler": {
-         "type": "WarmupLR",
-         "params": {
-             "warmup_min_lr": 0,
-             "warmup_max_lr": 0.001,
-             "warmup_num_steps": 1000
-         }
-     }
-}"""
+ZERO = """{"zero_optimization": {
+  "stage": 2, "allgather_partitions": true, "allgather_bucket_size": 5e8, "overlap_comm": true,
+  "reduce_scatter": true, "reduce_bucket_size": 5e8, "contiguous_gradients": true, "cpu_offload": true}}"""
+FP16 = '{"fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},}'
+OPTIMIZER = """{"zero_allow_untested_optimizer": true, "optimizer": {
+  "type": "AdamW", "params": {"lr": 0.001, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}}}"""
+SCHEDULER = """{"scheduler": {
+  "type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000}}}"""
 AMP = '{"amp": {"enabled": true, "opt_level": "O1"}}'
 CLIPPING = '{"gradient_clipping": 1.0,}'
 STAGE_2 = {"zero_optimization": {"stage": 2}}
@@ -71,7 +34,7 @@ STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 def mended(text):
     """Two of the blocks have a comma too many, which no reader of JSON takes."""
-    return json.loads(text.replace(",}", "}").replace("},\n}", "}\n}"))
+    return json.loads(text.replace(",}", "}"))
 
 
 def scaled(optimizer, **params):
@@ -85,7 +48,6 @@ LONG = {
     "optimizer": scaled(json.loads(OPTIMIZER)["optimizer"], lr=3e-5),
     "scheduler": scaled(json.loads(SCHEDULER)["scheduler"], warmup_max_lr=3e-5, warmup_num_steps=500),
 }
-
 #: Line of v4.1 → configuration and arguments.
 RUNS = {
     201: (STAGE_2, running.NORMAL),
@@ -107,7 +69,6 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """By rank and line, in the processes of one launcher."""
     folder = tmp_path_factory.mktemp("v4.1")
     lines = []
     for line, (config, words) in RUNS.items():
@@ -136,12 +97,7 @@ def test_sections(line, found):
         if number in (245, 292):
             assert zero["offload_optimizer"] == {"device": "cpu"}
     assert found[0][number]["weights"] == found[1][number]["weights"]
-    expectations(number, found[0])
-
-
-def expectations(number, runs):
-    """What a section means for the run."""
-    run = runs[number]
+    runs, run = found[0], found[0][number]
     expected = {
         245: [0.0, 3e-5 * math.log(2) / math.log(500)],  # DeepSpeed's formula
         448: [0.0, 1e-3 * math.log(2) / math.log(1000)],
@@ -189,8 +145,6 @@ def test_amp(line):
         check_config(args.hf_deepspeed_config)
 
 
-# ---- Launchers ------------------------------------------------------------------------------------------------------
-
 FINETUNE = """
 --model_name_or_path sshleifer/distill-mbart-en-ro-12-4 --data_dir wmt_en_ro
 --output_dir output_dir --overwrite_output_dir
@@ -206,9 +160,7 @@ def test_all_devices(line, tmp_path):
     folder.mkdir(parents=True)
     (folder / "ds_config.json").write_text(json.dumps(STAGE_2))
     words = " ".join(FINETUNE.split())
-    block = (
-        "cd examples/seq2seq\n" + f"deepspeed ./finetune_trainer.py --deepspeed ds_config.json {words} {running.TINY}"
-    )
+    block = f"cd examples/seq2seq\ndeepspeed ./finetune_trainer.py --deepspeed ds_config.json {words} {running.TINY}"
     found = running.run(tmp_path, block, "examples/seq2seq/finetune_trainer.py")
     for rank, (run,) in enumerate(found):
         assert (run["place"], run["kind"]) == ([rank, rank, len(found)], "DEEPSPEED")
@@ -224,8 +176,7 @@ def test_launcher_alone(line, tmp_path):
     running.assert_as_release(found)
 
 
-SHARED = (
-    """
+SHARED = f"""
 compute_environment: LOCAL_MACHINE
 distributed_type: DEEPSPEED
 downcast_bf16: 'no'
@@ -233,9 +184,7 @@ machine_rank: 0
 main_training_function: main
 num_machines: 1
 num_processes: 2
-"""
-    + END_OF_FILE
-)
+{END_OF_FILE}"""
 FILE = """
 deepspeed_config:
   deepspeed_config_file: ds_zero3_config.json
@@ -251,8 +200,6 @@ deepspeed_config:
   zero_stage: 2
 mixed_precision: bf16
 """
-
-
 #: Line of the guide → what its file has of its own.
 FILES = {"trainer_guide_zh_v4.48:448": FILE, "trainer_guide_zh_v4.48:467": PLUGIN}
 

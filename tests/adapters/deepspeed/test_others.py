@@ -23,7 +23,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What `others.py` wrote, by case and rank."""
     run = python(*TORCHRUN, str(HERE / "others.py"), str(folder))
     assert run.returncode == 0, run.stderr[-3000:]
     names = ("loading", "in_parts", "evaluating", "generating", "ending_apart", "full", "names", "propagating", "given")
@@ -96,14 +95,8 @@ def test_names(found):
     assert len(losses) == 3
     assert len(set(losses)) == 3
     assert names == {
-        "enabled": True,
-        "type": "DEEPSPEED",
-        "stage": 2,
-        "clipping": 1.0,
-        "unwrapped": True,
-        "engine": "DeepSpeedEngine",
-        "strategy": "KeepDeviceStrategy",
-        "shown": True,
+        **{"enabled": True, "type": "DEEPSPEED", "stage": 2, "clipping": 1.0, "unwrapped": True},
+        **{"engine": "DeepSpeedEngine", "strategy": "KeepDeviceStrategy", "shown": True},
     }
 
 
@@ -158,8 +151,6 @@ def test_fewer_processes(tmp_path):
         assert line["loss"] == pytest.approx(other["loss"], rel=0.2)  # dropout of one process, not of two
 
 
-# ---- Launchers ------------------------------------------------------------------------------------------------------
-
 CONFIG = {**AUTO, "zero_optimization": {"stage": 2}}
 
 
@@ -174,21 +165,15 @@ def test_launchers(tmp_path):
     """torchrun, DeepSpeed's own, ours, and accelerate's with a file and with options: the same weights."""
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(CONFIG))
-    given = ["--deepspeed", str(path)]
+    given, at_port = ["--deepspeed", str(path)], lambda: f"--main_process_port={port()}"
     by_accelerate = accelerate("--use_deepspeed", "--num_processes=2", "--num_machines=1", "--mixed_precision=no")
     runner = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={port()}"]
     started = {
         "torchrun": (TORCHRUN, given),
         "deepspeed": (runner, given),
         "hftrainer": (["-m", "hftrainer", "run", "--nproc", "2"], given),
-        "accelerate, a file": (
-            [*by_accelerate, f"--main_process_port={port()}", f"--deepspeed_config_file={path}"],
-            [],
-        ),
-        "accelerate, options": (
-            [*by_accelerate, f"--main_process_port={port()}", "--zero_stage=2", "--gradient_clipping=1.0"],
-            [],
-        ),
+        "accelerate, a file": ([*by_accelerate, at_port(), f"--deepspeed_config_file={path}"], []),
+        "accelerate, options": ([*by_accelerate, at_port(), "--zero_stage=2", "--gradient_clipping=1.0"], []),
         "its own devices": ([], [*given, "--lightning_config", '{"devices": 2}']),
     }
     found = {}
@@ -202,12 +187,9 @@ def test_launchers(tmp_path):
 
 def test_wrong_device_is_named(tmp_path):
     """DeepSpeed chooses its device by itself."""
-    text = (
-        "from hftrainer_deepspeed import start as deepspeed_start\n"
-        "import datetime, torch\n"
-        "from hftrainer.parallel.processes import Processes\n"
-        "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
-    )
+    text = "from hftrainer_deepspeed import start as deepspeed_start\nimport datetime, torch\n"
+    text += "from hftrainer.parallel.processes import Processes\n"
+    text += "deepspeed_start.connect(Processes(), torch.device('cuda'), datetime.timedelta(1), None)\n"
     script = tmp_path / "script.py"
     script.write_text(text)
     run = python(str(script))
@@ -216,9 +198,8 @@ def test_wrong_device_is_named(tmp_path):
 
 
 def test_explain_names_the_strategy(tmp_path):
-    args = TrainingArguments(
-        str(tmp_path), use_cpu=True, report_to="none", deepspeed={"zero_optimization": {"stage": 1}}
-    )
+    config = {"zero_optimization": {"stage": 1}}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", deepspeed=config)
     assert "strategy=DeepSpeedStrategy()" in str(args.explain())
 
 
@@ -234,7 +215,5 @@ def test_two_processes_killed_go_on(tmp_path):
         assert killed.returncode != 0
     finished = python(*TORCHRUN, *script, str(tmp_path / "killed"), "-1")
     assert finished.returncode == 0, finished.stderr[-3000:]
-    expected, weights = (
-        (tmp_path / name / "final" / "model.safetensors").read_bytes() for name in ("undisturbed", "killed")
-    )
-    assert weights == expected
+    weights = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("undisturbed", "killed")]
+    assert weights[0] == weights[1]

@@ -31,12 +31,8 @@ def pretrained(tmp_path_factory):
 def train(name, folder, pretrained, steps, resume=None):
     library = importlib.import_module(name)
     settings = {
-        "max_steps": steps,
-        "lr_scheduler_type": "constant",
-        "save_steps": 2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
+        **{"max_steps": steps, "lr_scheduler_type": "constant", "save_steps": 2, "logging_steps": 1},
+        **{"report_to": "none", "disable_tqdm": True},
     }
     args = library.TrainingArguments(str(folder), deepspeed=CONFIG, use_cpu=True, **settings)
     model = LlamaForCausalLM.from_pretrained(pretrained)
@@ -58,7 +54,6 @@ def written(tmp_path_factory):
 
 @pytest.fixture(params=["transformers", "hftrainer"])
 def checkpoint(request, written, pretrained, tmp_path):
-    """A copy of a checkpoint of either library, without a manifest."""
     if not (written / request.param).exists():
         train(request.param, written / request.param, pretrained, steps=2)
     shutil.copytree(written / request.param / "checkpoint-2", tmp_path / "checkpoint-2")

@@ -11,7 +11,6 @@ from tests.adapters.deepspeed.sets import STAGES
 from tests.support.tiny import make_plain, plain_data
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
 ZERO = {"stage": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 #: Sections → words of the error.

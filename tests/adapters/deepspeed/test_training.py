@@ -15,7 +15,6 @@ RANKS = ("0", "1")
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What `sets.py` wrote, by library and rank."""
     return of_both_libraries(Path(__file__).with_name("sets.py"), tmp_path_factory.mktemp("sets"))
 
 
@@ -25,7 +24,6 @@ NAMES = [*CASES, *(f"{name}, resumed at {step}" for name, step in RESUMED)]
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("case", NAMES)
 def test_same_as_transformers(found, case, rank):
-    """Log lines, events, files, weights, and the random numbers drawn."""
     ours, theirs = dict(found[f"hftrainer-{rank}"][case]), dict(found[f"transformers-{rank}"][case])
     assert torch.equal(ours.pop("random"), theirs.pop("random"))
     assert_same(ours.pop("weights"), theirs.pop("weights"))

@@ -44,7 +44,6 @@ def written(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(written, tmp_path):
-    """A copy without a manifest: somebody who means harm would mend it."""
     if not written.exists():
         make_trainer(written, steps=2).train()
     folder = tmp_path / "run" / "checkpoint-2"

@@ -1,7 +1,7 @@
 """Trainers of AdapterHub's `adapters`: each trained with evaluations and saves, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ def translated(first: int, end: int) -> Dataset:
 
 
 def classifier(kind: str) -> Any:
-    """A model with a head and an adapter `task`, which is trained."""
     torch.manual_seed(1)
     model = AutoAdapterModel.from_config(config())
     model.add_adapter("task", config=kind)
@@ -47,7 +46,6 @@ def classifier(kind: str) -> Any:
 
 
 def fused() -> Any:
-    """A model with two adapters that stay, and a fusion of them, which is trained."""
     torch.manual_seed(1)
     model = AutoAdapterModel.from_config(config())
     for name in ("first", "second"):
@@ -61,26 +59,13 @@ def fused() -> Any:
 
 
 def translator() -> Any:
-    """BART with an adapter."""
     torch.manual_seed(1)
     marks = {f"{name}_token_id": number for number, name in enumerate(("pad", "unk", "bos", "eos"))}
-    model = BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=len(MARKS) + len(WORDS),
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            decoder_ffn_dim=32,
-            max_position_embeddings=32,
-            dropout=0.0,
-            decoder_start_token_id=marks["eos_token_id"],
-            forced_eos_token_id=marks["eos_token_id"],
-            **marks,
-        )
-    )
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "d_model": 16, "max_position_embeddings": 32}
+    ends = dict.fromkeys(("decoder_start_token_id", "forced_eos_token_id"), marks["eos_token_id"])
+    config = BartConfig(vocab_size=len(MARKS) + len(WORDS), dropout=0.0, **sizes, **ends, **marks)
+    model = BartForConditionalGeneration(config)
     adapters.init(model)
     model.add_adapter("task", config="seq_bn")
     model.train_adapter("task")
@@ -129,12 +114,10 @@ def generate(folder: Path) -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "bottleneck": functools.partial(live, make=functools.partial(classifier, "seq_bn")),
-    "bottleneck_best_at_end": functools.partial(
-        live, make=functools.partial(classifier, "seq_bn"), load_best_model_at_end=True
-    ),
-    "lora": functools.partial(live, make=functools.partial(classifier, "lora")),
-    "prefix_tuning": functools.partial(live, make=functools.partial(classifier, "prefix_tuning")),
-    "fusion": functools.partial(live, make=fused),
+    "bottleneck": partial(live, make=partial(classifier, "seq_bn")),
+    "bottleneck_best_at_end": partial(live, make=partial(classifier, "seq_bn"), load_best_model_at_end=True),
+    "lora": partial(live, make=partial(classifier, "lora")),
+    "prefix_tuning": partial(live, make=partial(classifier, "prefix_tuning")),
+    "fusion": partial(live, make=fused),
     "generation": generate,
 }

@@ -24,34 +24,21 @@ def model() -> Chronos2Model:
     torch.manual_seed(1)
     return Chronos2Model(
         Chronos2CoreConfig(
-            d_model=16,
-            d_kv=8,
-            d_ff=32,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
+            **{"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
             chronos_config={
-                "context_length": 16,
-                "input_patch_size": 4,
-                "input_patch_stride": 4,
-                "output_patch_size": 4,
-                "quantiles": [number / 10 for number in range(1, 10)],
-                "use_reg_token": True,
-                "use_arcsinh": True,
-                "max_output_patches": 2,
+                **dict.fromkeys(("input_patch_size", "input_patch_stride", "output_patch_size"), 4),
+                **{"context_length": 16, "quantiles": [number / 10 for number in range(1, 10)]},
+                **{"use_reg_token": True, "use_arcsinh": True, "max_output_patches": 2},
             },
         )
     )
 
 
 def series(count: int) -> list[dict[str, np.ndarray]]:
-    """Waves, each of another length."""
     return [{"target": np.sin(np.arange(40 + index, dtype=np.float32) / (index + 2)) + index} for index in range(count)]
 
 
 def live(folder: Path, **settings: Any) -> dict[str, Any]:
-    """The record of a life of its Trainer; `settings` go before those of all cases."""
-
     def build(name: str) -> Chronos2Trainer:
         train = Chronos2Dataset(series(6), **SIZES, output_patch_size=4, min_past=4, mode=DatasetMode.TRAIN)
         held_out = Chronos2Dataset(series(5), **SIZES, output_patch_size=4, mode=DatasetMode.VALIDATION)
@@ -69,8 +56,6 @@ def live(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 class Witness(TrainerCallback):
-    """Keeps the state of a run whose Trainer nobody gets."""
-
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = state
 
@@ -80,15 +65,10 @@ def fit(folder: Path, **more: Any) -> dict[str, Any]:
     witness = Witness()
     fitted = Chronos2Pipeline(model()).fit(
         series(6),
-        prediction_length=AHEAD,
         validation_inputs=series(5),
-        context_length=16,
-        batch_size=4,
-        min_past=4,
-        learning_rate=1e-2,
-        num_steps=6,
         output_dir=folder,
         callbacks=[witness],
+        **{**SIZES, "min_past": 4, "learning_rate": 1e-2, "num_steps": 6},
         **{"logging_steps": 1, "eval_steps": 2, "save_steps": 2, "disable_tqdm": True, **more},
     )
     forecast = fitted.predict([one["target"] for one in series(3)], prediction_length=AHEAD)

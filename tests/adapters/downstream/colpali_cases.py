@@ -1,7 +1,7 @@
 """colpali-engine's Trainer: models that find pages by a question, trained with evaluations, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,24 +50,11 @@ class Processor(BaseVisualRetrieverProcessor):
 def model() -> ColModernVBert:
     torch.manual_seed(1)
     marks = {f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     return ColModernVBert(
         ModernVBertConfig(
-            text_config={
-                "vocab_size": IMAGE + 1,
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                **marks,
-            },
-            vision_config={
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 8,
-                "patch_size": 2,
-            },
+            text_config={**sizes, "vocab_size": IMAGE + 1, "num_hidden_layers": 2, **marks},
+            vision_config={**sizes, "num_hidden_layers": 1, "image_size": 8, "patch_size": 2},
             pixel_shuffle_factor=2,
             image_token_id=IMAGE,
         )
@@ -79,21 +66,14 @@ def picture(index: int) -> Image.Image:
 
 
 def pages(first: int, end: int, pictured: bool) -> ColPaliEngineDataset:
-    """Questions, each with its page, as a picture or as text."""
-    page = picture if pictured else functools.partial(sentence, length=5)
+    page = picture if pictured else partial(sentence, length=5)
     rows = [{"query": sentence(index), "pos_target": page(index)} for index in range(first, end)]
     return ColPaliEngineDataset(rows if pictured else Dataset.from_list(rows))
 
 
 def live(
-    folder: Path,
-    pictured: bool = False,
-    lora: bool = False,
-    two_sets: bool = False,
-    **settings: Any,
+    folder: Path, pictured: bool = False, lora: bool = False, two_sets: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """The record of a life; `settings` go before those of all cases."""
-
     def build(name: str) -> ContrastiveTrainer:
         plain = model()
         adapter = LoraConfig(r=2, target_modules=["Wqkv"], modules_to_save=["custom_text_proj"])
@@ -117,7 +97,7 @@ def live(
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "texts": live,
-    "pictures_best_at_end": functools.partial(live, pictured=True, load_best_model_at_end=True),
-    "two_sets": functools.partial(live, two_sets=True),
-    "lora": functools.partial(live, lora=True),
+    "pictures_best_at_end": partial(live, pictured=True, load_best_model_at_end=True),
+    "two_sets": partial(live, two_sets=True),
+    "lora": partial(live, lora=True),
 }

@@ -31,7 +31,6 @@ def declare_operators() -> None:
 
 
 def run(case: Callable[[Path], dict], folder: Path) -> dict[str, Any]:
-    """The record of one case, from the same random numbers as any other."""
     import numpy
     import torch
 

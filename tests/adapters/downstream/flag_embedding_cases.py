@@ -1,8 +1,8 @@
 """FlagEmbedding's runners: embedders and rerankers trained with saves, evaluated, saved, and resumed."""
 
-import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ def save_rows(path: Path, first: int, end: int) -> str:
 
 
 def live(folder: Path, kind: str, data: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
-    """The record of a life; `data` and `settings` go before the arguments of all cases."""
     runner_class, model_arguments, data_arguments, arguments, model = KINDS[kind]
     words = save_bert(Path("words"), model, **({"num_labels": 1} if kind == "reranker" else {}))
     marked = tokenizer()
@@ -86,10 +85,10 @@ def live(folder: Path, kind: str, data: dict[str, Any] | None = None, **settings
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "embedder": functools.partial(live, kind="embedder"),
-    "embedder_one_set_a_batch": functools.partial(
+    "embedder": partial(live, kind="embedder"),
+    "embedder_one_set_a_batch": partial(
         live, kind="embedder", data={"same_dataset_within_batch": True}, dataloader_drop_last=True
     ),
-    "embedder_m3": functools.partial(live, kind="m3", unified_finetuning=True, use_self_distill=True),
-    "reranker": functools.partial(live, kind="reranker"),
+    "embedder_m3": partial(live, kind="m3", unified_finetuning=True, use_self_distill=True),
+    "reranker": partial(live, kind="reranker"),
 }

@@ -1,7 +1,7 @@
 """GLiNER's Trainer: models that find names of any kind, trained with evaluations and saves, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,12 @@ def marked(first: int, end: int, draws: bool = False) -> list[dict[str, Any]]:
 
 
 def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **settings: Any) -> dict[str, Any]:
-    """The record of a life; `settings` go before those of all cases."""
     words = save_bert(Path("words"))
 
     def build(name: str) -> Trainer:
         torch.manual_seed(1)
-        config = GLiNERConfig(
-            model_name=words,
-            hidden_size=16,
-            dropout=0.0,
-            max_width=3,
-            max_len=24,
-            span_mode=span_mode,
-            num_rnn_layers=1,
-        )
+        sizes = {"hidden_size": 16, "dropout": 0.0, "max_width": 3, "max_len": 24, "num_rnn_layers": 1}
+        config = GLiNERConfig(model_name=words, span_mode=span_mode, **sizes)
         model = GLiNER.from_config(config, backbone_from_pretrained=False)
         return Trainer(
             model=model,
@@ -61,10 +53,10 @@ def live(folder: Path, span_mode: str = "markerV0", draws: bool = False, **setti
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "spans": live,
-    "tokens": functools.partial(live, span_mode="token_level"),
-    "kinds_drawn": functools.partial(live, draws=True),
-    "best_at_end": functools.partial(live, load_best_model_at_end=True),
-    "own_rates_and_warmup": functools.partial(
+    "tokens": partial(live, span_mode="token_level"),
+    "kinds_drawn": partial(live, draws=True),
+    "best_at_end": partial(live, load_best_model_at_end=True),
+    "own_rates_and_warmup": partial(
         live, others_lr=1e-3, others_weight_decay=0.1, warmup_steps=0, warmup_ratio=0.5, focal_loss_alpha=0.75
     ),
 }

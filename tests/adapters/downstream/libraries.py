@@ -18,14 +18,7 @@ RESULTS = Path(__file__).with_name("results.json")
 
 @dataclass(frozen=True)
 class Library:
-    """A library whose Trainers run on ours.
-
-    Attributes:
-        name: as it calls itself.
-        cases: the module in this folder that has them.
-        trainers: what the cases run.
-        differs: what is not as with transformers' Trainer; "" for nothing.
-    """
+    """A library, by the name it gives itself, whose Trainers run on ours; what differs from transformers' Trainer."""
 
     name: str
     cases: str
@@ -145,7 +138,6 @@ def _key(result: dict[str, Any]) -> tuple[str, str]:
 
 
 def rows() -> str:
-    """The rows of the page's table."""
     lines = []
     for result in read():
         library, cases = LIBRARIES[result["library"]], result["cases"]

@@ -9,34 +9,19 @@ from tests.adapters.downstream import records
 
 #: A log line each optimizer step; evaluations and checkpoints at the third and the sixth and last.
 SETTINGS = {
-    "max_steps": 6,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "warmup_steps": 2,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
+    **{"max_steps": 6, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4},
+    **{"gradient_accumulation_steps": 2, "learning_rate": 1e-2, "warmup_steps": 2, "logging_steps": 1},
+    **{"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3, "use_cpu": True},
+    **{"report_to": "none", "disable_tqdm": True},
 }
 
 
 def record(
     build: Callable[[str], Any], folder: Path, *, resumes: bool = True, alike: bool = True, **more: Any
 ) -> dict[str, Any]:
-    """The record of a life.
+    """The record of a life, with `more` in it; `build` makes a Trainer that writes into a folder of the name given.
 
-    Args:
-        build: name of a folder below `folder` → a Trainer that writes there, with a model of its own.
-        folder: for what the Trainers write.
-        resumes: train a second one from the first's checkpoint at step 3.
-        alike: False where transformers resumes with other random numbers or weights; ours must end as the first did.
-        more: what else to put into the record.
+    `alike` is False where transformers resumes with other random numbers or weights; ours must end as the first did.
     """
     trainer = build("run")
     output = trainer.train()

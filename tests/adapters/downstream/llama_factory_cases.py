@@ -1,8 +1,8 @@
 """LLaMA-Factory's `run_exp`, as its command line calls it: trained with evaluations and saves, saved, and resumed."""
 
-import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,8 @@ from tests.adapters.downstream.tiny_language import save_model, sentence
 
 SETTINGS = {
     **lives.SETTINGS,
-    "template": "empty",
-    "do_train": True,
-    "do_eval": True,
-    "cutoff_len": 32,
-    "fp16": False,
-    "bf16": False,
-    "save_only_model": False,
+    **{"template": "empty", "do_train": True, "do_eval": True, "cutoff_len": 32},
+    **dict.fromkeys(("fp16", "bf16", "save_only_model"), False),
     "disable_tqdm": False,  # the other callback takes total_flos out of what is written
 }
 #: Format of a data set → its rows, and what dataset_info.json says of it.
@@ -29,11 +24,7 @@ ROWS: dict[str, tuple[Callable[[int], dict[str, Any]], dict[str, Any]]] = {
     "answered": (lambda index: {"instruction": sentence(index), "input": "", "output": sentence(index + 50, 4)}, {}),
     "texts": (lambda index: {"text": sentence(index, 12)}, {"columns": {"prompt": "text"}}),
     "compared": (
-        lambda index: {
-            "instruction": sentence(index),
-            "chosen": sentence(index + 50, 4),
-            "rejected": sentence(index, 3),
-        },
+        lambda i: {"instruction": sentence(i), "chosen": sentence(i + 50, 4), "rejected": sentence(i, 3)},
         {"ranking": True, "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}},
     ),
     "judged": (
@@ -44,14 +35,11 @@ ROWS: dict[str, tuple[Callable[[int], dict[str, Any]], dict[str, Any]]] = {
 
 
 class Witness(TrainerCallback):
-    """Keeps the last state, since `run_exp` gives no Trainer."""
-
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.state = state
 
 
 def save_data(kind: str) -> None:
-    """A folder `data` with sets `train` and `held_out`."""
     row, described = ROWS[kind]
     folder = Path("data")
     folder.mkdir()
@@ -63,13 +51,10 @@ def save_data(kind: str) -> None:
 
 
 def live(folder: Path, data: str, resumes: bool = True, **settings: Any) -> dict[str, Any]:
-    """The record of a run and of one that resumes it; `settings` go before those of all cases."""
     save_data(data)
     given = {
-        "model_name_or_path": save_model(Path("model")),
-        "dataset_dir": "data",
-        "dataset": "train",
-        "eval_dataset": "held_out",
+        **{"model_name_or_path": save_model(Path("model")), "dataset_dir": "data"},
+        **{"dataset": "train", "eval_dataset": "held_out"},
         **SETTINGS,
         **settings,
     }
@@ -92,12 +77,12 @@ def live(folder: Path, data: str, resumes: bool = True, **settings: Any) -> dict
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "sft": functools.partial(live, data="answered", stage="sft", finetuning_type="full"),
-    "sft_lora_best_at_end": functools.partial(
+    "sft": partial(live, data="answered", stage="sft", finetuning_type="full"),
+    "sft_lora_best_at_end": partial(
         live, data="answered", stage="sft", finetuning_type="lora", lora_rank=2, load_best_model_at_end=True
     ),
-    "pretrain": functools.partial(live, data="texts", stage="pt", finetuning_type="full"),
-    "dpo": functools.partial(live, data="compared", stage="dpo", finetuning_type="lora", lora_rank=2),
-    "kto": functools.partial(live, data="judged", stage="kto", finetuning_type="lora", lora_rank=2),
-    "reward": functools.partial(live, data="compared", stage="rm", finetuning_type="lora", resumes=False),
+    "pretrain": partial(live, data="texts", stage="pt", finetuning_type="full"),
+    "dpo": partial(live, data="compared", stage="dpo", finetuning_type="lora", lora_rank=2),
+    "kto": partial(live, data="judged", stage="kto", finetuning_type="lora", lora_rank=2),
+    "reward": partial(live, data="compared", stage="rm", finetuning_type="lora", resumes=False),
 }

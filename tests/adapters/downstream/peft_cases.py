@@ -1,21 +1,13 @@
 """PEFT's adapters in a plain Trainer: each trained with evaluations and saves, saved, resumed, and merged."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import (
-    AdaLoraConfig,
-    IA3Config,
-    LoraConfig,
-    PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
-    get_peft_model,
-)
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from peft.optimizers import create_loraplus_optimizer
 from transformers import (
     AutoModelForCausalLM,
@@ -44,7 +36,6 @@ def labelled(first: int, end: int) -> Dataset:
 
 
 def base(task: str) -> Any:
-    """The model without adapters; the same weights each time."""
     folder = Path("model")
     if not folder.exists():
         save_model(folder, labels=3 if task == "SEQ_CLS" else None)
@@ -53,7 +44,6 @@ def base(task: str) -> Any:
 
 
 def outputs_of(model: Any) -> str:
-    """Digest of what the model says to one sentence."""
     model.eval()
     with torch.no_grad():
         return records.digest(model(**tokenizer()(sentence(1), return_tensors="pt")).logits)
@@ -79,22 +69,12 @@ def live(
 ) -> dict[str, Any]:
     """The record of a Trainer's life, the adapter that is loaded again, and the merged model.
 
-    Args:
-        folder: for what the Trainers write.
-        config: makes the adapters' configuration.
-        adapters: their names; the last is trained.
-        optimizer: makes one of the model.
-        callbacks: of the Trainer.
-        merges: whether such adapters can be merged into the model.
-        resumes: whether PEFT can load such adapters into fresh ones.
-        settings: arguments of the run, over those of all cases.
+    The last of `adapters` is trained. PEFT cannot merge all kinds into a model, nor load all kinds into fresh ones.
     """
     task = config().task_type
-    data, collator = (
-        (labelled, DataCollatorWithPadding(tokenizer()))
-        if task == "SEQ_CLS"
-        else (texts, DataCollatorForLanguageModeling(tokenizer(), mlm=False))
-    )
+    data, collator = texts, DataCollatorForLanguageModeling(tokenizer(), mlm=False)
+    if task == "SEQ_CLS":
+        data, collator = labelled, DataCollatorWithPadding(tokenizer())
     trainers = []
 
     def build(name: str) -> Trainer:
@@ -136,43 +116,30 @@ def plus(model: Any) -> Any:
     return create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
 
 
-lora_live = functools.partial(live, merges=True)
+DOWN = "down_proj"
+lora_live = partial(live, merges=True)
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "lora": functools.partial(lora_live, config=lora),
-    "lora_gradient_checkpointing": functools.partial(lora_live, config=lora, gradient_checkpointing=True),
-    "lora_classifier": functools.partial(
-        lora_live, config=functools.partial(lora, "SEQ_CLS"), load_best_model_at_end=True
-    ),
-    "lora_two_adapters": functools.partial(lora_live, config=lora, adapters=("default", "second")),
-    "lora_plus": functools.partial(lora_live, config=lora, optimizer=plus),
-    "dora": functools.partial(lora_live, config=functools.partial(lora, use_dora=True)),
-    "trained_tokens": functools.partial(lora_live, config=functools.partial(lora, trainable_token_indices=[5, 6])),
-    "adalora": functools.partial(
+    "lora": partial(lora_live, config=lora),
+    "lora_gradient_checkpointing": partial(lora_live, config=lora, gradient_checkpointing=True),
+    "lora_classifier": partial(lora_live, config=partial(lora, "SEQ_CLS"), load_best_model_at_end=True),
+    "lora_two_adapters": partial(lora_live, config=lora, adapters=("default", "second")),
+    "lora_plus": partial(lora_live, config=lora, optimizer=plus),
+    "dora": partial(lora_live, config=partial(lora, use_dora=True)),
+    "trained_tokens": partial(lora_live, config=partial(lora, trainable_token_indices=[5, 6])),
+    "adalora": partial(
         live,
         config=lambda: AdaLoraConfig(
-            task_type="CAUSAL_LM",
-            init_r=4,
-            target_r=2,
-            tinit=1,
-            tfinal=1,
-            deltaT=1,
-            total_step=6,
-            target_modules=["q_proj"],
+            **{"task_type": "CAUSAL_LM", "init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "deltaT": 1},
+            **{"total_step": 6, "target_modules": ["q_proj"]},
         ),
         callbacks=(Allocate,),
         resumes=False,
     ),
-    "ia3": functools.partial(
+    "ia3": partial(
         live,
-        config=lambda: IA3Config(
-            task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
-        ),
+        config=lambda: IA3Config("CAUSAL_LM", target_modules=["k_proj", DOWN], feedforward_modules=[DOWN]),
         merges=True,
     ),
-    "prompt_tuning": functools.partial(
-        live, config=lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    ),
-    "prefix_tuning": functools.partial(
-        live, config=lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    ),
+    "prompt_tuning": partial(live, config=lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
+    "prefix_tuning": partial(live, config=lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)),
 }

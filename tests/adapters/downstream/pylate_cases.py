@@ -1,7 +1,7 @@
 """pylate: ColBERT models in the Trainer of sentence-transformers, trained with evaluations and saves, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,6 @@ def live(
     evaluates: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The record of a life; `evaluates` adds pylate's evaluator, `settings` go before those of all cases."""
     words = save_bert(Path("words"))
 
     def build(name: str) -> SentenceTransformerTrainer:
@@ -70,11 +69,11 @@ def live(
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "contrastive": live,
-    "contrastive_best_at_end": functools.partial(
+    "contrastive_best_at_end": partial(
         live, evaluates=True, load_best_model_at_end=True, metric_for_best_model="accuracy"
     ),
-    "cached_gradients": functools.partial(
-        live, loss=functools.partial(losses.CachedContrastive, mini_batch_size=2), gradient_accumulation_steps=1
+    "cached_gradients": partial(
+        live, loss=partial(losses.CachedContrastive, mini_batch_size=2), gradient_accumulation_steps=1
     ),
-    "distillation": functools.partial(live, loss=losses.Distillation, data=distilled, remove_unused_columns=False),
+    "distillation": partial(live, loss=losses.Distillation, data=distilled, remove_unused_columns=False),
 }

@@ -18,7 +18,6 @@ _TIMED = re.compile(r"^- \*\*(Training|Evaluation|Total)\*\*: |(seconds|minutes|
 
 
 def digest(value: Any) -> str:
-    """Type, shape and checksum of a tensor or an array: equal if and only if every bit is."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         kind, shape = str(value.dtype), tuple(value.shape)
@@ -30,7 +29,6 @@ def digest(value: Any) -> str:
 
 
 def weights(model: torch.nn.Module) -> dict[str, str]:
-    """Name → digest of each parameter and buffer."""
     return {name: digest(tensor) for name, tensor in model.state_dict().items()}
 
 

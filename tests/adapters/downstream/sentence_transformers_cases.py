@@ -1,22 +1,13 @@
 """Trainers of sentence-transformers: each trained with evaluations and saves, evaluated, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sentence_transformers
 from datasets import Dataset, DatasetDict
-from sentence_transformers import (
-    CrossEncoder,
-    CrossEncoderTrainer,
-    CrossEncoderTrainingArguments,
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-    SparseEncoder,
-    SparseEncoderTrainer,
-    SparseEncoderTrainingArguments,
-)
+from sentence_transformers import CrossEncoder, SentenceTransformer, SparseEncoder
 from sentence_transformers.cross_encoder import losses as pair_losses
 from sentence_transformers.cross_encoder.evaluation import CrossEncoderCorrelationEvaluator
 from sentence_transformers.sentence_transformer import losses
@@ -74,21 +65,11 @@ def judge(dropout: float) -> CrossEncoder:
     return CrossEncoder(save_bert(Path("model"), AutoModelForSequenceClassification, dropout, num_labels=1))
 
 
-#: Kind of model → how it is made, its Trainer and arguments, and its evaluator.
-KINDS: dict[str, tuple[Callable[[float], Any], type, type, type]] = {
-    "dense": (
-        embedder,
-        SentenceTransformerTrainer,
-        SentenceTransformerTrainingArguments,
-        EmbeddingSimilarityEvaluator,
-    ),
-    "sparse": (
-        sparse_embedder,
-        SparseEncoderTrainer,
-        SparseEncoderTrainingArguments,
-        SparseEmbeddingSimilarityEvaluator,
-    ),
-    "pairs": (judge, CrossEncoderTrainer, CrossEncoderTrainingArguments, CrossEncoderCorrelationEvaluator),
+#: Kind of model → how it is made, the class before Trainer and TrainingArguments in their names, and its evaluator.
+KINDS: dict[str, tuple[Callable[[float], Any], type, type]] = {
+    "dense": (embedder, SentenceTransformer, EmbeddingSimilarityEvaluator),
+    "sparse": (sparse_embedder, SparseEncoder, SparseEmbeddingSimilarityEvaluator),
+    "pairs": (judge, CrossEncoder, CrossEncoderCorrelationEvaluator),
 }
 
 
@@ -110,27 +91,21 @@ def live(
     dropout: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The record of a Trainer's life.
+    """The record of a Trainer's life; `data` makes a row of its number, or has such functions by dataset.
 
-    Args:
-        folder: for what the Trainers write.
-        kind: a key of `KINDS`.
-        loss: model → its loss, or a dict of losses by dataset.
-        data: number of a row → the row, or a dict of these by dataset.
-        evaluates: with an evaluator beside the evaluation set.
-        dropout: with it the model draws random numbers, and is not resumed: there both libraries differ on purpose.
-        settings: arguments of the run, over those of all cases.
+    With dropout the model draws random numbers, and is not resumed: there both libraries differ on purpose.
     """
-    make, trainer_class, arguments, evaluator = KINDS[kind]
+    make, model_class, evaluator = KINDS[kind]
+    names = (f"{model_class.__name__}{part}" for part in ("Trainer", "TrainingArguments"))
+    trainer_class, arguments = (getattr(sentence_transformers, name) for name in names)
     sets = data if isinstance(data, dict) else {"only": data}
-    train, held_out = (
-        DatasetDict({name: rows(row, *span) for name, row in sets.items()}) for span in ((0, 40), (40, 52))
-    )
+    train = DatasetDict({name: rows(row, 0, 40) for name, row in sets.items()})
+    held_out = DatasetDict({name: rows(row, 40, 52) for name, row in sets.items()})
     start = make(dropout)
     start.save(str(folder / "start"))
 
     def build(name: str) -> Any:
-        model = type(start)(str(folder / "start"))
+        model = model_class(str(folder / "start"))
         return trainer_class(
             model=model,
             args=arguments(str(folder / name), **{**SETTINGS, **settings}),
@@ -155,39 +130,37 @@ def each_its_own(model: SentenceTransformer) -> dict[str, Any]:
 
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "eval_held-out_spearman_cosine"}
 TWO_SETS = {"scored": scored, "pairs": paired}
-dense, sparse, pairs = (functools.partial(live, kind=kind) for kind in KINDS)
+dense, sparse, pairs = (partial(live, kind=kind) for kind in KINDS)
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "dense_scored_best_at_end": functools.partial(
+    "dense_scored_best_at_end": partial(
         dense, loss=losses.CoSENTLoss, data=scored, evaluates=True, learning_rate=0.05, **BEST
     ),
-    "dense_dropout": functools.partial(dense, loss=losses.CosineSimilarityLoss, data=scored, dropout=0.1),
-    "dense_no_duplicates": functools.partial(
+    "dense_dropout": partial(dense, loss=losses.CosineSimilarityLoss, data=scored, dropout=0.1),
+    "dense_no_duplicates": partial(
         dense, loss=losses.MultipleNegativesRankingLoss, data=paired, batch_sampler="no_duplicates"
     ),
-    "dense_cached_gradients": functools.partial(
+    "dense_cached_gradients": partial(
         dense,
-        loss=functools.partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
+        loss=partial(losses.CachedMultipleNegativesRankingLoss, mini_batch_size=2),
         data=triple,
         gradient_accumulation_steps=1,
     ),
-    "dense_matryoshka": functools.partial(
+    "dense_matryoshka": partial(
         dense,
         loss=lambda model: losses.MatryoshkaLoss(model, losses.MultipleNegativesRankingLoss(model), [16, 8]),
         data=triple,
         prompts={"anchor": "what ", "positive": "here "},
     ),
-    "dense_by_label": functools.partial(
-        dense, loss=losses.BatchAllTripletLoss, data=classified, batch_sampler="group_by_label"
-    ),
-    "dense_learning_rates": functools.partial(
+    "dense_by_label": partial(dense, loss=losses.BatchAllTripletLoss, data=classified, batch_sampler="group_by_label"),
+    "dense_learning_rates": partial(
         dense, loss=losses.CoSENTLoss, data=scored, learning_rate_mapping={r".*embeddings.*": 1e-1}
     ),
-    "dense_two_sets_in_turn": functools.partial(
+    "dense_two_sets_in_turn": partial(
         dense, loss=each_its_own, data=TWO_SETS, multi_dataset_batch_sampler="round_robin"
     ),
-    "dense_two_sets_by_size": functools.partial(dense, loss=each_its_own, data=TWO_SETS, evaluates=True),
-    "sparse_splade": functools.partial(sparse, loss=splade, data=triple),
-    "sparse_evaluator": functools.partial(
+    "dense_two_sets_by_size": partial(dense, loss=each_its_own, data=TWO_SETS, evaluates=True),
+    "sparse_splade": partial(sparse, loss=splade, data=triple),
+    "sparse_evaluator": partial(
         sparse,
         loss=lambda model: sparse_losses.SpladeLoss(
             model, sparse_losses.SparseCoSENTLoss(model), document_regularizer_weight=0.01
@@ -195,7 +168,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
         data=scored,
         evaluates=True,
     ),
-    "pairs_scored": functools.partial(pairs, loss=pair_losses.BinaryCrossEntropyLoss, data=scored, evaluates=True),
-    "pairs_dropout": functools.partial(pairs, loss=pair_losses.MSELoss, data=scored, dropout=0.1),
-    "pairs_lists": functools.partial(pairs, loss=pair_losses.LambdaLoss, data=listed),
+    "pairs_scored": partial(pairs, loss=pair_losses.BinaryCrossEntropyLoss, data=scored, evaluates=True),
+    "pairs_dropout": partial(pairs, loss=pair_losses.MSELoss, data=scored, dropout=0.1),
+    "pairs_lists": partial(pairs, loss=pair_losses.LambdaLoss, data=listed),
 }

@@ -3,8 +3,8 @@
 setfit's `train()` resumes no checkpoint. AbsaTrainer needs spaCy and a language model that only its site has.
 """
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +20,14 @@ from tests.adapters.downstream.tiny_bert import save_bert
 from tests.adapters.downstream.tiny_language import sentence
 
 SETTINGS = {
-    "batch_size": 4,
-    "max_steps": 6,
-    "body_learning_rate": 1e-3,
-    "logging_steps": 2,
-    "logging_first_step": True,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "eval_max_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "report_to": "none",
-    "show_progress_bar": False,
+    **{"batch_size": 4, "max_steps": 6, "body_learning_rate": 1e-3, "logging_steps": 2, "logging_first_step": True},
+    **{"eval_strategy": "steps", "eval_steps": 3, "eval_max_steps": 2, "save_strategy": "steps", "save_steps": 3},
+    **{"report_to": "none", "show_progress_bar": False},
 }
 EVENTS = ("on_train_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
 
 
 class Witness(TrainerCallback):
-    """Notes which events came, with whose arguments and model."""
-
     def __init__(self) -> None:
         self.seen: list[list[str]] = []
 
@@ -64,7 +53,6 @@ def accuracy(predicted: Any, wanted: Any) -> dict[str, float]:
 
 
 def save_body(folder: Path) -> str:
-    """A sentence embedder, saved in `folder`."""
     words = Transformer(save_bert(folder.with_name("words")))
     SentenceTransformer(modules=[words, Pooling(words.get_embedding_dimension())], device="cpu").save(str(folder))
     return str(folder)
@@ -89,7 +77,6 @@ def life(trainer: Any, folder: Path) -> dict[str, Any]:
 
 
 def classify(folder: Path, differentiable: bool = False, **settings: Any) -> dict[str, Any]:
-    """A classifier, and a second one that goes on from what the first has saved."""
     start = save_body(Path("body"))
     head = {"use_differentiable_head": True, "head_params": {"out_features": 3}} if differentiable else {}
 
@@ -107,7 +94,6 @@ def classify(folder: Path, differentiable: bool = False, **settings: Any) -> dic
 
 
 def distil(folder: Path) -> dict[str, Any]:
-    """A student that learns from a teacher's embeddings, for which setfit makes no evaluation set."""
     body = save_body(Path("body"))
     teacher, student = (SetFitModel.from_pretrained(body, device="cpu") for _ in range(2))
     Trainer(
@@ -130,9 +116,9 @@ def distil(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "classifier": classify,
-    "best_at_end": functools.partial(classify, load_best_model_at_end=True, body_learning_rate=1e-2),
-    "differentiable_head": functools.partial(classify, differentiable=True, num_epochs=1),
-    "by_epochs": functools.partial(
+    "best_at_end": partial(classify, load_best_model_at_end=True, body_learning_rate=1e-2),
+    "differentiable_head": partial(classify, differentiable=True, num_epochs=1),
+    "by_epochs": partial(
         classify, max_steps=-1, num_epochs=2, num_iterations=1, eval_strategy="epoch", save_strategy="epoch"
     ),
     "distillation": distil,

@@ -1,7 +1,7 @@
 """SpanMarker's Trainer: models that find names, trained with evaluations and saves, saved, and resumed."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ def marked(first: int, end: int, documents: bool = False) -> Dataset:
 
 
 def live(folder: Path, documents: bool = False, by_init: bool = False, **settings: Any) -> dict[str, Any]:
-    """The record of a life; `settings` go before those of all cases, `by_init` has the Trainer make the model."""
     words = save_bert(Path("words"))
     Path("seqeval").mkdir()
     Path("seqeval", "seqeval.py").write_text(METRIC)
@@ -69,7 +68,7 @@ def live(folder: Path, documents: bool = False, by_init: bool = False, **setting
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "words": live,
-    "best_at_end": functools.partial(live, load_best_model_at_end=True, metric_for_best_model="overall_f1"),
-    "documents": functools.partial(live, documents=True),
-    "model_init": functools.partial(live, by_init=True),
+    "best_at_end": partial(live, load_best_model_at_end=True, metric_for_best_model="overall_f1"),
+    "documents": partial(live, documents=True),
+    "model_init": partial(live, by_init=True),
 }

@@ -44,7 +44,6 @@ def run_both(module: str, names: Iterable[str], folder: Path, python: str = sys.
 
 
 def read(folder: Path, way: str, name: str) -> dict[str, Any]:
-    """The record of a case; fails with its traceback where it has none."""
     error = folder / way / f"{name}.error.txt"
     assert not error.exists(), f"{name} by {way}:\n{error.read_text()}"
     return json.loads((folder / way / f"{name}.json").read_text())

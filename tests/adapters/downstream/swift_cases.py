@@ -1,8 +1,8 @@
 """ms-swift's pipelines, whose Trainers are trained with evaluations and saves, saved, and resumed."""
 
-import functools
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,10 @@ from tests.adapters.downstream.tiny_language import assistant, save_model, user
 #: Words of every command line, and their values.
 SETTINGS = {
     **lives.SETTINGS,
-    "model_type": "mistral",
-    "template": "chatml",
-    "add_version": "false",
-    "disable_tqdm": "false",
-    "torch_dtype": "float32",
+    **{"model_type": "mistral", "template": "chatml", "torch_dtype": "float32"},
+    **dict.fromkeys(("add_version", "disable_tqdm", "check_model"), "false"),
     "fp16": "false",  # which it takes for a model in float32, also on a CPU
-    "dataset_num_proc": 1,
-    "dataloader_num_workers": 0,
-    "check_model": "false",
+    **{"dataset_num_proc": 1, "dataloader_num_workers": 0},
 }
 #: Of args.json: the arguments' own text, whose order is another, and what only ours has.
 OWN_ARGUMENTS = ("training_args", "debug", "eval_memmap_dir", "save_on_interrupt", "lightning_config")
@@ -46,7 +41,6 @@ def save_rows(row: Callable[[int], dict[str, Any]], first: int, end: int, path: 
 def live(
     folder: Path, pipeline: type = SwiftSft, row: Callable[[int], dict[str, Any]] = answered, **settings: Any
 ) -> dict[str, Any]:
-    """The record of a life of the Trainer that a pipeline makes; `settings` go before those of all cases."""
     given = {
         "model": save_model(Path("model")),
         "dataset": save_rows(row, 0, 40, "train.jsonl"),
@@ -73,8 +67,8 @@ def live(
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "sft": functools.partial(live, tuner_type="full"),
-    "sft_lora": functools.partial(live, tuner_type="lora", load_best_model_at_end="true"),
-    "pretrain": functools.partial(live, pipeline=SwiftPretrain, tuner_type="full"),
-    "dpo": functools.partial(live, pipeline=SwiftRLHF, row=compared, rlhf_type="dpo", tuner_type="lora"),
+    "sft": partial(live, tuner_type="full"),
+    "sft_lora": partial(live, tuner_type="lora", load_best_model_at_end="true"),
+    "pretrain": partial(live, pipeline=SwiftPretrain, tuner_type="full"),
+    "dpo": partial(live, pipeline=SwiftRLHF, row=compared, rlhf_type="dpo", tuner_type="lora"),
 }

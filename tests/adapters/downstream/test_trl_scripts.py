@@ -12,7 +12,6 @@ from tests.adapters.downstream.tiny_language import save_model
 from tests.adapters.downstream.trl_cases import SETTINGS, answers, text
 
 pytestmark = pytest.mark.slow
-
 #: Who runs the script → the words before the script's name.
 WAYS = {"transformers": ["-m"], "hftrainer": ["-m", "hftrainer", "run", "-m"]}
 #: Script → what its data has in a row, and more words.

@@ -10,13 +10,7 @@ from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
 
 from tests.adapters.downstream.tiny_language import WORDS
 
-MARKS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
+MARKS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -30,18 +24,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def config(dropout: float = 0.0, **more: int) -> BertConfig:
-    """Of a model of about 4,000 parameters."""
-    return BertConfig(
-        vocab_size=len(MARKS) + len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=32,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **more,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"vocab_size": len(MARKS) + len(WORDS), "max_position_embeddings": 32}
+    return BertConfig(**sizes, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **more)
 
 
 def save_bert(folder: Path, kind: type = AutoModel, dropout: float = 0.0, **more: int) -> str:

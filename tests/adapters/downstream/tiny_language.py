@@ -38,17 +38,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def sentence(index: int, length: int = 6) -> str:
-    """The same words for the same index, others for the next."""
     return " ".join(WORDS[(index * 7 + place * (index % 5 + 3)) % len(WORDS)] for place in range(length))
 
 
 def user(index: int) -> list[dict[str, str]]:
-    """A conversation's first turn."""
     return [{"role": "user", "content": sentence(index)}]
 
 
 def assistant(index: int) -> list[dict[str, str]]:
-    """An answer."""
     return [{"role": "assistant", "content": sentence(index + 50, 3 + index % 4)}]
 
 

@@ -1,7 +1,7 @@
 """Trainers of TRL: each is trained with evaluations and saves, evaluated, saved, and resumed by a new one."""
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +25,7 @@ def live(
     given: Callable[[], dict[str, Any]] = dict,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The record of a Trainer's life.
-
-    Args:
-        folder: for what the Trainers write.
-        kind: first part of the names of the Trainer and its config.
-        data: number of a row → the row.
-        streaming: whether the training data is a stream.
-        given: more arguments for the Trainer, made anew for each.
-        settings: arguments of the run, over those of all cases.
-    """
+    """The record of a Trainer's life; `kind` begins its name and its config's, `data` makes a row of its number."""
     model = save_model(Path("model"), labels=1 if kind == "Reward" else None)
     trainer_class, config = getattr(trl, f"{kind}Trainer"), getattr(trl, f"{kind}Config")
     train, held_out = (Dataset.from_list([data(index) for index in range(*rows)]) for rows in ((40,), (40, 46)))
@@ -60,7 +51,6 @@ def live(
 
 
 def lora(task: str = "CAUSAL_LM") -> dict[str, Any]:
-    """Adapters for the model, with dropout."""
     return {"peft_config": LoraConfig(task_type=task, **LORA)}
 
 
@@ -77,12 +67,10 @@ def conversation(index: int) -> dict[str, Any]:
 
 
 def answers(index: int) -> dict[str, Any]:
-    """A question with a better and a worse answer."""
     return {"prompt": user(index), "chosen": assistant(index), "rejected": assistant(index + 11)}
 
 
 def judged(index: int) -> dict[str, Any]:
-    """A question with an answer, and whether that was wanted."""
     return {"prompt": sentence(index), "completion": " " + sentence(index + 50), "label": index % 3 != 0}
 
 
@@ -91,7 +79,6 @@ def question(index: int) -> dict[str, Any]:
 
 
 def says_wanted(completions: list, wanted: list[str], **kwargs: Any) -> list[float]:
-    """How often an answer has the wanted word, and a little for its length."""
     said = [answer[0]["content"] for answer in completions]
     return [words.count(word) + 0.01 * len(words) for words, word in zip(said, wanted, strict=True)]
 
@@ -102,14 +89,8 @@ def short(completions: list, **kwargs: Any) -> list[float]:
 
 #: Four answers to a question, short ones; a batch of all questions' answers is made every other step.
 ONLINE = {
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "max_steps": 4,
-    "save_steps": 3,
-    "eval_steps": 4,
-    "beta": 0.1,
+    **{"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations": 4},
+    **{"max_completion_length": 8, "max_steps": 4, "save_steps": 3, "eval_steps": 4, "beta": 0.1},
 }
 
 
@@ -118,30 +99,26 @@ def rewards() -> dict[str, Any]:
 
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "sft_text": functools.partial(live, kind="SFT", data=text),
-    "sft_text_in_bf16": functools.partial(live, kind="SFT", data=text, bf16=True, max_grad_norm=0.1),
-    "sft_completion": functools.partial(live, kind="SFT", data=completion),
-    "sft_conversation": functools.partial(live, kind="SFT", data=conversation, assistant_only_loss=True),
-    "sft_packing": functools.partial(
+    "sft_text": partial(live, kind="SFT", data=text),
+    "sft_text_in_bf16": partial(live, kind="SFT", data=text, bf16=True, max_grad_norm=0.1),
+    "sft_completion": partial(live, kind="SFT", data=completion),
+    "sft_conversation": partial(live, kind="SFT", data=conversation, assistant_only_loss=True),
+    "sft_packing": partial(
         live, kind="SFT", data=text, packing=True, packing_strategy="wrapped", max_length=16, eval_packing=False
     ),
-    "sft_streaming": functools.partial(live, kind="SFT", data=text, streaming=True),
-    "sft_lora": functools.partial(live, kind="SFT", data=text, given=lora),
-    "sft_lora_streaming": functools.partial(live, kind="SFT", data=completion, given=lora, streaming=True),
-    "dpo": functools.partial(live, kind="DPO", data=answers),
-    "dpo_precomputed": functools.partial(live, kind="DPO", data=answers, precompute_ref_log_probs=True),
-    "dpo_synced_reference": functools.partial(
-        live, kind="DPO", data=answers, sync_ref_model=True, ref_model_sync_steps=2
-    ),
-    "dpo_lora": functools.partial(live, kind="DPO", data=answers, given=lora),
-    "reward": functools.partial(live, kind="Reward", data=answers),
-    "reward_lora": functools.partial(live, kind="Reward", data=answers, given=functools.partial(lora, "SEQ_CLS")),
-    "kto": functools.partial(live, kind="KTO", data=judged),
-    "kto_lora": functools.partial(live, kind="KTO", data=judged, given=lora),
-    "grpo": functools.partial(live, kind="GRPO", data=question, given=rewards, **ONLINE),
-    "grpo_two_iterations": functools.partial(
-        live, kind="GRPO", data=question, given=rewards, num_iterations=2, **ONLINE
-    ),
-    "grpo_lora": functools.partial(live, kind="GRPO", data=question, given=lambda: {**rewards(), **lora()}, **ONLINE),
-    "rloo": functools.partial(live, kind="RLOO", data=question, given=rewards, **ONLINE),
+    "sft_streaming": partial(live, kind="SFT", data=text, streaming=True),
+    "sft_lora": partial(live, kind="SFT", data=text, given=lora),
+    "sft_lora_streaming": partial(live, kind="SFT", data=completion, given=lora, streaming=True),
+    "dpo": partial(live, kind="DPO", data=answers),
+    "dpo_precomputed": partial(live, kind="DPO", data=answers, precompute_ref_log_probs=True),
+    "dpo_synced_reference": partial(live, kind="DPO", data=answers, sync_ref_model=True, ref_model_sync_steps=2),
+    "dpo_lora": partial(live, kind="DPO", data=answers, given=lora),
+    "reward": partial(live, kind="Reward", data=answers),
+    "reward_lora": partial(live, kind="Reward", data=answers, given=partial(lora, "SEQ_CLS")),
+    "kto": partial(live, kind="KTO", data=judged),
+    "kto_lora": partial(live, kind="KTO", data=judged, given=lora),
+    "grpo": partial(live, kind="GRPO", data=question, given=rewards, **ONLINE),
+    "grpo_two_iterations": partial(live, kind="GRPO", data=question, given=rewards, num_iterations=2, **ONLINE),
+    "grpo_lora": partial(live, kind="GRPO", data=question, given=lambda: {**rewards(), **lora()}, **ONLINE),
+    "rloo": partial(live, kind="RLOO", data=question, given=rewards, **ONLINE),
 }

@@ -18,13 +18,11 @@ class RayBackend(OneProcessBackend):
         return {"hp_space": lambda trial: {name: tune.grid_search(choices) for name, choices in values.items()}}
 
     def keywords(self, trainer):
-        """Quiet, in a folder of the test, and with one process for all trials that come after one another."""
         results = Path(trainer.args.output_dir).absolute().parent / "results"
         return {"n_trials": 1, "verbose": 0, "reuse_actors": True, "storage_path": str(results)}
 
 
 def make_saving(folder, trainer=(), **settings):
-    """A Trainer of four steps, with an evaluation and a checkpoint after each second one."""
     often = {"max_steps": 4, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     return make_trainer(folder, trainer, **{**often, **settings})
 
@@ -56,7 +54,6 @@ class Diary(TrainerCallback):
 
 
 def read(path):
-    """What a diary holds."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
@@ -74,7 +71,6 @@ def worse_later(metrics):
 
 
 def make_of_trial(trial):
-    """A model whose width is searched; the Trainer makes one without a trial first."""
     return with_width(16 if trial is None else trial["width"])
 
 

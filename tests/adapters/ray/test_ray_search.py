@@ -21,16 +21,8 @@ from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument
 from hftrainer.search.packing import pack
 from hftrainer_ray import search as ray_search
 from hftrainer_ray.search import RaySearch
-from tests.adapters.ray.searches import (
-    Diary,
-    RayBackend,
-    lower_rate,
-    make_of_trial,
-    make_saving,
-    read,
-    space,
-    worse_later,
-)
+from tests.adapters.ray import searches
+from tests.adapters.ray.searches import Diary, RayBackend, make_of_trial, make_saving, read, space
 from tests.support.differences import OWN_FILES
 from tests.support.parity import accuracy, alike, assert_equal, build
 from tests.support.searches import nothing
@@ -47,8 +39,6 @@ class TestRay(RayBackend):
 
 backend = TestRay()
 search, grid = backend.search, backend.grid
-
-# ---- Against transformers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("settings", [{"eval_strategy": "epoch", "save_total_limit": 1}, {}], ids=str)
@@ -74,9 +64,6 @@ def test_same_search(tmp_path, settings):
         }
 
     alike(run, assert_equal)
-
-
-# ---- Schedulers and search algorithms --------------------------------------------------------------------------
 
 
 def test_asha_stops_bad_trials(tmp_path, monkeypatch):
@@ -113,7 +100,7 @@ def test_population_based_training(tmp_path):
     """The worse trial goes on from the better one's checkpoint, at its step, with hyperparameters of its own."""
     given = {"callbacks": [Diary(tmp_path / "diary")]}
     trainer = make_saving(tmp_path / "out", given, max_steps=6, logging_steps=1, lr_scheduler_type="linear")
-    explored = {"hyperparam_mutations": {"learning_rate": [2.0, 1e-3]}, "custom_explore_fn": lower_rate}
+    explored = {"hyperparam_mutations": {"learning_rate": [2.0, 1e-3]}, "custom_explore_fn": searches.lower_rate}
     often = {"time_attr": "training_iteration", "perturbation_interval": 2, "quantile_fraction": 0.5, "synch": True}
     scheduler = PopulationBasedTraining(**explored, **often, resample_probability=0)
     best = search(trainer, **grid(learning_rate=[2.0, 1e-3]), scheduler=scheduler)
@@ -149,9 +136,6 @@ def test_search_algorithms_are_passed_through(tmp_path):
         assert folder.is_dir() and not (tmp_path / "out" / f"run-{trial.trial_id}").exists()
 
 
-# ---- Ended and started again -----------------------------------------------------------------------------------
-
-
 def test_killed_and_resumed(tmp_path, processes):
     """A search that is killed in its second trial: the first is not trained again, the second goes on."""
     how = {"env": {**processes.environment(), "TUNE_GLOBAL_CHECKPOINT_S": "0"}, "cwd": processes.ROOT}
@@ -178,9 +162,6 @@ def test_truncated_state_does_not_start_a_new_search(tmp_path):
         search(make_saving(tmp_path / "out"), name="search", resume="AUTO")
 
 
-# ---- Objectives ------------------------------------------------------------------------------------------------
-
-
 def test_mistakes_end_the_search(tmp_path):
     """What every other trial would find too reaches the user as it is."""
     trainer, rates = make_saving(tmp_path / "out"), grid(learning_rate=[1e-3, 1e-2])
@@ -192,7 +173,9 @@ def test_mistakes_end_the_search(tmp_path):
 def test_which_objectives_count(tmp_path, monkeypatch):
     """The last of a trial, or with ray_scope='all' the best: here that of a trial which gets worse afterwards."""
     trainer = make_saving(tmp_path / "out", ray_scope="all")
-    best = search(trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=worse_later, direction="maximize")
+    best = search(
+        trainer, **grid(learning_rate=[2.0, 1e-5]), compute_objective=searches.worse_later, direction="maximize"
+    )
     results = RaySearch(components=None)  # which reading results does not need
     results.directions = ["maximize"]
     chosen = [results._best(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
@@ -202,8 +185,6 @@ def test_which_objectives_count(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_SCOPE", "avg")  # where v5 has it
     assert ray_search._scope(TrainingArguments(str(tmp_path))) == "avg"
 
-
-# ---- Bad input -------------------------------------------------------------------------------------------------
 
 PBT = PopulationBasedTraining(hyperparam_mutations={"learning_rate": [1, 2]})
 #: What the search is given → the error, its words, and arguments of the Trainer.
@@ -243,12 +224,7 @@ def test_refused(tmp_path, case):
     backend.assert_refused(tmp_path, *refused, **settings)
 
 
-# ---- On the way into another process ---------------------------------------------------------------------------
-
-
 class Holding(TrainerCallback):
-    """Holds the Trainer, as callbacks do, and something else."""
-
     def __init__(self, trainer, other=None):
         self.trainer, self.other = trainer, other
 

@@ -16,7 +16,6 @@ from tests.support.tiny import plain_data
 
 
 def fit(folder, datasets=None, **config):
-    """Train with two workers; Ray's result, and what each worker has found."""
     folder.mkdir(exist_ok=True)
     two = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
     once = ray.train.FailureConfig(max_failures=1)

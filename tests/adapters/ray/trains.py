@@ -14,8 +14,6 @@ from tests.support.tiny import make_plain, plain_data
 
 
 class Falls(TrainerCallback):
-    """Kills its process at a step, the first time."""
-
     def __init__(self, mark, step):
         self.mark, self.step = Path(mark), step
 
@@ -39,7 +37,6 @@ def weights(trainer):
 
 
 def alone(folder):
-    """Train the same without Ray, in each rank."""
     torch.set_num_threads(1)
     trainer = make_trainer(folder, save_strategy="no")
     trainer.train()

@@ -9,10 +9,7 @@ import pytest
 
 from tests.support import processes
 
-OPTIMIZERS = [
-    *("adam", "amsgrad", "adamw", "sgd", "schedule"),
-    *("clipnorm", "global clipnorm", "clipvalue", "weight decay"),
-]
+OPTIMIZERS = "adam,amsgrad,adamw,sgd,schedule,clipnorm,global clipnorm,clipvalue,weight decay".split(",")
 
 
 @pytest.fixture(scope="module")

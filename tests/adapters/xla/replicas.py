@@ -30,12 +30,8 @@ xm.reduce_gradients = reduce_gradients
 
 if __name__ == "__main__":
     folder = sys.argv[1]
-    settings = {
-        "per_device_train_batch_size": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 6,
-        "per_device_eval_batch_size": 3,
-    }
+    settings = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 3}
+    settings |= {"eval_strategy": "steps", "eval_steps": 6}
     saved = {"save_strategy": "steps", "save_steps": 6, "tpu_num_cores": SIZE}
     run = trainer(folder, "llama", samples=40, **settings, **saved)
     with torch.no_grad():  # replicas begin with the weights of the first

@@ -19,7 +19,6 @@ MODELS = {name: tiny.MODELS[name] for name in ("plain", "bert", "llama", "peft")
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """The devices draw other random numbers."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -32,27 +31,19 @@ def trainer(output_dir, name="plain", *, dropout=False, samples=38, callbacks=()
     make, data = MODELS[name]
     model = model or (make() if dropout else without_dropout(make()))
     defaults = {
-        "max_steps": 12,
-        "logging_steps": 3,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "report_to": "none",
+        **{"max_steps": 12, "logging_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 1e-3},
+        **{"weight_decay": 0.1, "save_strategy": "no", "disable_tqdm": True, "report_to": "none"},
     }
     args = TrainingArguments(str(output_dir), **{**defaults, **settings})
     return kind(model, args, train_dataset=data(samples), eval_dataset=data(10), callbacks=list(callbacks))
 
 
 def numbers(done: Trainer) -> list[dict]:
-    """The log lines without their times."""
     timed = ("runtime", "per_second", "preparation_time")
     return [{k: v for k, v in line.items() if not k.endswith(timed)} for line in done.state.log_history]
 
 
 def assert_close(ours: Trainer, other: Trainer, tolerance: float = TOLERANCE, compared: slice = slice(None)) -> None:
-    """The same log lines, or the same of those that are compared, and the same weights."""
     lines, others = numbers(ours)[compared], numbers(other)[compared]
     assert [line.keys() for line in lines] == [line.keys() for line in others]
     for line, expected in zip(lines, others, strict=True):
@@ -68,7 +59,6 @@ def weights(done: Trainer) -> dict[str, torch.Tensor]:
 
 
 def run_script(*words: str, timeout: float = 240, **environment: str) -> subprocess.CompletedProcess:
-    """A script in a process of its own, from the root of the repository."""
     env = {**processes.environment(), "PJRT_DEVICE": "CPU", **environment}
     return subprocess.run(
         [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout, check=False

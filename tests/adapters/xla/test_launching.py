@@ -45,11 +45,7 @@ def replicas(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {
-        **processes.environment(),
-        "PJRT_LOCAL_PROCESS_COUNT": "2",
-        "MASTER_PORT": str(port),
-    }
+    env = {**processes.environment(), "PJRT_LOCAL_PROCESS_COUNT": "2", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.adapters.xla.replicas", str(folder)],

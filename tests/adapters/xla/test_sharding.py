@@ -59,7 +59,6 @@ def test_spmd_compiles_nothing_twice(spmd):
 
 
 def test_spmd_checkpoints_are_ordinary(spmd, on_cpu, tmp_path):
-    """The CPU goes on from them."""
     folder = os.path.join(spmd[0], "plain", "checkpoint-6")
     assert load_file(os.path.join(folder, "model.safetensors")).keys() == on_cpu.model.state_dict().keys()
     resumed = trainer(tmp_path, "llama", use_cpu=True, **EVALUATED)

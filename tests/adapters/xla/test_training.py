@@ -79,7 +79,6 @@ def test_resumed_within_an_epoch(tmp_path, name):
 
 @pytest.mark.parametrize("first_on_cpu", [True, False])
 def test_checkpoints_of_the_cpu_and_of_xla(tmp_path, first_on_cpu):
-    """Each goes on from the other's."""
     whole = trained(tmp_path / "whole", "bert", use_cpu=True)
     trained(tmp_path, "bert", use_cpu=first_on_cpu, save_strategy="steps", save_steps=5)
     folder = tmp_path / "checkpoint-5"
@@ -116,15 +115,9 @@ def test_tied_weights(tmp_path):
 
     def make():
         torch.manual_seed(1)
-        config = LlamaConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=32,
-            tie_word_embeddings=True,
-        )
+        sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes |= {"num_key_value_heads": 2, "intermediate_size": 32}
+        config = LlamaConfig(**sizes, tie_word_embeddings=True)
         return without_dropout(LlamaForCausalLM(config))
 
     ours = trained(tmp_path / "xla", "llama", model=make())
@@ -181,8 +174,6 @@ def test_ragged_last_batch(tmp_path, caplog):
 
 
 class InfiniteOnce(Trainer):
-    """Its third loss is infinite."""
-
     calls = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -240,10 +231,7 @@ def test_optimizer_made_before_the_model_moves(tmp_path):
         Trainer(model, args, optimizers=(optimizer, None))
     model.to(args.device)
     Trainer(
-        model,
-        args,
-        train_dataset=MODELS["plain"][1](),
-        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+        model, args, train_dataset=MODELS["plain"][1](), optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None)
     ).train()
 
 

@@ -22,7 +22,6 @@ def make_questions(data_args):
 
 
 def features_of(examples, features):
-    """Id of each example → the places of its features."""
     found = {identity: [] for identity in examples["id"]}
     for place, identity in enumerate(features["example_id"]):
         found[identity].append(place)
@@ -30,7 +29,6 @@ def features_of(examples, features):
 
 
 def answer_metric(prediction):
-    """Words that predictions and labels have in common."""
     pairs = zip(prediction.predictions, prediction.label_ids, strict=True)
     return {"common": sum(len(set(found.split()) & set(right.split())) for found, right in pairs)}
 
@@ -54,7 +52,6 @@ class AnswerTrainer(Trainer):
         return output
 
     def answered(self, examples, dataset, output, prefix):
-        """The answers, and all metrics."""
         found = self.post_process_function(examples, dataset, output.predictions, prefix)
         prediction = EvalPrediction(predictions=found, label_ids=[answer["text"] for answer in examples["answer"]])
         metrics = {f"{prefix}_{name}": value for name, value in self.compute_metrics(prediction).items()}

@@ -9,7 +9,6 @@ from transformers import EvalPrediction, Trainer, YolosConfig, YolosForObjectDet
 
 
 def to_batch(change, rows):
-    """Pictures with boxes as centre and size, relative to the picture."""
     labels = []
     for (row, column), label in zip(rows["place"], rows["label"], strict=True):
         box = torch.tensor([[column + SQUARE / 2, row + SQUARE / 2, SQUARE, SQUARE]]) / SIZE

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 logger = logging.getLogger(__name__)
-
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -66,7 +65,6 @@ def begin(arguments=TrainingArguments):
 
 
 def sentence(number, length):
-    """Words that follow from a number."""
     return " ".join(WORDS[(number * (place + 3) + place * place) % len(WORDS)] for place in range(length))
 
 
@@ -88,12 +86,10 @@ def prepare(training_args, raw, function, keep=False):
 
 
 def splits(data):
-    """What a Trainer is trained and evaluated on, as keywords."""
     return {"train_dataset": data["train"], "eval_dataset": data["validation"]}
 
 
 def word_tokenizer():
-    """A tokenizer with one token a word, built as BERT's."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     core = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -108,7 +104,6 @@ def decode(tokenizer, ids):
 
 
 def encoder_sizes(hidden_size=16):
-    """The sizes of a small encoder, in the words of most configs."""
     layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
     return {"hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, **layers}
 
@@ -124,26 +119,22 @@ def make_t5(tokenizer, hidden_size=16):
 
 
 def accuracy(prediction):
-    """The share of right classes, where there are labels."""
     found, labels = prediction
     found = found.argmax(axis=-1) if found.ndim > labels.ndim else found
     return {"accuracy": float((found == labels)[labels != -100].mean())}
 
 
 def best_tokens(logits, labels):
-    """What is kept of each batch's logits."""
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
 
 
 def report(trainer, split, metrics, samples):
-    """Write the metrics of one split, with the number of its samples."""
     metrics[f"{split}_samples"] = samples
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
 
 
 def train(trainer, checkpoint):
-    """Train, save the model, and write metrics and state."""
     result = trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     report(trainer, "train", result.metrics, len(trainer.train_dataset))
@@ -151,7 +142,6 @@ def train(trainer, checkpoint):
 
 
 def evaluate(trainer, perplexity=False, **keywords):
-    """Evaluate, and write the metrics."""
     metrics = trainer.evaluate(**{"metric_key_prefix": "eval", **keywords})
     if perplexity:
         metrics["perplexity"] = math.exp(metrics["eval_loss"])
@@ -159,25 +149,21 @@ def evaluate(trainer, perplexity=False, **keywords):
 
 
 def predict(trainer, *data, **keywords):
-    """Predict, and write the metrics; what was predicted."""
     output = trainer.predict(*data, **{"metric_key_prefix": "predict", **keywords})
     report(trainer, "predict", output.metrics, len(data[0]))
     return output.predictions
 
 
 def describe(trainer, task, **more):
-    """Write the model card."""
     trainer.create_model_card(tasks=task, dataset="generated", dataset_tags="generated", **more)
 
 
 def finish(trainer, checkpoint, task, perplexity=False, **card):
-    """Train, evaluate and describe: the end of the scripts that do not predict."""
     train(trainer, checkpoint)
     evaluate(trainer, perplexity)
     describe(trainer, task, **card)
 
 
 def write(trainer, name, value):
-    """Write predictions into the output folder, from the main process."""
     if trainer.is_world_process_zero():
         Path(trainer.args.output_dir, name).write_text(json.dumps(value, indent=1))

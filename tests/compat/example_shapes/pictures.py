@@ -23,7 +23,6 @@ def make_pictures(data_args, **more):
 
 
 def pixels(image):
-    """`(3, SIZE, SIZE)`, centred."""
     return torch.tensor(np.array(image), dtype=torch.float32).permute(2, 0, 1).sub(0.5).div(0.5)
 
 

@@ -19,7 +19,6 @@ def text_of(i):
 
 
 def sound_of(i):
-    """A tone for each letter of the text."""
     return np.concatenate([np.sin(np.arange(400) * 0.1 * (1 + LETTERS.index(one))) for one in text_of(i).split()])
 
 
@@ -33,7 +32,6 @@ def collate(processor, features):
 
 
 def make_processor(folder, texts):
-    """The processor, saved in the output folder."""
     letters = sorted({letter for text in texts for letter in text})
     vocabulary = {letter: number for number, letter in enumerate(["|", *letters[1:], "[UNK]", "[PAD]"])}
     os.makedirs(folder, exist_ok=True)

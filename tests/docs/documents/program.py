@@ -24,8 +24,6 @@ if "INSTALL" in os.environ:
     hftrainer.install()
 LIBRARY = transformers if "INSTALL" in os.environ else hftrainer
 PARSERS = (transformers.HfArgumentParser, hftrainer.HfArgumentParser)
-
-
 TEXTS = "task task_name data_dir src_lang tgt_lang dataset_name dataset_config_name source_lang target_lang final_model"
 NUMBERS = "max_seq_length n_train max_train_samples"
 #: Those of the documents' scripts, which make a tiny model and data of them here.

@@ -26,18 +26,15 @@ NORMAL = "--output_dir out --learning_rate 0.01"
 
 
 def quiet(folder, kind=TrainingArguments, **settings):
-    """Arguments for a short run on the CPU that logs each step."""
     defaults = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     return kind(str(folder), **{**defaults, "max_steps": 2, **settings})
 
 
 def losses(logs):
-    """Of the steps of a run."""
     return [line["loss"] for line in logs if "loss" in line]
 
 
 def several(*lines):
-    """The words for runs one after the other in the same processes."""
     return " + ".join(f"{line} {TINY}" for line in lines)
 
 
@@ -61,7 +58,6 @@ def run(folder, block, *programs, **environment):
 
 
 def run_python(folder, words, fresh=False, **environment):
-    """What `python` with the script and these words found."""
     env = {**processes.environment(), "FOUND": str(folder), **environment}
     done = processes.run(program.__file__, *shlex.split(words), cwd=folder, env=env, fresh=fresh)
     assert done.returncode == 0, done.stderr

@@ -25,7 +25,6 @@ OURS = ("test_code.py", "test_launching.py")
 
 @functools.cache
 def names_of_tests(path):
-    """The names of the tests of a file."""
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     return {node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
@@ -40,9 +39,7 @@ def test_each_block_has_a_test_or_a_reason(document, lines, row):
         assert any(row["differs"] in rows for rows in DIFFERENCES.values())
     if "test" in row:
         path, _, name = row["test"].rpartition("::")
-        assert any(
-            name in names_of_tests(file) for file in ([TESTS / path] if path else [HERE / each for each in OURS])
-        )
+        assert any(name in names_of_tests(file) for file in ([TESTS / path] if path else [HERE / one for one in OURS]))
 
 
 def test_each_test_is_of_a_block():

@@ -20,14 +20,10 @@ from tests.support.parity import alike, assert_equal, assert_same_weights, build
 
 
 def make(folder, trainer_class=Trainer, model=None, data=8, **given):
-    """A Trainer of a tiny model; keywords that are arguments go to its arguments."""
     fields = TrainingArguments.__dataclass_fields__
     settings = {name: given.pop(name) for name in list(given) if name in fields}
     given.setdefault("train_dataset", tiny.plain_data(data))
     return trainer_class(tiny.make_plain() if model is None else model, quiet(folder, **settings), **given)
-
-
-# ---- Subclasses -----------------------------------------------------------------------------------------------------
 
 
 def my_custom_loss(logits, labels):
@@ -120,8 +116,6 @@ def test_own_optimizer_and_scheduler(tmp_path):
     assert [line["learning_rate"] for line in trainer.state.log_history if "loss" in line] == [0.1, 0.1]
 
 
-# ---- Signatures -----------------------------------------------------------------------------------------------------
-
 #: Methods of v4.15 and their parameters.
 SIGNATURES = """
   add_callback: callback
@@ -148,7 +142,6 @@ SIGNATURES = """
 
 
 def read(text):
-    """Name → default, or no default."""
     pairs = re.findall(r"(\w+)(?:=('[^']*'|\([^)]*\)|\S+))?", text)
     return {name: eval(default) if default else inspect.Parameter.empty for name, default in pairs}
 
@@ -232,13 +225,7 @@ def test_documented_defaults(kind):
     # The defaults that the classes have are these too, but for the ones that follow from others.
     assert set(documented) & {
         name for name, about in old_fields.ARGUMENTS.items() if about.earlier and not about.until
-    } == {
-        "log_level_replica",
-        "report_to",
-    }
-
-
-# ---- What a Trainer is made with ------------------------------------------------------------------------------------
+    } == {"log_level_replica", "report_to"}
 
 
 def test_output_folder_by_default():
@@ -250,7 +237,6 @@ class Own(TrainerCallback):
 
 
 def test_callbacks_by_class_and_by_object(tmp_path):
-    """What is not there is None."""
     trainer, kept = make(tmp_path, disable_tqdm=False), Own()
 
     def names():
@@ -268,9 +254,6 @@ def test_callbacks_by_class_and_by_object(tmp_path):
     trainer.add_callback(kept)
     assert trainer.remove_callback(kept) is None
     assert kept not in trainer.callback_handler.callbacks
-
-
-# ---- Runs -----------------------------------------------------------------------------------------------------------
 
 
 def test_resuming():
@@ -293,7 +276,6 @@ class TwoOutputs(tiny.Plain):
 
 
 def test_ignored_outputs(tmp_path):
-    """In the evaluations of a run, and in evaluate()."""
     shapes = []
     given = {"compute_metrics": lambda prediction: shapes.append(np.shape(prediction.predictions)) or {}}
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": tiny.plain_data(4)}
@@ -307,9 +289,7 @@ def test_ignored_outputs(tmp_path):
 def test_logits_without_labels(tmp_path):
     """`preprocess_logits_for_metrics` is given None."""
     seen = []
-    trainer = make(
-        tmp_path, preprocess_logits_for_metrics=lambda logits, labels: seen.append(labels) or logits.argmax(-1)
-    )
+    trainer = make(tmp_path, preprocess_logits_for_metrics=lambda out, labels: seen.append(labels) or out.argmax(-1))
     for data in ([{"x": row["x"]} for row in tiny.plain_data(4)], tiny.plain_data(4)):
         assert trainer.predict(data).predictions.shape == (4,)
     assert seen[0] is None
@@ -317,7 +297,6 @@ def test_logits_without_labels(tmp_path):
 
 
 def test_prepared_inputs(tmp_path):
-    """Nested as they were."""
     inputs = {"a": [torch.ones(2), (torch.zeros(1),)], "b": "text"}
     ours = alike(lambda name: str(build(name, "plain", tmp_path)[0]._prepare_input(inputs)), assert_equal)
     assert ours == str(inputs)

@@ -14,8 +14,6 @@ from tests.docs.documents.running import NORMAL, losses, several
 from tests.support.launching import END_OF_FILE, FSDP_FILE, port
 from tests.support.parity import comparable
 
-# ---- torchrun, and FSDP ---------------------------------------------------------------------------------------------
-
 #: Option → what it becomes.
 FSDP = {
     "full_shard": {},
@@ -33,27 +31,21 @@ FSDP = {
 }
 #: The keys of `--fsdp_config` that the text names, and what they become.
 KEYS = {
-    "transformer_layer_cls_to_wrap": ["Linear"],
-    "backward_prefetch": "backward_pos",
-    "forward_prefetch": "True",
-    "limit_all_gathers": "True",
-    "activation_checkpointing": "True",
-    "use_orig_params": True,
+    **{"transformer_layer_cls_to_wrap": ["Linear"], "backward_prefetch": "backward_pos", "forward_prefetch": "True"},
+    **{"limit_all_gathers": "True", "activation_checkpointing": "True", "use_orig_params": True},
 }
 TRUE = dict.fromkeys(("forward_prefetch", "limit_all_gathers", "activation_checkpointing", "use_orig_params"), True)
 READ = FsdpSettings(**TRUE, version=1, wrap_classes=("Linear",), backward_prefetch="BACKWARD_POST")
 BY_SIZE = FsdpSettings(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=9)
-GENERATES = (
-    "--output_dir out --learning_rate 0.3 --model_name_or_path t5 --predict_with_generate --generation_max_length 6"
-)
+T5 = "--output_dir out --learning_rate 0.3 --model_name_or_path t5 --predict_with_generate --generation_max_length 6"
 LINES = {
     **{words: f'{NORMAL} --fsdp "{words}"' for words in FSDP},
     "file": f"{NORMAL} --fsdp full_shard --fsdp_config fsdp_config.json",
     "size": f"""{NORMAL} --fsdp "full_shard auto_wrap" --fsdp_config '{{"min_num_params":9}}'""",
     "shards": f"""{NORMAL} --fsdp full_shard --fsdp_config '{{"state_dict_type":"SHARDED_STATE_DICT"}}'"""
     " --final_model final",
-    "generates": f"{GENERATES} --fsdp full_shard",
-    "generates whole": GENERATES,
+    "generates": f"{T5} --fsdp full_shard",
+    "generates whole": T5,
     "replicas": NORMAL,
 }
 
@@ -95,7 +87,6 @@ def test_fsdp(words, by_torchrun):
 
 
 def test_fsdp_config(by_torchrun):
-    """The keys in a file, and as a dict; layers are wrapped by class, or by size."""
     for runs in by_torchrun:
         for name, expected in {"file": READ, "size": BY_SIZE}.items():
             assert settings_of(runs[name]) == expected
@@ -114,14 +105,11 @@ def test_whole_model_saved_from_shards(by_torchrun, folder):
 
 
 def test_sharded_model_generates(by_torchrun):
-    """What whole models do."""
     for runs in by_torchrun:
         assert runs["generates"]["kind"] == "FSDP"
         assert runs["generates"]["tokens"] == runs["generates whole"]["tokens"]
         assert any(any(line) for line in runs["generates"]["tokens"])
 
-
-# ---- torch.distributed.launch, and FairScale ------------------------------------------------------------------------
 
 OF_V4_1 = """
 --model_name_or_path sshleifer/distill-mbart-en-ro-12-4 --data_dir wmt_en_ro
@@ -181,12 +169,8 @@ def test_sharded_ddp(words, option, by_launch):
     assert by_launch[0][words, option]["weights"] == by_launch[1][words, option]["weights"]
 
 
-# ---- Which GPUs -----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def release_alone():
-    """What the release logs in one process, with the normal arguments."""
     return comparable(program.logs_of_release(several(NORMAL).split()))
 
 
@@ -202,8 +186,6 @@ def test_variables_of_gpus(variable, tmp_path):
     assert comparable(run["logs"]) == release_alone()
     assert (run["place"], run["device"], run["environment"][name]) == ([0, 0, 1], "cpu", value)
 
-
-# ---- accelerate, and run_glue.py ------------------------------------------------------------------------------------
 
 GLUE = "examples/pytorch/text-classification/run_glue.py"
 #: The block's words; the output folder is not in /tmp here.
@@ -258,22 +240,19 @@ def test_run_glue_with_fsdp(tmp_path):
 
 
 #: With two processes instead of eight, on one machine instead of two.
-TWO_MACHINES = (
-    """
+TWO_MACHINES = f"""
 compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_GPU
 downcast_bf16: 'no'
 gpu_ids: all
-machine_rank: {rank} #change rank as per the node
+machine_rank: {{rank}} #change rank as per the node
 main_process_ip: 127.0.0.1
-main_process_port: {port}
+main_process_port: {{port}}
 main_training_function: main
 mixed_precision: fp16
 num_machines: 2
 num_processes: 2
-"""
-    + END_OF_FILE
-)
+{END_OF_FILE}"""
 
 
 def test_two_machines(tmp_path):

@@ -38,11 +38,7 @@ def alive(pid):
 
 @pytest.mark.parametrize(
     ("before", "after", "number"),
-    [
-        ([], DEVICES, signal.SIGKILL),
-        ([], DEVICES, signal.SIGINT),
-        (LAUNCHERS["hftrainer"](), (), signal.SIGTERM),
-    ],
+    [([], DEVICES, signal.SIGKILL), ([], DEVICES, signal.SIGINT), (LAUNCHERS["hftrainer"](), (), signal.SIGTERM)],
     ids=["killed", "Ctrl-C", "SIGTERM to hftrainer run"],
 )
 def test_signals_to_the_first_end_all(before, after, number, tmp_path):

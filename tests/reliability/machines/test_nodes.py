@@ -50,7 +50,6 @@ class Node:
             )
 
     def lose(self):
-        """The machine is gone, with all that runs on it."""
         for pid in family(self.process.pid):  # workers are in sessions of their own
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
@@ -60,13 +59,11 @@ class Node:
 
 
 def family(pid):
-    """A process, and all that it has started."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [pid, *(each for child in children for each in family(int(child)))]
 
 
 def wait_for(path, pattern):
-    """Until pytest-timeout ends it."""
     while not re.search(pattern, path.read_text() if path.exists() else "", re.MULTILINE | re.DOTALL):
         time.sleep(0.02)
 
@@ -76,7 +73,6 @@ def job(folder, **settings):
 
 
 def test_two_nodes(tmp_path):
-    """The ranks of each process, and the weights of two processes of one node."""
     settings = ["--max_steps=3", "--learning_rate=0.1", "--use_cpu=True", "--save_strategy=no", "--report_to=none"]
     folders = {"2": tmp_path / "two nodes", "1": tmp_path / "one node"}
     for folder in folders.values():

@@ -80,8 +80,6 @@ def test_a_killed_run_goes_on_under_torchrun(tmp_path, undisturbed):
     assert_same(weights(tmp_path / "out"), undisturbed)
 
 
-# ---- At a run's own end ----------------------------------------------------------------------------------------------
-
 ENDS_BUSY = """
 import torch
 from torch import distributed

@@ -6,7 +6,6 @@ from tests.support.jobs import Forked
 
 
 def start(folder, number=0, **settings):
-    """A search that is running; `number` tells those in one folder apart."""
     return Forked(folder, {"RANK": str(number)} if number else None, job="search_job", **settings)
 
 

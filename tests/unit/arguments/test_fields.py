@@ -40,10 +40,7 @@ def default(field):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.newest_peer] * (name in CHANGED))
-        for name in sorted(THEIRS.keys() - LEGACY)
-    ],
+    [pytest.param(arg, marks=[pytest.mark.newest_peer] * (arg in CHANGED)) for arg in sorted(THEIRS.keys() - LEGACY)],
 )
 def test_default(name):
     assert default(OURS[name]) == default(THEIRS[name])
@@ -147,9 +144,7 @@ def test_fields_of_a_subclass_may_be_unset(tmp_path):
 
 
 def test_derived_values():
-    args = TrainingArguments(
-        "~/out", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_steps=14
-    )
+    args = TrainingArguments("~/x", eval_strategy="steps", logging_steps=7, load_best_model_at_end=True, save_steps=14)
     assert args.output_dir.startswith("/")
     assert (args.eval_steps, args.do_eval) == (7, True)
     assert (args.metric_for_best_model, args.greater_is_better) == ("loss", False)
@@ -173,7 +168,6 @@ if pinned("transformers") > TRANSFORMERS:
 
 
 def different(ours, theirs):
-    """Arguments that are in both forms, with other values; old names are not in ours."""
     return {name for name in theirs.keys() - LEGACY if ours[name] != theirs[name]} - FILLED_IN
 
 
@@ -220,7 +214,6 @@ def test_the_compatibility_page_is_fresh():
 )
 @pytest.mark.parametrize("defaults", [True, False])
 def test_chaining_setters(method, given, defaults):
-    """Each sets what that of transformers sets, and returns the arguments."""
     if defaults and method != "set_push_to_hub":
         given = {}
     ours, theirs = TrainingArguments("x"), transformers.TrainingArguments("x", eval_delay=0)

@@ -208,8 +208,6 @@ def test_an_old_name_that_a_subclass_declares_reads_as_it_has_left_it(given, ste
 
 @dataclasses.dataclass
 class OwnFields(TrainingArguments):
-    """Has old names as fields of its own, with other meanings."""
-
     warmup_ratio: float = 1.0
     group_by_length: bool = True
     save_safetensors: bool = False

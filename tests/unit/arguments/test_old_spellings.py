@@ -19,16 +19,12 @@ from tests.support.tiny import make_plain
 
 
 def files_of(caught, text):
-    """The files that warnings with this text point at."""
     return [each.filename for each in caught if text in str(each.message)]
 
 
 def make(folder, kind=Trainer, model="plain", **settings):
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **settings}
     return make_trainer(folder, kind, model, **settings)
-
-
-# ---- train(model_path=...) ---------------------------------------------------------------------------------------
 
 
 def test_model_path_of_a_checkpoint_resumes(tmp_path):
@@ -63,9 +59,6 @@ def test_model_path_that_is_no_path(tmp_path):
         assert make(tmp_path).train(model_path=None).global_step == 4
 
 
-# ---- Values ---------------------------------------------------------------------------------------------------------
-
-
 def test_debug_of_v4_1():
     with pytest.warns(FutureWarning, match="debug=True is now debug='tpu_metrics_debug'"):
         args = TrainingArguments("x", debug=True, use_cpu=True)
@@ -74,9 +67,6 @@ def test_debug_of_v4_1():
         warnings.simplefilter("error")
         assert dataclasses.replace(args).debug == ["tpu_metrics_debug"]
         assert TrainingArguments("x", debug=False, sharded_ddp=[], use_cpu=True).debug == []
-
-
-# ---- Arguments by position ---------------------------------------------------------------------------------------
 
 
 def test_positions_of_v4():
@@ -112,9 +102,6 @@ def test_positions_of_a_subclass():
     assert (args.per_device_train_batch_size, args.do_train) == (5, True)
 
 
-# ---- Libraries that are gone -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -142,9 +129,6 @@ def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     assert files_of(caught, "jit_mode_eval") == [__file__]
 
 
-# ---- Methods -----------------------------------------------------------------------------------------------------
-
-
 def test_noise_by_hand(tmp_path):
     trainer = make(tmp_path, model="bert")
     with pytest.raises(InvalidSetup, match="set neftune_noise_alpha"):
@@ -161,7 +145,6 @@ def test_noise_by_hand(tmp_path):
 
 
 def test_noise_that_a_subclass_adds(tmp_path):
-    """A run calls overrides of both, as until v5.0."""
     calls = []
 
     class Own(Trainer):

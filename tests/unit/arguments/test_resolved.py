@@ -30,7 +30,6 @@ def code_of(reader):
 
 @contextlib.contextmanager
 def counted():
-    """Count how often each configuration is read."""
     of_code = {code_of(reader): what for what, reader in READERS.items()}
     found = collections.Counter(dict.fromkeys(READERS, 0))
 

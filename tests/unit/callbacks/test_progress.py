@@ -11,6 +11,7 @@ import termios
 import textwrap
 
 import pytest
+import transformers
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
@@ -46,9 +47,8 @@ def script(folder):
 
 
 def make_trainer(tmp_path, *callbacks, **settings):
-    args = TrainingArguments(
-        str(tmp_path), **{"max_steps": 2, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, **settings}
-    )
+    settings = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "logging_steps": 1, **settings}
+    args = TrainingArguments(str(tmp_path), **settings)
     return Trainer(make_plain(), args, train_dataset=plain_data(), callbacks=list(callbacks))
 
 
@@ -64,13 +64,8 @@ def test_in_a_file(tmp_path, processes):
     assert not re.search(r"[\r\x1b\x08]", text)
     assert "it/s" not in text
     lines = [line for line in text.splitlines() if line.startswith("{")]
-    assert [re.findall(r"'(loss|eval_loss|train_loss)'", line) for line in lines] == [
-        ["loss"],
-        ["eval_loss"],
-        ["loss"],
-        ["eval_loss"],
-        ["train_loss"],
-    ]
+    names = [re.search(r"'(loss|eval_loss|train_loss)'", line).group(1) for line in lines]
+    assert names == ["loss", "eval_loss", "loss", "eval_loss", "train_loss"]
     assert all(line.endswith("}") for line in lines)
 
 
@@ -94,11 +89,9 @@ def test_on_a_terminal(tmp_path, processes):
     assert b"8/8" not in text
 
 
-@pytest.mark.parametrize(
-    "name", ["ProgressCallback", "PrinterCallback", "DefaultFlowCallback", "EarlyStoppingCallback"]
-)
+@pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
 def test_transformers_class_finds_ours(tmp_path, name):
-    theirs = getattr(pytest.importorskip("transformers").trainer_callback, name)
+    theirs = getattr(transformers.trainer_callback, name)
     ours = getattr(hftrainer, name)
     for remove in (Trainer.remove_callback, Trainer.pop_callback):
         trainer = make_trainer(tmp_path, hftrainer.EarlyStoppingCallback(), disable_tqdm=name == "PrinterCallback")
@@ -133,7 +126,6 @@ def test_users_class_of_the_same_name_is_another(tmp_path):
 @pytest.mark.parametrize("library", ["hftrainer", "transformers"])
 @pytest.mark.parametrize("later", [False, True])
 def test_one_bar(tmp_path, library, later, capfd):
-    """A bar that is given takes the place of the Trainer's own."""
     given = importlib.import_module(f"{library}.trainer_callback").ProgressCallback(max_str_len=7)
     trainer = make_trainer(tmp_path, *[] if later else [given])
     if later:
@@ -144,14 +136,12 @@ def test_one_bar(tmp_path, library, later, capfd):
 
 
 def test_one_printer(tmp_path, capsys):
-    transformers = pytest.importorskip("transformers")
     trainer = make_trainer(tmp_path, transformers.PrinterCallback, disable_tqdm=True)
     trainer.train()
     assert capsys.readouterr().out.count("train_loss") == 1
 
 
 def test_default_flow_of_transformers_twice(tmp_path):
-    transformers = pytest.importorskip("transformers")
     trainer = make_trainer(tmp_path, transformers.DefaultFlowCallback, save_strategy="steps", save_steps=1)
     trainer.train()
     assert [line["step"] for line in trainer.state.log_history] == [1, 2, 2]
@@ -210,7 +200,6 @@ def test_only_the_main_process_shows(tmp_path, capfd):
 
 def test_classes_of_transformers(tmp_path):
     """All of them, and a user's, given as classes: the run is the one without them."""
-    transformers = pytest.importorskip("transformers")
     counted = []
 
     class Counting(transformers.TrainerCallback):

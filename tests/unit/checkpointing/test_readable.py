@@ -23,8 +23,6 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Settings as JSON → a run's checkpoint."""
-
     @functools.cache
     def source(settings):
         folder = tmp_path_factory.mktemp("source")
@@ -36,7 +34,6 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def checkpoint(sources, tmp_path):
-    """Copies the checkpoint of a run, without its manifest."""
     return lambda **settings: copy_without_manifest(sources(json.dumps(settings)), tmp_path / "out" / "checkpoint-2")
 
 

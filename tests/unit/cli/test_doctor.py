@@ -29,7 +29,6 @@ VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "matplotlib": "3.11"}
 
 @pytest.fixture
 def installed(monkeypatch):
-    """The versions that are said to be installed; a test may change them."""
     versions = dict(VERSIONS)
 
     def version(name):
@@ -92,13 +91,9 @@ def test_each_extra_says_what_it_is_for():
 
 
 SECRETS = {
-    "HF_TOKEN": "hf_topsecret1",
-    "WANDB_API_KEY": "topsecret2",
-    "COMET_API_KEY": "topsecret3",
-    "MLFLOW_TRACKING_PASSWORD": "topsecret4",
-    "MLFLOW_TRACKING_URI": "https://me:topsecret5@example.org",
-    "AWS_SECRET_ACCESS_KEY": "topsecret6",
-    "SOME_SERVICE_TOKEN": "topsecret7",
+    **{"HF_TOKEN": "hf_topsecret1", "WANDB_API_KEY": "topsecret2", "COMET_API_KEY": "topsecret3"},
+    **{"MLFLOW_TRACKING_PASSWORD": "topsecret4", "MLFLOW_TRACKING_URI": "https://me:topsecret5@example.org"},
+    **{"AWS_SECRET_ACCESS_KEY": "topsecret6", "SOME_SERVICE_TOKEN": "topsecret7"},
 }
 
 

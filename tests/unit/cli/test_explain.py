@@ -18,8 +18,6 @@ from tests.support.arguments import CASES
 
 @pytest.fixture
 def explain(capsys):
-    """A function that runs the command in this process; it returns the exit status and what is printed."""
-
     def run(*words: str) -> SimpleNamespace:
         with pytest.raises(SystemExit) as ended:
             main(["explain", *words])
@@ -31,7 +29,6 @@ def explain(capsys):
 
 @pytest.fixture
 def explain_script(processes, tmp_path):
-    """A function that runs it in a process of its own, since it executes a script."""
     return lambda *words: processes.run("-m", "hftrainer", "explain", *words, cwd=tmp_path, fresh=True)
 
 
@@ -51,9 +48,8 @@ def test_refused(explain):
     done = explain("--fp16_opt_level", "O2", "--mp_parameters", "a=b")
     assert done.returncode == 1
     assert "  fp16_opt_level='O2': " in done.stdout
-    assert re.search(
-        "A Trainer refuses (fp16_opt_level, mp_parameters|mp_parameters, fp16_opt_level), for", done.stdout
-    )
+    refused = "A Trainer refuses (fp16_opt_level, mp_parameters|mp_parameters, fp16_opt_level), for"
+    assert re.search(refused, done.stdout)
     assert "by hand" not in done.stdout
 
 
@@ -87,13 +83,12 @@ EXPLAINED = [name for name in CASES if name not in ("use_cpu", "disable_tqdm")]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xb0", b"[1]", b"a: [1", b"3"])
-def test_a_file_that_is_no_configuration(tmp_path, capsys, content):
+def test_a_file_that_is_no_configuration(tmp_path, explain, content):
     path = tmp_path / "settings.yaml"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        main(["explain", "--lightning_config", str(path)])
-    assert ended.value.code == 2 and "explain: error: lightning_config" in capsys.readouterr().err
+    done = explain("--lightning_config", str(path))
+    assert done.returncode == 2 and "explain: error: lightning_config" in done.stderr
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -105,9 +100,8 @@ def test_every_argument(name):
     explained = Seq2SeqTrainingArguments(**case.settings, **{name: case.value}).explain()
     lines = {line.argument: line for line in explained.lines}
     argument = case.new or name
-    assert lines[argument].kind == (
-        "refused" if case.refusal else arguments_of(Seq2SeqTrainingArguments)[argument].kind
-    )
+    kind = arguments_of(Seq2SeqTrainingArguments)[argument].kind
+    assert lines[argument].kind == ("refused" if case.refusal else kind)
     assert argument == name or name not in lines
 
 

@@ -136,7 +136,6 @@ def test_json(runs, tmp_path, capsys):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The addresses that a browser would have been opened with."""
     found = []
     monkeypatch.setattr("webbrowser.open", found.append)
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
@@ -146,8 +145,6 @@ def opened(monkeypatch):
 
 @pytest.fixture
 def show(tmp_path, monkeypatch, capsys):
-    """Plots with these words on a terminal, or elsewhere; returns what is printed."""
-
     def show_plot(*words, terminal=True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
         main(["plot", *words, "--out", str(tmp_path / "a.png")])
@@ -192,11 +189,7 @@ def test_text():
 
 @pytest.mark.parametrize(
     "lines",
-    [
-        [{"step": 1, "loss": 10**400}, {"step": 2, "loss": 0.5}],
-        [{"step": [1], "loss": 1.0}],
-        [{"step": "a", "loss": 1.0}],
-    ],
+    [[{"step": 1, "loss": 10**400}, {"step": 2, "loss": 1}], [{"step": [1], "loss": 1}], [{"step": "a", "loss": 1}]],
 )
 def test_any_log(tmp_path, lines):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": lines}))

@@ -10,7 +10,7 @@ from hftrainer.data.loader_plan import group_batches, split_groups
 from tests.support.tiny import Numbers
 
 
-def handed_out_by_accelerate(count, size, processes, **settings):
+def handed_out_by_accelerate(count, size, processes, split, drop_last):
     """The parts of each round, as its slices of the main process's batch are cut."""
     from accelerate.data_loader import DataLoaderDispatcher
 
@@ -20,14 +20,8 @@ def handed_out_by_accelerate(count, size, processes, **settings):
         found.append([batch[rank * part.stop : (rank + 1) * part.stop].tolist() for rank in range(num_processes)])
         return batch[part]
 
-    loader = DataLoaderDispatcher(
-        Numbers(count),
-        split_batches=settings["split"],
-        _drop_last=settings["drop_last"],
-        slice_fn=cut,
-        batch_size=size,
-        drop_last=settings["drop_last"],
-    )
+    settings = {"batch_size": size, "drop_last": drop_last, "_drop_last": drop_last, "split_batches": split}
+    loader = DataLoaderDispatcher(Numbers(count), slice_fn=cut, **settings)
     loader.state = SimpleNamespace(process_index=0, num_processes=processes, device=torch.device("cpu"))
     return [found[-1] for _ in loader]
 
@@ -43,7 +37,7 @@ def test_the_main_process_hands_out_as_that_of_accelerate(processes, split, drop
         loader = torch.utils.data.DataLoader(Numbers(count), batch_size=size, drop_last=drop_last)
         read = group_batches(iter(loader), 1 if split else processes, drop_last)
         ours = [[part.tolist() for part in group] for group in split_groups(read, processes, drop_last)]
-        assert ours == handed_out_by_accelerate(count, size, processes, split=split, drop_last=drop_last)
+        assert ours == handed_out_by_accelerate(count, size, processes, split, drop_last)
 
 
 def test_batches_in_containers_are_handed_out():

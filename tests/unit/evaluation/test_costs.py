@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-# ---- Gathering in one process ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("replaced", ["accelerator.gather", "gather_function", "both"])
 def test_replaced_gathering_is_called_for_each_batch(make_trainer, replaced):
@@ -37,9 +35,6 @@ def test_gathering_that_is_replaced_during_the_pass(make_trainer):
 
     trainer.prediction_step = step
     assert trainer.evaluate()["eval_rows"] == 4 + 4 + 1 + 1 + 1
-
-
-# ---- Values that must not be shared ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

@@ -16,22 +16,10 @@ from hftrainer.data.samplers import LengthGroupedSampler, ShardedBatchSampler, S
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import GrowingArray
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
-from tests.support.tiny import (
-    detection_data,
-    make_detector,
-    make_llama,
-    make_plain,
-    pad,
-    plain_data,
-    varied_language_data,
-)
+from tests.support import tiny
+from tests.support.tiny import detection_data, make_detector, make_plain, pad, plain_data
 
 EVALUATED = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
-
-
-# ---- torchmetrics ------------------------------------------------------------------------------------------------
-
-
 METRICS = {
     "MulticlassAccuracy": lambda metric: metric,
     "acc": lambda metric: MetricCollection({"acc": metric}),
@@ -62,7 +50,6 @@ def test_torchmetrics(make_trainer, name):
 
 
 def test_torchmetrics_in_training(make_trainer):
-    """For the best model, early stopping and each of several sets."""
     metrics = {"acc": MulticlassAccuracy(3), "matrix": MulticlassConfusionMatrix(3)}
     data = {"a": plain_data(9), "b": plain_data(20)[9:]}
     best = {"save_strategy": "best", "metric_for_best_model": "a_acc"}
@@ -144,9 +131,6 @@ def test_plots_need_matplotlib(monkeypatch):
         TorchMetrics(MulticlassAccuracy(3), plot=True)
 
 
-# ---- One copy of the predictions -----------------------------------------------------------------------------------
-
-
 @st.composite
 def batches(draw):
     tail = draw(st.sampled_from([None, (), (3,), (2, 2)]))
@@ -157,7 +141,6 @@ def batches(draw):
 
 
 def padded(arrays, padding=-100):
-    """The definition: everything at once."""
     if arrays[0].ndim == 1:
         return np.concatenate(arrays)
     longest = max(array.shape[1] for array in arrays)
@@ -197,7 +180,7 @@ def test_growing_array_refuses_other_shapes(wrong):
 
 
 def test_memory_mapped_predictions(make_trainer, tmp_path):
-    model, data = make_llama(), varied_language_data()
+    model, data = tiny.make_llama(), tiny.varied_language_data()
     plain = make_trainer(model, data, trainer={"data_collator": pad}).predict(data)
     mapped = make_trainer(model, data, trainer={"data_collator": pad}, eval_memmap_dir=str(tmp_path)).predict(data)
     assert isinstance(mapped.predictions, np.memmap) and isinstance(mapped.label_ids, np.memmap)
@@ -238,17 +221,11 @@ print(max(peak, status("RssAnon") - before) / (array.nbytes / 2**20))
     [("equal", False, 1.15), ("varied", False, 1.3), ("longer", False, 2.1), ("equal", True, 0.2)],
 )
 def test_memory_is_about_one_copy(tmp_path, processes, kind, folder, copies):
-    """Peak memory in copies of the result (up to 82 MB), measured in a process of its own."""
     run = processes.run("-c", MEASURES, kind, tmp_path if folder else "")
     assert float(run.stdout or "nan") < copies, run.stderr
 
 
-# ---- Loops of old releases -------------------------------------------------------------------------------------------
-
-
 def test_prediction_loop_of_old_scripts(make_trainer):
-    """As scripts of v4.4 and before write it."""
-
     class OldLoop(Trainer):
         def prediction_loop(self, dataloader, description, prediction_loss_only=None):
             return PredictionOutput(np.ones(3), np.zeros(3), {"eval_mine": 1.0})
@@ -280,9 +257,6 @@ def test_loops_and_steps_that_call_super(make_trainer):
     expected, *found = [trainer.evaluate()["eval_loss"] for trainer in trainers]
     assert found == [expected, expected]
     assert called == ["new", "old", "new"]
-
-
-# ---- Odds and ends ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ def make_trainer(folder, model="plain", **settings):
 
 
 def make_card(trainer, **given):
-    """The metadata and the text of the card that is written."""
     trainer.create_model_card(**given)
     path = Path(trainer.args.output_dir) / "README.md"
     return metadata_load(path), path.read_text()
@@ -44,7 +43,6 @@ def make_card(trainer, **given):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A plain module, trained and evaluated."""
     folder = tmp_path_factory.mktemp("runs") / "my-model"
     trainer = make_trainer(folder, trainer=MEASURED, eval_strategy="steps", eval_steps=3, hub_token=TOKEN)
     trainer.train()
@@ -125,8 +123,6 @@ def test_results_are_those_of_the_best_model(tmp_path):
     assert "- Accuracy: 0.25\n" in make_card(trainer)[1]
 
 
-# ---- Results -----------------------------------------------------------------------------------------------------
-
 EVALUATION = {"eval_loss": 1.0, "epoch": 1.0, "step": 4}
 SUMMARY = {"train_runtime": 1.0, "train_loss": 0.5, "total_flos": 1.0, "epoch": 1.0, "step": 4}
 
@@ -164,9 +160,6 @@ def test_rows_of_the_training_run_alone():
 def test_how_numbers_are_shown():
     numbers = [0.25, 1 / 3, 1e-5, 1.25e-5, 1.5e20, 3, True, float("nan"), "No log"]
     assert list(map(format_value, numbers)) == [*"0.25 0.3333 1e-05 1.25e-05 1.5e+20 3 True nan".split(), "No log"]
-
-
-# ---- Where things come from --------------------------------------------------------------------------------------
 
 
 def test_tags_are_kept(tmp_path, caplog):
@@ -237,9 +230,6 @@ def test_licence_of_the_base_model(tmp_path, monkeypatch, answer, expected):
     assert make_card(trainer, license="mit")[0]["license"] == "mit"
 
 
-# ---- Hyperparameters ---------------------------------------------------------------------------------------------
-
-
 def test_own_optimizer_and_schedule(tmp_path):
     def hyperparameters(*given, **settings):
         return TrainingSummary.from_trainer(make_trainer(*given, **settings)).hyperparameters
@@ -270,9 +260,6 @@ def test_several_processes(tmp_path, monkeypatch):
         monkeypatch.setattr(trainer._hftrainer.strategy, "card", card)
         found = TrainingSummary.from_trainer(trainer).hyperparameters
         assert {**expected, "distributed_type": name}.items() <= found.items()
-
-
-# ---- What is missing, and what is wrong --------------------------------------------------------------------------
 
 
 def test_without_matplotlib(trained, monkeypatch, caplog):

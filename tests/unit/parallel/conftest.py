@@ -13,22 +13,14 @@ from tests.support.checks import SECOND
 def _no_tpu(monkeypatch):
     """Nor variables that say something of one."""
     of_processes = [word.partition("=")[0] for word in SECOND.split()]
-    of_tpus = [
-        "PJRT_DEVICE",
-        "PJRT_LOCAL_PROCESS_COUNT",
-        "USE_TORCH_XLA",
-        *devices._TPU_VARIABLES,
-        devices.TPU_ADDRESSES,
-    ]
-    for name in (*of_processes, *of_tpus):
+    of_tpus = ["PJRT_DEVICE", "PJRT_LOCAL_PROCESS_COUNT", "USE_TORCH_XLA", devices.TPU_ADDRESSES]
+    for name in (*of_processes, *of_tpus, *devices._TPU_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(devices, "count_tpu_chips", lambda: 0)
 
 
 @pytest.fixture
 def put(monkeypatch):
-    """Sets environment variables, given as a shell has them."""
-
     def put(variables):
         for word in variables.split():
             monkeypatch.setenv(*word.split("=", 1))
@@ -38,30 +30,23 @@ def put(monkeypatch):
 
 @pytest.fixture
 def two_processes(put):
-    """As in the second process that torchrun has started."""
     put(SECOND)
-
-
-# ---- Devices that no test machine has --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def mac(monkeypatch):
-    """Apple Silicon with macOS 14."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: (major, minor) <= (14, 0))
 
 
 @pytest.fixture
 def xpu(monkeypatch):
-    """Two Intel GPUs."""
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
 
 
 @pytest.fixture
 def on_xla(monkeypatch):
-    """As if torch_xla were there; torch itself knows the name of its devices."""
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     monkeypatch.setattr(devices, "has_torch_xla", lambda: True)
     monkeypatch.setattr(xla, "device", lambda: torch.device("xla", 0))
@@ -69,11 +54,7 @@ def on_xla(monkeypatch):
 
 @pytest.fixture
 def on_torch_tpu(monkeypatch):
-    """On torch_tpu's device, whose name torch does not know here."""
     monkeypatch.setattr(TrainingArguments, "_setup_devices", SimpleNamespace(type="tpu", index=0))
-
-
-# ---- What a process can be connected by ------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -32,8 +32,6 @@ SHORT_WORDS = (
     "--learning_rate 3e-5 --warmup_steps 500 --adam_beta1 0.8 --adam_beta2 0.999 --adam_epsilon 1e-8 "
     "--weight_decay 3e-7 --lr_scheduler_type constant_with_warmup --fp16 --fp16_backend amp"
 )
-
-
 pytestmark = pytest.mark.usefixtures("deepspeed_installed")
 
 
@@ -210,8 +208,7 @@ def test_read_from_anywhere(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [(None, "neither an existing file nor"), ("{", "not valid JSON"), ("[]", "must hold keys")],
+    ("text", "words"), [(None, "neither an existing file nor"), ("{", "not valid JSON"), ("[]", "must hold keys")]
 )
 def test_unreadable_files_are_named(tmp_path, text, words):
     path = tmp_path / "ds_config.json"

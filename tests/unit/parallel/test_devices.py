@@ -26,19 +26,15 @@ NO_OPERATOR = (
 )
 NO_DOUBLE = "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64."
 needs_scaler = pytest.mark.skipif(TORCH < (2, 8), reason="torch's GradScaler knows Apple's GPU since 2.8")
+FLOAT16 = pytest.param("fp16", torch.float16, marks=needs_scaler)
 
 
 class OnCpu(TrainingArguments):
-    """The model stays on the CPU, where it can be built."""
-
     place_model_on_device = False
 
 
 def make_trainer(**settings):
     return Trainer(make_plain(), make(OnCpu, **settings), train_dataset=plain_data(8))
-
-
-# ---- Apple's GPU -----------------------------------------------------------------------------------------------------
 
 
 def test_lightning_gets_mps(mac, monkeypatch):
@@ -69,9 +65,7 @@ def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
     assert message.startswith("use_mps_device=True, but ") and reason in message and "leave it out" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("bf16", torch.bfloat16), pytest.param("fp16", torch.float16, marks=needs_scaler)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), FLOAT16])
 def test_autocast_on_mps(mac, name, dtype):
     assert not problems(**{name: True})
     plan, seen = plan_of(**{name: True}), []
@@ -197,9 +191,6 @@ def test_hints(tmp_path, caplog, error, hint, call):
     assert len(error.__notes__) == (hint is not None)
     logged = [record.message for record in caplog.records if record.name == "hftrainer.parallel.devices"]
     assert logged == (error.__notes__ if sys.version_info < (3, 11) else [])
-
-
-# ---- Other accelerators ----------------------------------------------------------------------------------------------
 
 
 def test_intel(xpu, two_processes, monkeypatch):

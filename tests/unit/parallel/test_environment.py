@@ -31,7 +31,6 @@ PER_NODE = "SLURM_STEP_ID=1 SLURM_STEP_NUM_TASKS=5 SLURM_STEP_NUM_NODES=1 SLURM_
 MPI = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2"
 PMI = "PMI_RANK=1 PMI_SIZE=2"
 ALONE = "lightning 1 0 0 1 1 None"
-
 #: What is set → launcher, world size, rank, local rank, local world size, nodes, address.
 PLACES = {
     "nothing": ("", ALONE),
@@ -100,9 +99,6 @@ def test_two_steps_of_a_job_have_their_own_ports(make):
     assert [plan_of(make(f"{STEP} SLURM_STEP_ID={step}")).processes.port for step in (1, 2)] == [20679, 20680]
 
 
-# ---- Chosen by the user ----------------------------------------------------------------------------------------------
-
-
 class Own(ClusterEnvironment):
     creates_processes_externally, main_address, main_port = True, "c", 9
     detect, world_size, global_rank = staticmethod(lambda: False), lambda self: 6, lambda self: 4
@@ -129,9 +125,6 @@ def test_lightning_gets_the_place(make):
     assert os.environ["WORLD_SIZE"] == "1"
 
 
-# ---- GPUs ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpus(monkeypatch):
     def make(count):
@@ -145,10 +138,7 @@ def gpus(monkeypatch):
     ("config", "variables", "expected"),
     [
         (None, "", 4),
-        ({"devices": "auto"}, "", 4),
-        ({"devices": -1}, "", 4),
-        ({"devices": 2}, "", 2),
-        ({"devices": "1"}, "", 1),
+        *(({"devices": given}, "", count) for given, count in (("auto", 4), (-1, 4), (2, 2), ("1", 1))),
         (None, "ACCELERATE_MIXED_PRECISION=no", 1),
         (None, "ACCELERATE_USE_CPU=true", 1),
     ],
@@ -186,8 +176,6 @@ def test_gpu_of_a_rank(make, gpus, count, variables, device, devices):
     assert args.device == torch.device(device)
     assert plan_of(args).trainer_keywords()["devices"] == devices
 
-
-# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 WRONG = {
     "no address": (TWO, {}, "MASTER_ADDR and MASTER_PORT are not set"),
@@ -227,8 +215,6 @@ def test_meeting_without_an_address(make):
     with pytest.raises(UnsupportedArgument, match="MASTER_ADDR"), make(TWO).main_process_first():
         pass
 
-
-# ---- accelerate launch -----------------------------------------------------------------------------------------------
 
 DEFAULTS = {"mode": None, "fullgraph": False, "dynamic": None}
 

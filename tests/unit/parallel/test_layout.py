@@ -12,7 +12,6 @@ from tests.support.tiny import make_plain
 
 
 def loaded(**sizes):
-    """Something that looks like a model which transformers has split."""
     sizes = {"tp_size": 1, "fsdp_size": 1, "dp_replicate_size": 1, **sizes}
     config = SimpleNamespace(distributed_config=SimpleNamespace(**sizes))
     return SimpleNamespace(config=config, _is_distributed_loading_by_transformers=True)

@@ -46,12 +46,7 @@ CASES = {
         ({**CPU, "ddp_backend": "nccl"}, None),  # one process needs none
         ({**CPU, "ddp_backend": "ncl"}, "did you mean 'nccl'"),
     ],
-    "mac": [
-        ({}, None),
-        ({"use_mps_device": True}, None),
-        (TWO, NOT_ON_MPS),
-        ({"fsdp": True}, NOT_ON_MPS),
-    ],
+    "mac": [({}, None), ({"use_mps_device": True}, None), (TWO, NOT_ON_MPS), ({"fsdp": True}, NOT_ON_MPS)],
     "mac two_processes": [
         ({}, "2 processes are not possible on Apple's GPU: it is one device, and neither gloo nor nccl"),
         (CPU, None),
@@ -90,8 +85,6 @@ CASES = {
         (TWO, START),
     ],
 }
-
-
 #: Where another sentence may be said too, as of the number of processes.
 SEVERAL = ("deepspeed_installed", "on_xla two_processes")
 

@@ -27,9 +27,6 @@ def no_torch_xla(monkeypatch):
     monkeypatch.setattr(devices, "has_torch_xla", lambda: False)
 
 
-# ---- Whether there is one --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
@@ -55,10 +52,7 @@ def test_chips(tmp_path, monkeypatch, found, expected):
     [
         (0, "", False),
         (4, "", True),
-        (0, "PJRT_DEVICE=TPU", True),
-        (0, "PJRT_DEVICE=CPU", True),
-        (0, "TPU_NAME=local", True),
-        (0, "TPU_WORKER_ID=0", True),
+        *((0, variable, True) for variable in "PJRT_DEVICE=TPU PJRT_DEVICE=CPU TPU_NAME=local TPU_WORKER_ID=0".split()),
         (4, "PJRT_DEVICE=TPU USE_TORCH_XLA=0", False),
         (0, "TPU_NAME=", False),
     ],
@@ -75,8 +69,6 @@ def test_device(on_xla):
     assert (args.parallel_mode, args.n_gpu, args.world_size) == (ParallelMode.TPU, 0, 1)
     assert make(use_cpu=True).device == torch.device("cpu")
 
-
-# ---- Without a library -----------------------------------------------------------------------------------------------
 
 XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu]'", "use_cpu=True")
 
@@ -117,9 +109,6 @@ def test_run_without_torch_xla(no_torch_xla, capsys):
     with pytest.raises(SystemExit):
         command.main(["run", "--tpu", __file__])
     assert "--tpu needs torch_xla: pip install 'hftrainer[tpu]'" in capsys.readouterr().err
-
-
-# ---- With either library ---------------------------------------------------------------------------------------------
 
 
 def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):

@@ -82,9 +82,8 @@ def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog)
 )
 def test_install_follows_the_installed_release(version, release, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"transformers": version}[name])
-    todays = {
-        name: TrainingArguments.__dataclass_fields__[name].default for name in ("optim", "report_to", "warmup_ratio")
-    }
+    fields = TrainingArguments.__dataclass_fields__
+    todays = {name: fields[name].default for name in ("optim", "report_to", "warmup_ratio")}
     install()
     try:
         assert str(followed.from_config({}).release) == release
@@ -116,8 +115,7 @@ def test_explain_prints_what_is_in_force():
 def test_explain_names_the_installed_release(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.57.6")
     assert "follow the installed 4.57;" in str(TrainingArguments().explain())
-    chosen = TrainingArguments(lightning_config={"behaviour": "4.57"})
-    assert "follow the installed" not in str(chosen.explain())
+    assert "follow the installed" not in str(TrainingArguments(lightning_config={"behaviour": "4.57"}).explain())
 
 
 def test_numbers_of_an_earlier_release(tmp_path):

@@ -1,6 +1,5 @@
 """Searches with Optuna: what is refused, which trials count, and what a trial changes in the Trainer."""
 
-import gc
 import logging
 import math
 from datetime import timedelta
@@ -23,13 +22,6 @@ HOST = this_process().split(" ")[0]
 GONE = f"{HOST} {2**22 + 1} 1"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _collect_quickly():
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def rates(trial):
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
 
@@ -39,11 +31,7 @@ def states(study):
 
 
 def stored(folder):
-    """Keywords of a study in a file, with which it is continued."""
     return {"storage": f"sqlite:///{folder}/a.db", "study_name": "a", "load_if_exists": True}
-
-
-# ---- Bad input -------------------------------------------------------------------------------------------------
 
 
 def always(**choice):
@@ -141,9 +129,6 @@ def test_names_for_the_model(tmp_path, caplog):
         trainer.hyperparameter_search(**always(learning_rat=3), n_trials=1)
 
 
-# ---- Trials that end early -------------------------------------------------------------------------------------
-
-
 class Failing(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.trial_params["learning_rate"] > 0.05:
@@ -201,9 +186,6 @@ def test_time_and_callbacks_end_it(tmp_path):
 
     trainer.hyperparameter_search(rates, n_trials=5, callbacks=[stop], gc_after_trial=True)
     assert seen == [0]
-
-
-# ---- Which trials count ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -330,12 +312,7 @@ def test_a_seeded_sampler_does_not_repeat_itself(tmp_path):
     assert len({trial.params["learning_rate"] for trial in trainer.hp_study.trials}) == 4
 
 
-# ---- The arguments of a trial ----------------------------------------------------------------------------------
-
-
 class Notes(TrainerCallback):
-    """What each run has found when it begins."""
-
     def __init__(self):
         self.found = []
 
@@ -375,7 +352,6 @@ def test_label_smoothing_reaches_the_loss(tmp_path):
 
 
 def test_values_are_cast_but_not_cut_off(tmp_path):
-    """Also truths and numbers of other libraries."""
     given = {"seed": 3.7, "warmup_steps": 0.5, "per_device_train_batch_size": "4"}
     truths = [{"dataloader_drop_last": truth} for truth in ("False", "true", 1)]
     _, found = run_with(tmp_path, given, *truths, objective=lambda metrics: [metrics["eval_loss"]])

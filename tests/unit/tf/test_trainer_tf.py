@@ -101,9 +101,7 @@ def test_schedule_with_a_warm_up():
 def test_resumed(make, tmp_path):
     """Within an epoch: the same lines and weights as the undisturbed run, by the `checkpoint-xxx` in the folder."""
     settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 7, "eval_strategy": "epoch"}
-    whole, part, resumed = (
-        make(rows(), rows(6), folder=tmp_path / name, **settings) for name in ("whole", "part", "part")
-    )
+    whole, part, resumed = (make(rows(), rows(6), folder=tmp_path / of, **settings) for of in ("whole", "part", "part"))
     whole.train()
 
     class Stop(TrainerCallback):
@@ -373,12 +371,7 @@ def test_dropout_is_off_in_evaluations(make):
     assert trainer.evaluate() == trainer.evaluate()
 
 
-# ---- What cannot work ------------------------------------------------------------------------------------------------
-
-
 class Endless:
-    """As tf.data answers for a dataset that repeats."""
-
     def cardinality(self):
         return -1
 
@@ -437,11 +430,12 @@ Nadam = type("Nadam", (), {"get_config": lambda self: {}})
 
 
 def overriding(**methods):
-    """A TFTrainer whose methods return values, whatever they are given."""
     returning = {name: lambda self, *given, value=value, **more: value for name, value in methods.items()}
     return {"kind": type("Own", (TFTrainer,), returning)}
 
 
+OVERRIDDEN = ("apply_gradients", "distributed_training_steps", "distributed_prediction_steps")
+OF_TPUS = ("tpu_name", "tpu_zone", "gcp_project")
 LIGHTNING = r"Own\.{}: Lightning runs the steps".format
 UNSUPPORTED = {
     "keras on TensorFlow": ({"model": OfKeras()}, "Functional is a Keras model.*KERAS_BACKEND=torch"),
@@ -449,15 +443,9 @@ UNSUPPORTED = {
     "no twin": ({"model": TFBertForNothing()}, "transformers has no BertForNothing"),
     "a loss": (overriding(run_model=(OfTensorFlow(), None)), r"a loss of tensorflow \(EagerTensor\).*torch has to"),
     "gradients": (overriding(training_step=[torch.zeros(3)]), "training_step returns list: return the loss"),
-    **{
-        name: (overriding(**{name: None}), LIGHTNING(name))
-        for name in ("apply_gradients", "distributed_training_steps", "distributed_prediction_steps")
-    },
+    **{name: (overriding(**{name: None}), LIGHTNING(name)) for name in OVERRIDDEN},
     "an optimizer": ({"optimizers": (Nadam(), lambda step: 0.1)}, "optimizers: Nadam has no counterpart"),
-    **{
-        name: ({name: "mine"}, rf"{name}: TensorFlow connects.*run --tpu")
-        for name in ("tpu_name", "tpu_zone", "gcp_project")
-    },
+    **{name: ({name: "mine"}, rf"{name}: TensorFlow connects.*run --tpu") for name in OF_TPUS},
 }
 
 
