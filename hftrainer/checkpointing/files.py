@@ -80,15 +80,12 @@ class HostCopies:
         return copy.deepcopy(values, memo)
 
     def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
-        if not self._has_next(original.nbytes()):
+        if self._used >= len(self._buffers) or self._buffers[self._used].nbytes() != original.nbytes():
             del self._buffers[self._used :]
             self._buffers.append(_allocate(original.nbytes(), pinned=original.device.type == "cuda"))
         buffer = self._buffers[self._used]
         self._used += 1
         return buffer.copy_(original, non_blocking=original.device.type == "cuda")
-
-    def _has_next(self, size: int) -> bool:
-        return self._used < len(self._buffers) and self._buffers[self._used].nbytes() == size
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

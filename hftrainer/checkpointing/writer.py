@@ -96,6 +96,12 @@ class CheckpointInProgress:
             raise
 
 
+def _make_thread() -> ThreadPoolExecutor:
+    """A thread, which starts with its first work."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+
+@dataclass(eq=False)
 class CheckpointWriter:
     """Writes checkpoints whole or not at all. If storage fails, the checkpoint is skipped and training continues.
 
@@ -110,23 +116,16 @@ class CheckpointWriter:
         failed: whether the last checkpoint could not be written.
     """
 
-    def __init__(
-        self,
-        *,
-        in_background: bool = False,
-        stop_on_error: bool = False,
-        to_cpu: Callable[[Any], Any] = lambda state: state,
-    ) -> None:
-        self.in_background = in_background
-        self.stop_on_error = stop_on_error
-        self.added = AddedFiles()
-        self.failed = False
-        self._to_cpu = to_cpu
-        self._filled: CheckpointInProgress | None = None
-        self._pending: CheckpointInProgress | None = None
-        self._uses_other_thread = False
-        self._thread: ThreadPoolExecutor | None = None
-        self._copies = files.HostCopies()
+    in_background: bool = False
+    stop_on_error: bool = False
+    to_cpu: Callable[[Any], Any] = lambda state: state
+    added: AddedFiles = field(default_factory=lambda: AddedFiles())
+    failed: bool = False
+    _filled: CheckpointInProgress | None = None
+    _pending: CheckpointInProgress | None = None
+    _uses_other_thread: bool = False
+    _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
+    _copies: files.HostCopies = field(default_factory=files.HostCopies)
 
     @contextlib.contextmanager
     def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
@@ -161,7 +160,7 @@ class CheckpointWriter:
                 for future in current.futures:
                     future.result()
             if self.in_background:
-                current.published = self._executor.submit(self._publish, current)
+                current.published = self._thread.submit(self._publish, current)
                 self._pending = current
             else:
                 self._publish(current)
@@ -203,12 +202,12 @@ class CheckpointWriter:
 
     def call(self, write: Callable[[Any], None], values: Any) -> None:
         """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
-        values = self._to_cpu(values)
+        values = self.to_cpu(values)
         if self._filled is not None and self.in_background:
             copied = self._copies.copy(values)
             self._filled.writes.append(lambda: write(copied))
         elif self._filled is not None and self._uses_other_thread:
-            self._filled.futures.append(self._executor.submit(write, values))
+            self._filled.futures.append(self._thread.submit(write, values))
         else:
             write(values)
 
@@ -262,9 +261,8 @@ class CheckpointWriter:
         try:
             self.wait()
         finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            self._thread, self._copies = None, files.HostCopies()
+            self._thread.shutdown()
+            self._thread, self._copies = _make_thread(), files.HostCopies()
 
     @contextlib.contextmanager
     def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
@@ -281,12 +279,6 @@ class CheckpointWriter:
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
             logger.error("%s Training continues; the next checkpoint will be attempted when due.", message)
-
-    @property
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        return self._thread
 
 
 #: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.

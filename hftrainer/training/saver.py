@@ -18,7 +18,7 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
-from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
+from hftrainer.checkpointing.progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
@@ -52,7 +52,7 @@ class CheckpointSaver:
             return {}
         own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own[names.progress_name(rank, size)] = as_dict(self.run.loop.current_progress())
+            own[names.progress_name(rank, size)] = vars(self.run.loop.current_progress())
         of_all = self.trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
@@ -167,7 +167,7 @@ class CheckpointSaver:
         # Within a step, resuming uses the step count alone.
         if self.run.loop is not None and self.run.loop.between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
+            torch.save(vars(self.run.loop.current_progress()), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
@@ -188,9 +188,15 @@ class CheckpointSaver:
 
     def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
         """The settings that decide which samples a position in the data means."""
-        processes = self.trainer.accelerator.processes.data_processes
-        config = self.components.resolved.accelerator_config
-        return position_settings(self.trainer.args, schedule, self.run.train_batch_size, processes, config)
+        args = self.trainer.args
+        return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
+            "per_device_train_batch_size": self.run.train_batch_size,
+            "world_size": self.trainer.accelerator.processes.data_processes,
+            "samples in the data": schedule.num_examples,
+            "max_steps": schedule.max_steps,
+            "train_sampling_strategy": str(args.train_sampling_strategy),
+            "accelerator_config": self.components.resolved.accelerator_config.of_data(),
+        }
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
