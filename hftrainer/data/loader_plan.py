@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -24,24 +24,10 @@ from hftrainer.data.samplers import (
     check_split,
 )
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, nested_apply
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DataCollectives:
-    """Collective operations for data.
-
-    Attributes:
-        from_main: calls a function in the main process and broadcasts its result.
-        scatter: calls a function in the main process and scatters its list, one item for each rank.
-        highest: the element-wise maximum of a list of numbers over all ranks.
-    """
-
-    from_main: Callable[[Callable[[], Any]], Any]
-    scatter: Callable[[Callable[[], list[Any]]], Any]
-    highest: Callable[[list[int]], list[int]]
 
 
 @dataclass
@@ -52,7 +38,7 @@ class LoaderPlan:
         dataset: the dataset that it reads.
         settings: `DataLoader` keywords for sampling.
         evaluation_sampler: this process's batches of a distributed evaluation.
-        collectives: collective operations of distributed training.
+        processes: those of distributed training.
         round_size: number of batches that the main process reads before it scatters them; None when each process reads
             its own.
         generator: draws the sample order, the same in all processes.
@@ -63,7 +49,7 @@ class LoaderPlan:
     dataset: Any
     settings: dict[str, Any]
     evaluation_sampler: ShardedBatchSampler | None = None
-    collectives: DataCollectives | None = None
+    processes: Processes | None = None
     round_size: int | None = None
     generator: torch.Generator | None = None
     has_own_batch_count: bool = False
@@ -74,12 +60,9 @@ class LoaderPlan:
         if not self.has_own_batch_count:
             yield from batches
             return
-        assert self.collectives is not None
+        assert self.processes is not None
         nothing: Any = object()
-        while True:
-            batch = next(batches, nothing)
-            if self.collectives.highest([batch is nothing])[0]:
-                break
+        while not self.processes.start_max_over_ranks([(batch := next(batches, nothing)) is nothing])()[0]:
             yield batch
         if batch is not nothing:
             logger.warning(
@@ -94,31 +77,31 @@ class LoaderPlan:
 
     def synchronize(self) -> None:
         """Broadcast the main process's generator state, so that all processes draw the same order."""
-        if self.generator is not None and self.collectives is not None:
-            self.generator.set_state(self.collectives.from_main(self.generator.get_state))
+        if self.generator is not None and self.processes is not None:
+            self.generator.set_state(self.processes.from_main(self.generator.get_state))
 
 
 def plan_loader(
     loader: DataLoader[Any],
     config: AcceleratorConfig,
     shard_spec: ShardSpec,
-    collectives: DataCollectives | None,
+    processes: Processes | None,
     seed: int | None,
 ) -> LoaderPlan:
     """Plan the loader of one process; the arguments are those of `PreparedDataLoader`."""
-    collectives = collectives if shard_spec.processes > 1 else None
+    trains = processes is not None and shard_spec.processes > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
-    if collectives is not None and config.split_batches:
-        check_split(_batch_size(loader), shard_spec.processes)
+    if trains and config.split_batches:
+        check_split(samples_per_batch(loader), shard_spec.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
-    if collectives is not None and dispatched:
+    if trains and dispatched:
         plan = _plan_of_all(loader, config, seed)
         plan.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
         plan.round_size = 1 if config.split_batches else shard_spec.processes
         plan.splits = config.split_batches
-    elif collectives is not None and is_stream:
+    elif trains and is_stream:
         plan = _plan_of_stream(loader, config, shard_spec)
-    elif collectives is not None:
+    elif trains:
         plan = _plan_of_batches(loader, config, shard_spec, seed)
         plan.splits = config.split_batches
     elif shard_spec.processes > 1 and not is_stream:
@@ -126,7 +109,7 @@ def plan_loader(
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
         plan = _plan_of_all(loader, config, seed)
-    plan.collectives = collectives
+    plan.processes = processes if trains else None
     return plan
 
 
@@ -214,7 +197,8 @@ def _with_sampler(batches: Any, sampler: Any) -> Any:
     return replaced
 
 
-def _batch_size(loader: DataLoader[Any]) -> int | None:
+def samples_per_batch(loader: DataLoader[Any]) -> int | None:
+    """The samples in a batch; None if the loader's sampler does not say."""
     return loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
 
 

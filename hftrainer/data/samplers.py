@@ -271,7 +271,6 @@ class EvenBatchSampler(BatchSamplerWrapper):
         even: complete the last round with samples from the epoch's beginning.
 
     Raises:
-        InvalidArgument: when a batch cannot be split into equal parts.
         UnsupportedArgument: when `even` is False and processes would get different numbers of batches.
     """
 
@@ -279,8 +278,6 @@ class EvenBatchSampler(BatchSamplerWrapper):
         super().__init__(batch_sampler)
         self.shard_spec = shard_spec
         self.split, self.even = split, even
-        if split:
-            check_split(self._size, shard_spec.processes)
         if not even and not self._drops_last and not self._divides():
             raise UnsupportedArgument(
                 f"accelerator_config['even_batches']=False: the {shard_spec.processes} processes would get different "

@@ -44,14 +44,16 @@ class Processes(RankInfo):
 
     Attributes:
         tp_size: number of consecutive ranks that split each layer's computation and get the same batches.
+        timeout: of a gloo group that is made for CPU tensors, if the default group has another backend.
     """
 
     tp_size: int = 1
+    timeout: timedelta = timedelta(minutes=30)
 
     @classmethod
-    def at(cls, rank_info: RankInfo, tp_size: int = 1) -> Processes:
-        """The processes seen from a rank, in groups of `tp_size`."""
-        return cls(**vars(rank_info), tp_size=tp_size)
+    def at(cls, rank_info: RankInfo, **more: Any) -> Processes:
+        """The processes of a launcher."""
+        return cls(**vars(rank_info), **more)
 
     @property
     def several(self) -> bool:
@@ -123,24 +125,17 @@ class Processes(RankInfo):
             with Awaiting("a barrier"):
                 distributed.barrier()
 
-    def max_over_ranks(self, values: list[int], timeout: timedelta) -> list[int]:
-        """The maximum of each number over all ranks; arguments as for `start_max_over_ranks`."""
-        return self.start_max_over_ranks(values, timeout)()
-
-    def start_max_over_ranks(self, values: list[int], timeout: timedelta) -> Callable[[], list[int]]:
+    def start_max_over_ranks(self, values: list[int]) -> Callable[[], list[int]]:
         """Start an element-wise all-reduce (maximum) in CPU memory, without waiting for the accelerator.
 
         Args:
             values: the numbers; the same count in every process.
-            timeout: timeout of the gloo group, if the default group has another backend.
 
         Returns:
             A function that waits for the other ranks and returns the maxima.
         """
-        numbers = torch.tensor(values)
-        work: Any = distributed.all_reduce(
-            numbers, op=distributed.ReduceOp.MAX, group=cpu_group(timeout), async_op=True
-        )
+        numbers, group = torch.tensor(values), cpu_group(self.timeout)
+        work: Any = distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group, async_op=True)
 
         def result() -> list[int]:
             with Awaiting("the vote of the ranks about what comes next"):
@@ -159,12 +154,11 @@ class Processes(RankInfo):
         decided: T = _value_of(found[0])
         return decided
 
-    def scatter(self, make: Callable[[], list[T]], timeout: timedelta) -> T:
+    def scatter(self, make: Callable[[], list[T]]) -> T:
         """Scatter the items that rank 0 makes, through CPU memory; returns this rank's item.
 
         Args:
             make: called in rank 0 only; returns one item per process. If it raises, all ranks raise.
-            timeout: timeout of the gloo group, if the default group has another backend.
         """
         items: list[Any] | None = None
         if self.rank == 0:
@@ -172,7 +166,7 @@ class Processes(RankInfo):
             items = [(None, error)] * self.world_size if made is None else [(item, None) for item in made]
         received: list[Any] = [None]
         with Awaiting("its part of what rank 0 has read"):
-            distributed.scatter_object_list(received, items, group=cpu_group(timeout))
+            distributed.scatter_object_list(received, items, group=cpu_group(self.timeout))
         own: T = _value_of(received[0])
         return own
 

@@ -15,7 +15,6 @@ from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
 from hftrainer.data import collators
-from hftrainer.data.loader_plan import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.randomness import seed_worker
 from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
@@ -151,9 +150,8 @@ class LoaderFactory:
 
     def without_unused_keys(self, collator: Any, description: str | None) -> Any:
         """See `Trainer._get_collator_with_removed_columns`."""
-        return collators.RemoveColumnsCollator(
-            collator, self._columns(), type(self.trainer.model).__name__, description
-        )
+        columns = frozenset(self._columns())
+        return collators.RemoveColumnsCollator(collator, columns, type(self.trainer.model).__name__, description)
 
     def _columns(self) -> list[str]:
         self.trainer._set_signature_columns_if_needed()
@@ -196,14 +194,7 @@ class LoaderFactory:
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes, timeout = trainer.accelerator.processes, trainer.args.ddp_timeout_delta
-        collectives = DataCollectives(
-            processes.from_main,
-            functools.partial(processes.scatter, timeout=timeout),
-            functools.partial(processes.max_over_ranks, timeout=timeout),
-        )
-        training = self._prepares_training_data
-        config = self.config()
+        processes, training, config = trainer.accelerator.processes, self._prepares_training_data, self.config()
         dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if training and dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
@@ -217,7 +208,7 @@ class LoaderFactory:
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
             shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_processes),
-            collectives=collectives if training else None,
+            processes=processes if training else None,
         )
 
     def config(self) -> AcceleratorConfig:

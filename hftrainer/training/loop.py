@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.progress import RunProgress, as_dict
+from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat.overrides import (
     call_with_accepted,
     is_overridden,
@@ -104,8 +104,8 @@ class TrainingLoop:
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
+            position=position,
         )
-        self.micro_batches.position = position
         self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
         # Inspect the signature of an override once, not at each step.
         self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
@@ -375,7 +375,7 @@ class TrainingLoop:
             "scheduler": self.trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "rng": rng_state(),
-            "progress": as_dict(self.current_progress()),
+            "progress": vars(self.current_progress()),
         }
 
     def failed(self, error: Exception) -> None:
