@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,8 +65,10 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     units = find_units(model, settings)
     if settings.sync_module_states:
         broadcast_weights(model, device)
-    if plan.precision in _HALF:
-        _keep_trained_in_float32(model)
+    if plan.precision in _HALF:  # as in accelerate, the optimizer steps trained parameters in float32
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.float()
     try:
         sharded = _shard_fsdp1(model, units, plan) if settings.version == 1 else _shard_fsdp2(model, units, plan)
     except ValueError as error:  # torch's message names neither the argument nor the parameter
@@ -112,27 +115,20 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
     for parameter in model.parameters():
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [_whole_norm([parameter.grad for parameter in group], norm_type) for group in by_mesh.values()]
+    norms = [nn.utils.get_total_norm([each.grad for each in group], norm_type) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, norm_type)
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 
-def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norm = nn.utils.get_total_norm(gradients, norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
 @contextlib.contextmanager
 def without_sync(model: Any) -> Iterator[None]:
     """Accumulate gradients locally in the block; the next backward pass outside it reduces them."""
-    if isinstance(model, FullyShardedDataParallel):
-        with model.no_sync():
-            yield
-        return
     if not isinstance(model, FSDPModule):  # with tensor parallelism alone all ranks have the same batch
-        yield
+        with model.no_sync() if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():
+            yield
         return
     model.set_requires_gradient_sync(False)
     try:
@@ -141,29 +137,25 @@ def without_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-@contextlib.contextmanager
-def whole_parameters(model: Any) -> Iterator[None]:
+def whole_parameters(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Make whole parameters available to methods of the user's model in the block.
 
     FSDP1 gathers all parameters; FSDP2 gathers them as the model computes.
     """
-    if not isinstance(model, FullyShardedDataParallel):
-        yield
-        return
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        yield
+    is_flat = isinstance(model, FullyShardedDataParallel)
+    return FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_flat else contextlib.nullcontext()
 
 
 def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
     """The device mesh: shards over all processes, over those of a copy, or (hybrid) over those of a node."""
     kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
+    shape = layout.dp_replicate_size, layout.dp_shard_size
     if "hybrid" in plan.sharding.strategy:
-        nodes = processes.world_size // processes.local_world_size
-        return device_mesh(kind, (nodes, processes.local_world_size), ("dp_replicate", "dp_shard"))
-    if layout.dp_replicate_size > 1:
-        return device_mesh(kind, (layout.dp_replicate_size, layout.dp_shard_size), ("dp_replicate", "dp_shard"))
-    return device_mesh(kind, (processes.world_size,), ("dp_shard",))
+        shape = processes.world_size // processes.local_world_size, processes.local_world_size
+    elif layout.dp_replicate_size == 1:
+        return device_mesh(kind, (processes.world_size,), ("dp_shard",))
+    return device_mesh(kind, shape, ("dp_replicate", "dp_shard"))
 
 
 # ---- Units ----------------------------------------------------------------------------------------------------------
@@ -196,10 +188,7 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
     """Modules with at least `least` parameters, not counting inner units, and without shared parameters."""
     found: list[nn.Module] = []
     taken: set[int] = set()
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     for module in reversed(list(model.modules())[1:]):
         own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
         shared = any(uses[id(parameter)] > 1 for parameter in own)
@@ -215,10 +204,12 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
 
 def broadcast_weights(model: nn.Module, device: torch.device) -> None:
     """Broadcast the weights of rank 0; tensors on the meta device are allocated first."""
-    empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
-    for module in empty:
-        module.to_empty(device=device, recurse=False)
-    if empty and hasattr(model, "tie_weights"):
+    has_empty = False
+    for module in model.modules():
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            module.to_empty(device=device, recurse=False)
+            has_empty = True
+    if has_empty and hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     over_network = "nccl" in distributed.get_backend()
     with Awaiting("the weights of rank 0"):
@@ -226,18 +217,6 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
             moved = tensor.detach().to(device) if over_network else tensor.detach()
             distributed.broadcast(moved, 0)
             tensor.data.copy_(moved)
-
-
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
-
-
-def _keep_trained_in_float32(model: nn.Module) -> None:
-    """Convert trained parameters to float32: units compute in half precision, but the optimizer steps in float32."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
 
 
 # ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------

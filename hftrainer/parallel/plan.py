@@ -210,12 +210,6 @@ class LightningPlan:
         return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
 
     @property
-    def shows_its_own_device(self) -> bool:
-        """Whether the launcher makes only its own GPU visible to each process."""
-        processes = self.processes
-        return torch.device(self.device).index not in (None, processes.local_rank)
-
-    @property
     def limits_by_share(self) -> bool:
         """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
         limits = [value for name, value in self.config.items() if name.startswith("limit_")]
@@ -240,9 +234,11 @@ class LightningPlan:
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
+        # True where each process sees only its own device, under another number than its rank.
+        sees_only_own = torch.device(self.device).index not in (None, self.processes.local_rank)
         return {
             "accelerator": self.accelerator,
-            "devices": 1 if self.shows_its_own_device else self.processes.local_world_size,
+            "devices": 1 if sees_only_own else self.processes.local_world_size,
             "num_nodes": self.processes.nodes,
             "precision": self.precision,
             "accumulate_grad_batches": self.accumulate_grad_batches,

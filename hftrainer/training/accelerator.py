@@ -13,6 +13,7 @@ import torch
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.devices import device_module
+from hftrainer.parallel.process_group import disconnect
 from hftrainer.parallel.process_state import GradientState, LoaderConfig, ProcessState
 from hftrainer.parallel.processes import Processes
 
@@ -372,7 +373,7 @@ class EngineAccelerator(ProcessState):
 
     def end_training(self) -> None:
         """Leave the process group, if there is one. The Trainer closes its trackers itself when training ends."""
-        self.processes.disconnect()
+        disconnect()
 
 
 _CHECKPOINTS = (
