@@ -3,6 +3,8 @@
 import os
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
+#: The folder of a repository that holds the newest checkpoint, with `hub_strategy='checkpoint'`.
+LAST_CHECKPOINT = "last-checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"

@@ -13,11 +13,10 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from hftrainer.checkpointing import names
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.hub.failures import is_transient, reason
-from hftrainer.hub.references import LAST_CHECKPOINT
 
 _REFERENCE = re.compile(r"hub:(?P<id>[^/@]+(?:/[^/@]+)?)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>.+))?")
 _STATE = re.compile(
-    rf"(?P<folder>{LAST_CHECKPOINT}|{names.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{names.TRAINER_STATE_NAME}"
+    rf"(?P<folder>{names.LAST_CHECKPOINT}|{names.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{names.TRAINER_STATE_NAME}"
 )
 
 
@@ -44,7 +43,7 @@ def download_checkpoint(
         folder = folder or _newest(files)
         if folder is None:
             raise CheckpointNotFound(
-                f"the repository has no checkpoint, neither {LAST_CHECKPOINT} nor checkpoint-xxx; "
+                f"the repository has no checkpoint, neither {names.LAST_CHECKPOINT} nor checkpoint-xxx; "
                 "hub_strategy='checkpoint' and 'all_checkpoints' upload them. If it has only weights, load these with "
                 "from_pretrained and start a new run"
             )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
@@ -20,24 +20,18 @@ from hftrainer.data.randomness import seed_worker
 from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
+from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class LoaderFactory:
+class LoaderFactory(Component):
     """Makes data loaders with the batches of this process, on its device."""
 
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
-        #: A dataset without the columns that the model does not take, and the original dataset.
-        self._with_all_columns: tuple[Any, Any] = None, None
-        self._prepares_training_data = False
+    #: A dataset without the columns that the model does not take, and the original dataset.
+    _with_all_columns: tuple[Any, Any] = None, None
+    _prepares_training_data = False
 
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
 

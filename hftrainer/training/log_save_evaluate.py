@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,18 +17,11 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import follows_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import mean_loss, metric_named
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+from hftrainer.training.component import Component
 
 
-class LogSaveEvaluate:
+class LogSaveEvaluate(Component):
     """Logs, evaluates and saves as the control flags request."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def do_what_is_due(
         self,

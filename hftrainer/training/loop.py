@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainingLoop:
     """One call of `train()`, from its first event to its last.
 
@@ -53,42 +54,33 @@ class TrainingLoop:
         resume_folder: the checkpoint that the run resumes from, if any.
         first_epoch: epochs done.
         position: micro-batches of the next epoch that are done.
-        progress: the checkpoint's further progress data; None for checkpoints of transformers.
     """
 
-    def __init__(
-        self,
-        components: Components,
-        schedule: TrainingSchedule,
-        train_dataloader: Any,
-        *,
-        trial: Any = None,
-        ignore_keys: list[str] | None = None,
-        resume_folder: str | None = None,
-        first_epoch: int = 0,
-        position: int = 0,
-        progress: RunProgress | None = None,
-    ) -> None:
-        self.components = components
-        self.trainer = trainer = components.trainer
-        self.run = components.run
-        self.loss = components.steps.loss
-        self.saver = components.saver
-        self.schedule = schedule
+    components: Components
+    schedule: TrainingSchedule
+    train_dataloader: dataclasses.InitVar[Any]
+    trial: Any
+    ignore_keys: list[str] | None
+    resume_folder: str | None
+    first_epoch: int
+    position: int
+
+    def __post_init__(self, train_dataloader: Any) -> None:
+        self.trainer = trainer = self.components.trainer
+        self.run = self.components.run
+        self.loss = self.components.steps.loss
+        self.saver = self.components.saver
         self.reader = EpochReader(train_dataloader)
-        self.trial = trial
-        self.ignore_keys = ignore_keys
-        self.resume_folder = resume_folder
-        self.first_epoch = self.epoch = first_epoch
-        self.position = position
-        self.progress = progress
+        self.epoch = self.first_epoch
+        #: The checkpoint's further progress data; None for checkpoints of transformers.
+        self.progress = self.run.progress
         self._epoch_ended = False
         self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.loss_sum = LossSum(trainer, self.run)
-        self.control_sync = ControlSync(components, functools.partial(self.saver.save_if_needed, trial))
+        self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
@@ -97,14 +89,14 @@ class TrainingLoop:
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
         self.between_steps = True  # no data read and no random number drawn for the next step
         self.micro_batches = MicroBatchIterator(
-            schedule,
+            self.schedule,
             planned=lambda: self.components.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
-            position=position,
+            position=self.position,
         )
         self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
         # Inspect the signature of an override once, not at each step.

@@ -21,6 +21,7 @@ from hftrainer.model import inspection
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -55,13 +56,11 @@ def _class_and_keywords(given: Any) -> tuple[Any, dict[str, Any]]:
     return given[0], dict(given[1])
 
 
-class ModelSetup:
+class ModelSetup(Component):
     """Sets up the model that the script passes, or that `model_init` makes, with its optimizer and its schedule."""
 
     def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
+        super().__init__(components)
         #: Attributes of the Trainer that are derived from its model, with the values that we set.
         self._inferred: dict[str, Any] = {}
 

@@ -16,6 +16,7 @@ from hftrainer.compat.overrides import has_length, make_scheduler, positional_co
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.training.component import Component
 from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
@@ -25,13 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Planner:
+class Planner(Component):
     """Plans a run from its arguments and its training loader."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """The lengths of the run, from `set_initial_training_values`, called with the signature of its release."""

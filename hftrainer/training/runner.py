@@ -23,13 +23,13 @@ from hftrainer.compat.overrides import has_length, is_overridden, runs_backward
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.hub.references import is_reference
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
+from hftrainer.training.component import Component
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
 from hftrainer.training.stopping import Interruption
@@ -41,13 +41,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrainingRunner:
+class TrainingRunner(Component):
     """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects."""
 
     def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
+        super().__init__(components)
         self.planner = Planner(components)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
@@ -97,7 +95,7 @@ class TrainingRunner:
             clear_stale(output_dir)
         processes.barrier()
         folder: str | None
-        if not is_reference(resume_from_checkpoint):
+        if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
             return folder
         from hftrainer.hub.download import download_checkpoint
@@ -105,7 +103,7 @@ class TrainingRunner:
         # The other ranks of a node find it in the cache.
         with processes.in_turn(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
-                str(resume_from_checkpoint),
+                resume_from_checkpoint,
                 self.trainer.args.hub_token,
                 hub_model_id=self.trainer.args.hub_model_id,
                 hub_revision=self.trainer.args.hub_revision,
@@ -283,7 +281,6 @@ class TrainingRunner:
             resume_folder=folder,
             first_epoch=first_epoch,
             position=position,
-            progress=self.run.progress,
         )
         return loop, model
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,21 +25,14 @@ from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.strategies.strategy import MakeOptimizer
+from hftrainer.training.component import Component
 from hftrainer.training_args import without_tokens
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointSaver:
+class CheckpointSaver(Component):
     """Fills checkpoints, announces them, and reads the progress that `trainer_state.json` does not hold."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""

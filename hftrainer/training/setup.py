@@ -38,12 +38,12 @@ from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
+from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
-    from hftrainer.training.components import Components
     from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -68,17 +68,12 @@ PER_RANK = frozenset(
 )
 
 
-class TrainerSetup:
+class TrainerSetup(Component):
     """Builds what follows from the arguments: for a new Trainer, for each trial, and for each run.
 
     Args:
         components: the parts of the Trainer; those that follow from the arguments are set here.
     """
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def begin_again(self) -> None:
         """Rebuild everything that follows from the arguments, for a trial or after a search."""

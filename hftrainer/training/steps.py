@@ -26,10 +26,10 @@ from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
+from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
-    from hftrainer.training.components import Components
     from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -267,18 +267,14 @@ def _takes_items(function: Callable[..., Any]) -> bool:
     return named or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-class TrainingSteps:
+class TrainingSteps(Component):
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Attributes:
         flos_per_token: a model, and its floating-point operations per token.
     """
 
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
-        self.flos_per_token: tuple[Any, int] | None = None
+    flos_per_token: tuple[Any, int] | None = None
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
