@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -96,9 +97,69 @@ class CheckpointInProgress:
             raise
 
 
-def _make_thread() -> ThreadPoolExecutor:
-    """A thread, which starts with its first work."""
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+#: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.
+_Stamp = tuple[int, int]
+#: File times may lag behind the clock by this many ns.
+_COARSE = 2_000_000_000
+
+
+class AddedFiles:
+    """Finds the files that a script writes into checkpoint folders itself, to add them to the checkpoint.
+
+    Overrides write them before they call `super()._save_checkpoint`. A killed process may have left an incomplete
+    folder; its files are not part of the checkpoint that this run writes there.
+    """
+
+    def __init__(self) -> None:
+        self._oldest: int | None = None
+        self._known: dict[Path, _Stamp] = {}
+
+    def begin_run(self, run_dir: str | None) -> None:
+        """Record the files in the folders that a run may write.
+
+        Args:
+            run_dir: the folder of its checkpoints; None when a subclass decides it only when saving: files older than
+                the run then count as those of earlier runs.
+        """
+        self._oldest = time.time_ns() - _COARSE if run_dir is None else 0
+        folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
+        self._known = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
+
+    def copy_to(self, checkpoint: CheckpointFolder) -> None:
+        """Copy the script's new files from the final folder to the staging folder, where the Trainer has no such file.
+
+        Does nothing outside a run. Links are copied as links; the manifest does not check them.
+        """
+        if self._oldest is None:
+            return
+        of_trainer = _stamps(checkpoint.staging)
+        for name, stamp in _stamps(checkpoint.path).items():
+            is_new = stamp != self._known.get(checkpoint.path / name) and stamp[0] >= self._oldest
+            if is_new and name not in of_trainer:
+                target = checkpoint.staging / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _link(checkpoint.path / name, target)
+        # If the step is saved again, what the Trainer has written now is not the script's.
+        self._known |= {checkpoint.path / name: stamp for name, stamp in of_trainer.items()}
+
+
+def _stamps(folder: Path) -> dict[Path, _Stamp]:
+    """The files in a folder, by relative path; nothing for a missing folder."""
+    own = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
+    paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in own]
+    return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
+
+
+def _link(source: Path, target: Path) -> None:
+    """Hard-link `target` to `source`, which may be large; copy it where the file system has no links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except (OSError, NotImplementedError):
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+#: Makes a thread, which starts with its first work.
+_make_thread = functools.partial(ThreadPoolExecutor, max_workers=1, thread_name_prefix="checkpoint")
 
 
 @dataclass(eq=False)
@@ -119,7 +180,7 @@ class CheckpointWriter:
     in_background: bool = False
     stop_on_error: bool = False
     to_cpu: Callable[[Any], Any] = lambda state: state
-    added: AddedFiles = field(default_factory=lambda: AddedFiles())
+    added: AddedFiles = field(default_factory=AddedFiles)
     failed: bool = False
     _filled: CheckpointInProgress | None = None
     _pending: CheckpointInProgress | None = None
@@ -279,64 +340,3 @@ class CheckpointWriter:
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
             logger.error("%s Training continues; the next checkpoint will be attempted when due.", message)
-
-
-#: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.
-_Stamp = tuple[int, int]
-#: File times may lag behind the clock by this many ns.
-_COARSE = 2_000_000_000
-
-
-class AddedFiles:
-    """Finds the files that a script writes into checkpoint folders itself, to add them to the checkpoint.
-
-    Overrides write them before they call `super()._save_checkpoint`. A killed process may have left an incomplete
-    folder; its files are not part of the checkpoint that this run writes there.
-    """
-
-    def __init__(self) -> None:
-        self._oldest: int | None = None
-        self._known: dict[Path, _Stamp] = {}
-
-    def begin_run(self, run_dir: str | None) -> None:
-        """Record the files in the folders that a run may write.
-
-        Args:
-            run_dir: the folder of its checkpoints; None when a subclass decides it only when saving: files older than
-                the run then count as those of earlier runs.
-        """
-        self._oldest = time.time_ns() - _COARSE if run_dir is None else 0
-        folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
-        self._known = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
-
-    def copy_to(self, checkpoint: CheckpointFolder) -> None:
-        """Copy the script's new files from the final folder to the staging folder, where the Trainer has no such file.
-
-        Does nothing outside a run. Links are copied as links; the manifest does not check them.
-        """
-        if self._oldest is None:
-            return
-        of_trainer = _stamps(checkpoint.staging)
-        for name, stamp in _stamps(checkpoint.path).items():
-            is_new = stamp != self._known.get(checkpoint.path / name) and stamp[0] >= self._oldest
-            if is_new and name not in of_trainer:
-                target = checkpoint.staging / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _link(checkpoint.path / name, target)
-        # If the step is saved again, what the Trainer has written now is not the script's.
-        self._known |= {checkpoint.path / name: stamp for name, stamp in of_trainer.items()}
-
-
-def _stamps(folder: Path) -> dict[Path, _Stamp]:
-    """The files in a folder, by relative path; nothing for a missing folder."""
-    own = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
-    paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in own]
-    return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link `target` to `source`, which may be large; copy it where the file system has no links."""
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except (OSError, NotImplementedError):
-        shutil.copy2(source, target, follow_symlinks=False)

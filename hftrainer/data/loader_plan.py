@@ -102,8 +102,11 @@ def plan_loader(
     elif trains and is_stream:
         plan = _plan_of_stream(loader, config, shard_spec)
     elif trains:
-        plan = _plan_of_batches(loader, config, shard_spec, seed)
-        plan.splits = config.split_batches
+        batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
+        if not config.use_seedable_sampler:
+            batches, generator = _with_generator(batches)
+        even = EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
+        plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
@@ -118,17 +121,6 @@ def _plan_of_all(loader: DataLoader[Any], config: AcceleratorConfig, seed: int |
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
-
-
-def _plan_of_batches(
-    loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec, seed: int | None
-) -> LoaderPlan:
-    """The batches of one process in training."""
-    batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
-    if not config.use_seedable_sampler:
-        batches, generator = _with_generator(batches)
-    even = EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
-    return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator)
 
 
 def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
@@ -235,25 +227,20 @@ _INSTEAD = "set accelerator_config={'dispatch_batches': False}, so that each pro
 
 
 def _joined(batches: list[Any]) -> Any:
-    try:
-        return _concatenate(batches)
-    except RuntimeError as error:
-        raise InvalidArgument(
-            f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
-            f"length, or {_INSTEAD}"
-        ) from error
-
-
-def _concatenate(batches: list[Any]) -> Any:
-    """A batch of the same structure, with the rows of all."""
     first = batches[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(batches)
+        try:
+            return torch.cat(batches)
+        except RuntimeError as error:
+            raise InvalidArgument(
+                f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
+                f"length, or {_INSTEAD}"
+            ) from error
     if isinstance(first, (dict, Mapping)):
         kind: Any = type(first)
-        return kind({key: _concatenate([batch[key] for batch in batches]) for key in first})
+        return kind({key: _joined([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (list, tuple)):
-        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
+        columns = [_joined(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_INSTEAD}")
 

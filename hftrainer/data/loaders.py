@@ -291,7 +291,7 @@ class PreparedDataLoader(DataLoader[Any]):
         for _ in range(start.skipped_batches * times):
             skipped = next(batches, None)
             if log is not None:
-                log.count_skipped(skipped)
+                log.count_one(skipped)
         iterator = batches if size is None else group_batches(batches, size, self.drops_last)
         if log is None:
             yield from iterator

@@ -220,22 +220,19 @@ class StateSendingCollator:
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
-        self._sources: RandomSources | None = None
 
+    @functools.cached_property
     def sources(self) -> RandomSources:
-        """The generators that the worker uses."""
-        if self._sources is None:
-            info = get_worker_info()
-            assert info is not None
-            self._sources = RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
-        return self._sources
+        """The generators of this worker; first used when it has the dataset."""
+        info: Any = get_worker_info()
+        return RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
 
     def __call__(self, samples: Any) -> WorkerBatch:
-        """Collate."""
+        """Collate the samples, and add the states after that."""
         batch, info = self.collate_fn(samples), get_worker_info()
         assert info is not None
-        self.sources().find_generators()
-        return WorkerBatch(batch, info.id, pickle.dumps(self.sources().capture()))
+        self.sources.find_generators()
+        return WorkerBatch(batch, info.id, pickle.dumps(self.sources.capture()))
 
 
 def init_worker(
@@ -245,7 +242,7 @@ def init_worker(
     if given is not None:
         given(worker)
     if worker in states:
-        collator.sources().restore(pickle.loads(states[worker]))
+        collator.sources.restore(pickle.loads(states[worker]))
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import socket
@@ -174,12 +175,6 @@ def _by_slurm() -> RankInfo:
     )
 
 
-def _by_xla() -> RankInfo:
-    """A process of torch_xla.launch; torch_xla knows its rank."""
-    rank_info: RankInfo = load("xla", "devices").rank_info()
-    return rank_info
-
-
 def _first(*names: str) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
@@ -202,7 +197,7 @@ LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "mpi": (_by_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
     "kubeflow": (_by_kubeflow, "start the script as a PyTorchJob, or with torchrun"),
     "lightning": (_by_lightning, "start the script with torchrun"),
-    "xla": (_by_xla, "start the script with python -m hftrainer run --tpu"),
+    "xla": (lambda: load("xla", "devices").rank_info(), "start the script with python -m hftrainer run --tpu"),
 }
 #: Lightning's environment, given as a plugin → its launcher.
 _PLUGINS = {
@@ -271,11 +266,9 @@ def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
 
 def _by_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
     """Plain python: one process, or one per device, which the script starts itself."""
-    wanted = _as_count(devices)
-    if wanted is None:
-        # accelerate launch has started one process on purpose.
-        alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
-        wanted = 1 if alone else max(gpus(), 1)
+    # accelerate launch has started one process on purpose.
+    alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
+    wanted = _as_count(devices) or (1 if alone else max(gpus(), 1))
     return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
 
 
@@ -290,10 +283,8 @@ def can_start_again() -> bool:
     """Whether the command line of this process can be run again; not in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
-    multiprocessing = sys.modules.get("multiprocessing")
-    child = multiprocessing is not None and multiprocessing.parent_process() is not None
-    from_stdin = sys.argv[:1] in ([], [""], ["-"])
-    return not (interactive or child or from_stdin)
+    is_child = multiprocessing.parent_process() is not None
+    return not (interactive or is_child or sys.argv[:1] in ([], [""], ["-"]))
 
 
 def cluster_environment(plugins: Any) -> Any:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
@@ -114,7 +113,8 @@ class LoaderFactory(Component):
             return None
         # `sortish_sampler` is the old argument for it.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
-            return self._length_grouped_sampler(dataset, self.run.train_batch_size * args.gradient_accumulation_steps)
+            size = self.run.train_batch_size * args.gradient_accumulation_steps
+            return LengthGroupedSampler(size, lengths=self._lengths(dataset))
         if args.train_sampling_strategy == "batch_rebalance":
             return self._rebalanced_batches(dataset)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
@@ -125,7 +125,7 @@ class LoaderFactory(Component):
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
             seed = args.data_seed if args.data_seed is not None else args.seed
             order = self.components.policy.evaluation_generator(seed)
-            return self._length_grouped_sampler(dataset, args.eval_batch_size, order)
+            return LengthGroupedSampler(args.eval_batch_size, lengths=self._lengths(dataset), generator=order)
         return _sequential_sampler(dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -222,22 +222,10 @@ class LoaderFactory(Component):
         keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
         return AcceleratorConfig.read(keys)
 
-    def _length_grouped_sampler(
-        self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
-    ) -> LengthGroupedSampler:
-        """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
-        return LengthGroupedSampler(batch_size, lengths=self._lengths(dataset), generator=generator)
-
     def _rebalanced_batches(self, dataset: Any) -> Sampler[Any]:
-        """The batches of this process, of about the same cost as those of the other ranks.
-
-        Raises:
-            MissingPackage: when the installed transformers does not have this sampler.
-        """
-        args = self.trainer.args
-        processes = self.trainer.accelerator.processes
-        accumulation = args.gradient_accumulation_steps
-        ranks = processes.data_processes
+        """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
+        args, processes = self.trainer.args, self.trainer.accelerator.processes
+        accumulation, ranks = args.gradient_accumulation_steps, processes.data_processes
         sampler: Sampler[Any] = peers.batch_rebalance_sampler()(
             lengths=self._lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,

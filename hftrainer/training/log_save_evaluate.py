@@ -145,8 +145,7 @@ class LogSaveEvaluate(Component):
         value = metric_named(metrics, args.metric_for_best_model)
         if state.best_metric is None:
             state.best_metric = -math.inf if args.greater_is_better else math.inf
-        is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
-        if not is_better:
+        if not (value > state.best_metric if args.greater_is_better else value < state.best_metric):
             return False
         state.best_metric = value
         if not self.components.policy.records_best_step:

@@ -107,12 +107,9 @@ class ModelSetup(Component):
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and inspect what it accepts and returns."""
-        for reason in (
-            check_model_layout(self.components.engine.plan.layout, model),
-            inspection.check_quantization(model),
-        ):
-            if reason is not None:
-                raise InvalidArgument(reason)
+        layout = self.components.engine.plan.layout
+        if (reason := check_model_layout(layout, model) or inspection.check_quantization(model)) is not None:
+            raise InvalidArgument(reason)
         self.trainer.model = self.trainer.model_wrapped = model
         self.set_inferred(self._inspect(model))
         sharded = self.trainer.is_distributed_loading_by_transformers

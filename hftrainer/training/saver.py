@@ -36,8 +36,7 @@ class CheckpointSaver(Component):
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
-        rank = self.trainer.args.process_index
-        size = self.trainer.args.world_size
+        rank, size = self.trainer.args.process_index, self.trainer.args.world_size
         if size == 1:
             return {}
         if self.trainer.args.save_only_model:
@@ -112,15 +111,11 @@ class CheckpointSaver(Component):
 
     def wait(self) -> None:
         """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
-        state = self.trainer.state
-        writer = self.components.checkpoint_writer
+        state, writer = self.trainer.state, self.components.checkpoint_writer
         from_main = self.trainer.accelerator.processes.from_main
-        if not writer.in_background:
-            return
-        from_main(writer.wait)
-        failed, best = from_main(lambda: (writer.failed, state.best_model_checkpoint))
-        writer.failed = failed
-        state.best_model_checkpoint = best
+        if writer.in_background:
+            from_main(writer.wait)
+            writer.failed, state.best_model_checkpoint = from_main(lambda: (writer.failed, state.best_model_checkpoint))
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
@@ -255,7 +250,10 @@ class CheckpointSaver(Component):
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
-        self._record_best_checkpoint(run_dir)
+        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        if state.best_global_step == state.global_step or there:
+            state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._rotation(run_dir, path)
 
@@ -320,14 +318,6 @@ class CheckpointSaver(Component):
         finally:
             strategy.finish()
         writer.failed = any(processes.gather_objects([writer.failed]))
-
-    def _record_best_checkpoint(self, run_dir: str) -> None:
-        """Record the folder of the best checkpoint, if it is this one or still exists."""
-        state = self.trainer.state
-        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
-        if state.best_global_step == state.global_step or there:
-            state.best_model_checkpoint = best
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""

@@ -285,7 +285,11 @@ class TrainerSetup(Component):
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""
         args = self.trainer.args
-        self._check_values()
+        resolved = self.components.resolved
+        set_accumulation_steps(resolved)  # before DeepSpeed's configuration is completed with it
+        is_ours = isinstance(args, TrainingArguments)
+        if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
+            raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
                 f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
@@ -294,15 +298,6 @@ class TrainerSetup(Component):
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         self._check_memmap()
         self._check_data()
-
-    def _check_values(self) -> None:
-        """Check each argument by itself, and arguments that contradict each other."""
-        resolved = self.components.resolved
-        # Before DeepSpeed's configuration is completed with it.
-        set_accumulation_steps(resolved)
-        is_ours = isinstance(resolved.args, TrainingArguments)
-        if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
-            raise InvalidArgument("\n".join(found))
 
     def _check_optimizer(self) -> None:
         """Check that only one of several arguments sets the optimizer."""
