@@ -125,12 +125,11 @@ def warn_of_changed(args: TrainingArguments, state: TrainerState) -> None:
     """Log a warning about arguments that differ from those in the state of a checkpoint."""
     compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
     compared["train_batch_size"] = args.per_device_train_batch_size
-    changed = [
+    if changed := [
         f"{name}={now!r}, was {before!r}"
         for name, now in compared.items()
         if now is not None and (before := getattr(state, name)) is not None and now >= 1 and now != before
-    ]
-    if changed:
+    ]:
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changed))
 
 
@@ -260,17 +259,13 @@ def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
         if not (isinstance(now, dict) and isinstance(before, dict)):
             continue
         known = before.get("attributes", {})
-        changed = [
-            f"{key}={value!r}, {known[key]!r} in the checkpoint"
-            for key, value in now["attributes"].items()
-            if key in known and known[key] != value
-        ]
-        if changed:
-            logger.warning(
-                "%s starts from scratch (%s): set restore_callback_states_from_checkpoint=True to restore it.",
-                name,
-                "; ".join(changed),
+        differing = {key: value for key, value in now["attributes"].items() if key in known and known[key] != value}
+        if differing:
+            changed = "; ".join(
+                f"{key}={value!r}, {known[key]!r} in the checkpoint" for key, value in differing.items()
             )
+            advice = "set restore_callback_states_from_checkpoint=True to restore it"
+            logger.warning("%s starts from scratch (%s): %s.", name, changed, advice)
 
 
 #: Key of the Trainer's own part in the file.

@@ -13,17 +13,12 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
@@ -69,7 +64,7 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
         only_trained: exclude frozen weights.
     """
     reshard(model)
-    state = get_model_state_dict(model, options=_options(model, whole, only_trained))
+    state = state_dict.get_model_state_dict(model, options=_options(model, whole, only_trained))
     return to_be_written(state, model) if whole else state
 
 
@@ -97,7 +92,7 @@ def share_buffers(model: nn.Module) -> None:
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
     """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
     reshard(model)
-    return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
+    return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
 def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
@@ -150,7 +145,7 @@ def _load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[s
     reshard(model)
     own = {_clean(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
-    set_model_state_dict(model, weights, options=_broadcast_options())
+    state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
     return differ if _is_first() else ([], [])
 
 
@@ -171,14 +166,14 @@ def load_optimizer(
             group["train_mode"] = True
     if holds(PARTS, "optimizer", folder):
         state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
-        set_optimizer_state_dict(model, optimizer, state)
+        state_dict.set_optimizer_state_dict(model, optimizer, state)
         return
     if holds(WHOLES, "optimizer", folder):
         state = read_torch(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
     else:
         state = _by_name(read_numbered(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
-    set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options())
+    state_dict.set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options())
 
 
 def _broadcast_options() -> Any:
@@ -207,7 +202,7 @@ def save_parts(states: dict[str, Any], folder: str) -> None:
 def load_model_parts(model: nn.Module, folder: str, *, only_trained: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
     state = _loaded("model", model_state(model, whole=False, only_trained=only_trained), folder)
-    set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
+    state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
 
 
 def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:

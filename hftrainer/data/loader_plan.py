@@ -14,15 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.data.samplers import (
-    EvenBatchSampler,
-    SeedableRandomSampler,
-    ShardedBatchSampler,
-    ShardedStream,
-    ShardSpec,
-    SkippingBatchSampler,
-    check_split,
-)
+from hftrainer.data import samplers
+from hftrainer.data.samplers import ShardedBatchSampler, ShardSpec
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, nested_apply
@@ -92,7 +85,7 @@ def plan_loader(
     trains = processes is not None and shard_spec.processes > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
     if trains and config.split_batches:
-        check_split(samples_per_batch(loader), shard_spec.processes)
+        samplers.check_split(samples_per_batch(loader), shard_spec.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if trains and dispatched:
         plan = _plan_of_all(loader, config, seed)
@@ -105,7 +98,7 @@ def plan_loader(
         batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
         if not config.use_seedable_sampler:
             batches, generator = _with_generator(batches)
-        even = EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
+        even = samplers.EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
         plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
@@ -137,7 +130,7 @@ def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_sp
         dataset = peers.shard_of(loader.dataset, shard_spec.rank, shard_spec.processes)
     generator = None
     if dataset is None:
-        dataset = ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
+        dataset = samplers.ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
     return LoaderPlan(
@@ -148,7 +141,7 @@ def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_sp
 def _sampling(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
     if loader.batch_sampler is None:  # the dataset returns a whole batch for each item of the sampler
         return {"batch_size": None, "sampler": batches}
-    return {"batch_sampler": SkippingBatchSampler(batches)}
+    return {"batch_sampler": samplers.SkippingBatchSampler(batches)}
 
 
 def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True) -> Any:
@@ -160,7 +153,7 @@ def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True
         return loader.batch_sampler
     return _with_sampler(
         loader.batch_sampler,
-        SeedableRandomSampler(
+        samplers.SeedableRandomSampler(
             sampler.data_source,
             seed if seed is not None else torch.initial_seed(),
             replacement=sampler.replacement,

@@ -15,16 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.reading import fitting
+from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
-from hftrainer.data.samplers import (
-    UNSHARDED,
-    BatchSamplerWrapper,
-    ShardedStream,
-    ShardSpec,
-    SkippingBatchSampler,
-    batches_of_rank,
-)
+from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler
 from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, rebuilt
 
@@ -160,7 +154,7 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def source(self) -> Any:
         """The dataset that the loader was made with; this process may read only a part of it."""
-        return self.dataset.dataset if isinstance(self.dataset, ShardedStream) else self.dataset
+        return self.dataset.dataset if isinstance(self.dataset, samplers.ShardedStream) else self.dataset
 
     def __len__(self) -> int:
         """Batches that this process gets in an epoch."""
@@ -173,7 +167,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Set the epoch of the next iteration in samplers and dataset."""
         self.iteration = epoch
         inner: Any = self.batch_sampler
-        while isinstance(inner, BatchSamplerWrapper):
+        while isinstance(inner, samplers.BatchSamplerWrapper):
             inner = inner.batch_sampler
         parts: tuple[Any, ...] = inner, getattr(inner, "sampler", None), self.dataset
         for part in parts:
@@ -247,7 +241,7 @@ class PreparedDataLoader(DataLoader[Any]):
             # In an evaluation, every process reads the whole stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else UNSHARDED
-            iterator = batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
+            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
         ahead = next(iterator, _NOTHING)
         while ahead is not _NOTHING:
             batch, is_filler = ahead

@@ -10,25 +10,10 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
+from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
@@ -81,7 +66,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         len(units) + 1,
     )
     if hasattr(model, "generate") and settings.version == 2:
-        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+        fsdp.register_fsdp_forward_method(model, "generate")
     return sharded
 
 
@@ -228,20 +213,19 @@ def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan) 
     if settings.cpu_offload and device.type == "cpu":
         raise WrongConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
     members = set(units)
-    prefetch = None if settings.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[settings.backward_prefetch]
-    name = settings.strategy.upper()
+    name, prefetch = settings.strategy.upper(), settings.backward_prefetch
     wrapped = FullyShardedDataParallel(
         model,
         device_mesh=make_device_mesh(plan),
-        sharding_strategy=ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
+        sharding_strategy=fsdp.ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
         auto_wrap_policy=CustomPolicy(members.__contains__),
-        cpu_offload=CPUOffload(offload_params=settings.cpu_offload),
-        mixed_precision=None if dtype is None else MixedPrecision(dtype, dtype, dtype),
+        cpu_offload=fsdp.CPUOffload(offload_params=settings.cpu_offload),
+        mixed_precision=None if dtype is None else fsdp.MixedPrecision(dtype, dtype, dtype),
         device_id=device,
         use_orig_params=settings.use_orig_params,
         limit_all_gathers=settings.limit_all_gathers,
         forward_prefetch=settings.forward_prefetch,
-        backward_prefetch=prefetch,
+        backward_prefetch=None if prefetch == "NO_PREFETCH" else fsdp.BackwardPrefetch[prefetch],
     )
     if settings.activation_checkpointing:
         _checkpoint_activations(wrapped, members, settings)
@@ -256,15 +240,15 @@ def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan) 
     pinned = torch.device(plan.device).type != "cpu"
     keywords: dict[str, Any] = {
         "mesh": make_device_mesh(plan),
-        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else fsdp.OffloadPolicy(),
         # Outputs stay in float32: a half-precision loss has a resolution of 0.02 in logs, and overflows when scaled.
-        "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype),
+        "mp_policy": fsdp.MixedPrecisionPolicy() if dtype is None else fsdp.MixedPrecisionPolicy(dtype, dtype),
     }
     reshards = settings.strategy == "full_shard"
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshards, **keywords)
+        fsdp.fully_shard(unit, reshard_after_forward=reshards, **keywords)
     # The outermost unit is needed first in the backward pass, so torch's default keeps it gathered.
-    fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
+    fsdp.fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
     return model
 
 
@@ -273,9 +257,9 @@ def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: F
     wrappers: list[nn.Module] = []
 
     def wrap(module: nn.Module) -> nn.Module:
-        wrapped = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        wrappers.append(offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
+        wrapped = wrapping.checkpoint_wrapper(module, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT)
+        wrappers.append(wrapping.offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
         return wrappers[-1]
 
-    apply_activation_checkpointing(model, wrap, units.__contains__)
+    wrapping.apply_activation_checkpointing(model, wrap, units.__contains__)
     return wrappers

@@ -17,13 +17,7 @@ import torch
 
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress
-from hftrainer.compat.overrides import (
-    call_with_accepted,
-    is_overridden,
-    log_save_evaluate_arguments,
-    runs_backward,
-    with_accepted,
-)
+from hftrainer.compat import overrides
 from hftrainer.data.accumulation import MicroBatchIterator, TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.data.reading import EpochReader, ResumePoint
@@ -100,7 +94,7 @@ class TrainingLoop:
         )
         self.backward_divisor = self.components.policy.gradient_divisor(trainer.args)
         # Inspect the signature of an override once, not at each step.
-        self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
+        self._get_batch_samples = overrides.with_accepted(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -175,8 +169,7 @@ class TrainingLoop:
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        parts = self._parts_of_epoch
-        self._parts_of_epoch = ()
+        parts, self._parts_of_epoch = self._parts_of_epoch, ()
         for run in parts:
             run()
 
@@ -279,13 +272,15 @@ class TrainingLoop:
         local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
         loss: torch.Tensor
         with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
-            loss = call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+            loss = overrides.call_with_accepted(
+                self.trainer.training_step, model, inputs, num_items_in_batch=window.num_items
+            )
         return loss
 
     @property
     def runs_backward(self) -> bool:
         """Whether the next optimizer step calls `training_step`, rather than `loss`."""
-        return runs_backward(self.trainer)
+        return overrides.runs_backward(self.trainer)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
@@ -358,10 +353,9 @@ class TrainingLoop:
         """The Trainer's entry in a Lightning checkpoint."""
         self.trainer.store_flos()
         self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
-        state = dataclasses.asdict(self.trainer.state)
+        state, scaler = dataclasses.asdict(self.trainer.state), self.trainer.accelerator.scaler
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
-            state |= {"global_step": self.trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
-        scaler = self.trainer.accelerator.scaler
+            state |= {"global_step": state["global_step"] + 1, "epoch": self._epoch_after_step()}
         return {
             "trainer_state": state,
             "scheduler": self.trainer.lr_scheduler.state_dict(),
@@ -394,7 +388,7 @@ class TrainingLoop:
         """Log, evaluate and save as requested; an override is called at every step."""
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
-        if is_due or is_overridden(self.trainer, "_maybe_log_save_evaluate"):
+        if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_sum.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
@@ -407,7 +401,7 @@ class TrainingLoop:
                 "learning_rate": self.learning_rate,
             }
             method = self.trainer._maybe_log_save_evaluate
-            positional, keywords = log_save_evaluate_arguments(method, values)
+            positional, keywords = overrides.log_save_evaluate_arguments(method, values)
             with self.control_sync.abandoning():
                 method(*positional, **keywords)
         if self.components.search is not None and self.trial is not None:

@@ -392,15 +392,14 @@ def check_consistency(args: Any, processes: Processes) -> None:
     if not processes.several:
         return
     compared = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
-    names = [field.name for field in dataclasses.fields(args) if field.name in compared]
     texts = {}
-    for name in names:
+    for name in [field.name for field in dataclasses.fields(args) if field.name in compared]:
         value = getattr(args, name)
         text = repr(value.value if isinstance(value, enum.Enum) else value)
         texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)  # processes have objects at different addresses
     of_all: list[dict[str, str]] = processes.gather_objects([texts])
     found = []
-    for name in names:
+    for name in texts:
         ranks: dict[str, list[str]] = {}
         for rank, values in enumerate(of_all):
             ranks.setdefault(values.get(name, "nothing"), []).append(str(rank))

@@ -129,8 +129,7 @@ class LoggedMetrics:
             loss: the loss summed so far, shape `()`.
             steps: optimizer steps since the last call; values without their own count are divided by it.
         """
-        last = self._last
-        self._last = {}
+        last, self._last = self._last, {}
         if not self._sums:
             return loss.item(), last
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
@@ -256,8 +255,7 @@ class StepDetails:
 
     def pop(self) -> dict[str, Any]:
         """The requested values of the step that ends; then reset."""
-        values = self._values
-        self._values = {}
+        values, self._values = self._values, {}
         return values
 
 
@@ -430,10 +428,9 @@ class TrainingSteps(Component):
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
-        counts: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(
-            count.to(self.trainer.args.device), distinct=True
-        )
-        return counts.sum()
+        count = count.to(self.trainer.args.device)
+        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, distinct=True).sum()
+        return total
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
