@@ -20,6 +20,13 @@ _STATE = re.compile(
 )
 
 
+#: The Hub client's errors, by class → the reason in our message.
+_REASONS = {
+    "RepositoryNotFoundError": "the repository does not exist, or the token has no read access",
+    "RevisionNotFoundError": "the revision does not exist",
+}
+
+
 def download_checkpoint(
     reference: str, token: str | None = None, *, hub_model_id: str | None = None, hub_revision: str | None = None
 ) -> str:
@@ -54,7 +61,8 @@ def download_checkpoint(
             raise CheckpointNotFound(f"the repository has no folder {folder!r}")
         return found
     except Exception as error:  # raised from None: the traceback of the cause may show the token
-        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {_reason(error, token)}.") from None
+        why = _REASONS.get(type(error).__name__) or reason(error, token)
+        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {why}.") from None
 
 
 def _parse(reference: str) -> re.Match[str]:
@@ -66,14 +74,6 @@ def _parse(reference: str) -> re.Match[str]:
             "'hub:owner/name@revision'."
         )
     return match
-
-
-def _reason(error: Exception, token: str | None) -> str:
-    if type(error).__name__ == "RepositoryNotFoundError":
-        return "the repository does not exist, or the token has no read access"
-    if type(error).__name__ == "RevisionNotFoundError":
-        return "the revision does not exist"
-    return reason(error, token)
 
 
 def _list_files(repo_id: str, revision: str | None, token: str | None) -> tuple[list[str], bool]:
