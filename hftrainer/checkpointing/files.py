@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -120,14 +120,13 @@ def save(value: Any, path: str) -> Entry | None:
         OSError: when the file cannot be written, or flushed.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="flush") as thread, open(path, "wb", buffering=0) as opened:
-        file: Any = _StreamedFile(path, opened, thread)
+        file = _StreamedFile(path, opened, thread)
         try:
-            torch.save(value, file)
-            entry: Entry | None = file.finish()
+            torch.save(value, cast("BinaryIO", file))
+            return file.finish()
         except BaseException as error:
             # torch ends its archive after an error too, and raises that this fails.
             raise (file.error or error) from None
-    return entry
 
 
 class _StreamedFile:

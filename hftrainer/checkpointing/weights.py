@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -205,8 +206,7 @@ def shards_in(index: str) -> list[str]:
 
 
 def _read_index(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        index: dict[str, Any] = json.load(file)
+    index: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     return index
 
 
@@ -285,8 +285,7 @@ def read_tag(folder: str, *, universal: bool = False) -> str:
 
 def write_tag(folder: str, tag: str) -> None:
     """Name the newest states of a checkpoint, as DeepSpeed does."""
-    with open(os.path.join(folder, _LATEST), "w", encoding="utf-8") as file:
-        file.write(tag)
+    Path(folder, _LATEST).write_text(tag, encoding="utf-8")
 
 
 def holds_parts(folder: str) -> bool:

@@ -55,7 +55,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
     try:
-        sharded = _shard_fsdp1(model, units, plan) if settings.version == 1 else _shard_fsdp2(model, units, plan)
+        sharded = (_shard_fsdp1 if settings.version == 1 else _shard_fsdp2)(model, units, plan, settings)
     except ValueError as error:  # torch's message names neither the argument nor the parameter
         raise _explained(error, model, settings) from error
     logger.info(
@@ -207,9 +207,8 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 # ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------
 
 
-def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
-    settings, device, dtype = plan.sharding, torch.device(plan.device), _HALF.get(plan.precision)
-    assert settings is not None
+def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
+    device, dtype = torch.device(plan.device), _HALF.get(plan.precision)
     if settings.cpu_offload and device.type == "cpu":
         raise WrongConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
     members = set(units)
@@ -232,12 +231,10 @@ def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan) 
     return wrapped
 
 
-def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
-    settings, dtype = plan.sharding, _HALF.get(plan.precision)
-    assert settings is not None
+def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
     if settings.activation_checkpointing:
         units = _checkpoint_activations(model, set(units), settings)
-    pinned = torch.device(plan.device).type != "cpu"
+    pinned, dtype = torch.device(plan.device).type != "cpu", _HALF.get(plan.precision)
     keywords: dict[str, Any] = {
         "mesh": make_device_mesh(plan),
         "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else fsdp.OffloadPolicy(),

@@ -47,8 +47,8 @@ class LoaderFactory(Component):
         dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             dataset = trainer.eval_dataset[eval_dataset]
-        size = trainer.args.eval_batch_size
-        loader = trainer._get_dataloader(dataset, "evaluation", size, trainer._get_eval_sampler)
+        size, sampler = trainer.args.eval_batch_size, trainer._get_eval_sampler
+        loader = trainer._get_dataloader(dataset, "evaluation", size, sampler)
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
@@ -67,10 +67,8 @@ class LoaderFactory(Component):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
     ) -> DataLoader[Any]:
         """See `Trainer._get_dataloader`."""
-        trainer = self.trainer
-        args = trainer.args
-        given = dataset
-        collator = trainer.data_collator
+        trainer, args = self.trainer, self.trainer.args
+        given, collator = dataset, trainer.data_collator
         _check_dataset(dataset, description)
         if peers.is_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
@@ -88,7 +86,9 @@ class LoaderFactory(Component):
         }
         if not isinstance(dataset, IterableDataset):
             self._with_all_columns = dataset, given  # samplers may need what the model does not
-            sampler = _call_sampler(sampler_fn, dataset)
+            sampler = None
+            if sampler_fn is not None:
+                sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
             if peers.is_rebalanced(sampler):  # it yields whole batches
                 settings["batch_sampler"] = sampler
                 del settings["batch_size"]
@@ -101,9 +101,8 @@ class LoaderFactory(Component):
                     num_workers=args.dataloader_num_workers,
                     rank=trainer.accelerator.processes.data_rank if by_rank else 0,
                 )
-        loader: DataLoader[Any]
         with self.preparing_training_data() if is_training else contextlib.nullcontext():
-            loader = trainer.accelerator.prepare(DataLoader(dataset, **settings))
+            loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
 
     def training_sampler(self, dataset: Any) -> Sampler[Any] | None:
@@ -260,13 +259,6 @@ class LoaderFactory(Component):
 def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
     """The order of the dataset; None leaves it to a dataset without a length."""
     return SequentialSampler(dataset) if has_length(dataset) else None
-
-
-def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
-    """Call a sampler method; overrides of v4.54 and before take no dataset."""
-    if sampler_fn is None:
-        return None
-    return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
 
 
 def _check_dataset(dataset: Any, description: str) -> None:

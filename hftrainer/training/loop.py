@@ -100,8 +100,7 @@ class TrainingLoop:
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
-        optimizer = self.components.made_optimizer()
-        scheduler = self.trainer.lr_scheduler
+        optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
@@ -270,11 +269,9 @@ class TrainingLoop:
         window = self.micro_batches.window
         assert window is not None
         local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
-        loss: torch.Tensor
+        step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
-            loss = overrides.call_with_accepted(
-                self.trainer.training_step, model, inputs, num_items_in_batch=window.num_items
-            )
+            loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
         return loss
 
     @property
@@ -346,8 +343,7 @@ class TrainingLoop:
         self.control_sync.stop_if_signalled()
 
     def _epoch_after_step(self) -> float:
-        assert self.micro_batches.window is not None
-        return self.epoch + (self.micro_batches.window.index + 1) / self.schedule.steps_in_epoch
+        return self.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
     def own_state(self) -> dict[str, Any]:
         """The Trainer's entry in a Lightning checkpoint."""

@@ -14,14 +14,14 @@ class Publisher(Component):
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
         """See `Trainer.init_hf_repo`; in the main process."""
-        from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.repository import open_repository
         from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.uploads import Uploads
 
         args = self.trainer.args
         self.trainer._finish_current_push()
         repository = open_repository(
-            repository_name(args.hub_model_id, str(args.output_dir)),
+            args.hub_model_id or Path(str(args.output_dir)).absolute().name,
             token=args.hub_token if token is None else token,
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision,

@@ -163,9 +163,8 @@ class TrainerSetup(Component):
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
-        if _is_of_lightning(callback):
-            return pop_matching(self.components.lightning_callbacks, callback)
-        return pop_matching(self.trainer.callback_handler.callbacks, callback)
+        known = self.trainer.callback_handler.callbacks
+        return pop_matching(self.components.lightning_callbacks if _is_of_lightning(callback) else known, callback)
 
     def build_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
