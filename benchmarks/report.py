@@ -1,10 +1,8 @@
 """Runs the benchmarks, and writes what they print into README.md, and their ratios to transformers into a picture.
 
-    make bench BENCH=report     # or: python benchmarks/report.py --python .venv-bench/bin/python [step_overhead data ...]
+    make bench BENCH=report     # or, for some: python benchmarks/report.py --python .venv-bench/bin/python data startup
 
-All of them take half an hour on two idle cores.
-
-The figures of earlier runs are kept in `results.json` beside it, so that single benchmarks can be run again.
+All of them take half an hour on two idle cores. The figures of earlier runs are kept in `results.json` beside it, so that single benchmarks can be run again.
 """
 
 from __future__ import annotations

@@ -49,22 +49,22 @@ def why_unreadable(path: Path, *, load: bool = True) -> str | None:
         path: the file.
         load: also load files of `torch.save`, and read text files; otherwise check only how the former begin and end.
     """
-    if path.suffix == ".safetensors":
-        return _why_not_safetensors(path)
     if path.suffix == ".json":
         return _why_not_json(path)
     if path.suffix in _TORCH:
-        return _why_not_begun(path) or (_why_not_loaded(path) if load else None)
-    return _why_not_text(path) if load else None
-
-
-def _why_not_safetensors(path: Path) -> str | None:
-    """Opening the file compares its length with its header."""
+        return _why_not_torch(path, load)
     try:
-        with safetensors.safe_open(path, framework="pt"):
-            return None
-    except Exception as error:  # the library raises several exception classes
-        return f"cannot be read ({error})"
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, framework="pt"):  # compares the file's length with its header
+                return None
+        # Files of other formats are read as text: vocabularies, templates, model cards.
+        return None if not load or path.read_text(encoding="utf-8") else "is empty"
+    except UnicodeDecodeError:
+        return "is not text, and its format cannot be checked"
+    except Exception as error:
+        if path.suffix != ".safetensors":
+            raise
+        return f"cannot be read ({error})"  # the library raises several exception classes
 
 
 def _why_not_json(path: Path) -> str | None:
@@ -81,19 +81,19 @@ def _why_not_json(path: Path) -> str | None:
     return None
 
 
-def _why_not_begun(path: Path) -> str | None:
-    """Files from before torch 1.6 are pickles, not archives."""
+def _why_not_torch(path: Path, load: bool) -> str | None:
+    try:
+        is_archive = zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # says that it goes on in another file
+        is_archive = False
     with path.open("rb") as file:
-        begin = file.read(2)
-    if not begin:
-        return "is empty"
-    return None if begin[:1] == b"\x80" or _is_archive(path) else "is truncated"
-
-
-def _why_not_loaded(path: Path) -> str | None:
-    is_archive = _is_archive(path)
-    if is_archive:
-        with path.open("rb") as file:
+        if not (begin := file.read(1)):
+            return "is empty"
+        if not is_archive and begin != b"\x80":  # files from before torch 1.6 are pickles, not archives
+            return "is truncated"
+        if not load:
+            return None
+        if is_archive:
             file.seek(-_END_LENGTH, os.SEEK_END)
             if not file.read().startswith(_END_OF_ARCHIVE):
                 return "has extra bytes at its end"
@@ -107,27 +107,12 @@ def _why_not_loaded(path: Path) -> str | None:
     return None
 
 
-def _is_archive(path: Path) -> bool:
-    try:
-        return zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # says that it goes on in another file
-        return False
-
-
 def _damaged_member(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
     except (zipfile.BadZipFile, EOFError) as error:
         return str(error)
-
-
-def _why_not_text(path: Path) -> str | None:
-    """Files of other formats are read as text: vocabularies, templates, model cards."""
-    try:
-        return None if path.read_text(encoding="utf-8") else "is empty"
-    except UnicodeDecodeError:
-        return "is not text, and its format cannot be checked"
 
 
 # ---- Values --------------------------------------------------------------------------------------------------------
@@ -181,8 +166,7 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
             raise ValueError("param_groups has fused and differentiable")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in groups for index in group["params"]]
-    of_torch = type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)
-    if not of_torch:
+    if not (type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)):
         return
     for index, parameter in zip(indices, parameters, strict=False):
         for name, value in state["state"].get(index, {}).items():

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 
@@ -80,15 +80,12 @@ class HostCopies:
         return copy.deepcopy(values, memo)
 
     def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
-        if not self._has_next(original.nbytes()):
+        if self._used >= len(self._buffers) or self._buffers[self._used].nbytes() != original.nbytes():
             del self._buffers[self._used :]
             self._buffers.append(_allocate(original.nbytes(), pinned=original.device.type == "cuda"))
         buffer = self._buffers[self._used]
         self._used += 1
         return buffer.copy_(original, non_blocking=original.device.type == "cuda")
-
-    def _has_next(self, size: int) -> bool:
-        return self._used < len(self._buffers) and self._buffers[self._used].nbytes() == size
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -123,14 +120,13 @@ def save(value: Any, path: str) -> Entry | None:
         OSError: when the file cannot be written, or flushed.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="flush") as thread, open(path, "wb", buffering=0) as opened:
-        file: Any = _StreamedFile(path, opened, thread)
+        file = _StreamedFile(path, opened, thread)
         try:
-            torch.save(value, file)
-            entry: Entry | None = file.finish()
+            torch.save(value, cast("BinaryIO", file))
+            return file.finish()
         except BaseException as error:
             # torch ends its archive after an error too, and raises that this fails.
             raise (file.error or error) from None
-    return entry
 
 
 class _StreamedFile:

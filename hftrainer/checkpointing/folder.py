@@ -75,12 +75,8 @@ class Inspection:
     @property
     def changes(self) -> str:
         """All differences from the manifest, as text; empty if there are none."""
-        kinds = {
-            "added": self.added,
-            "removed": self.removed,
-            "different size": self.resized,
-            "same size, different contents": self.altered,
-        }
+        kinds = {"added": self.added, "removed": self.removed, "different size": self.resized}
+        kinds["same size, different contents"] = self.altered
         return "; ".join(f"{kind}: {', '.join(files)}" for kind, files in kinds.items() if files)
 
     @property
@@ -217,8 +213,7 @@ class CheckpointFolder:
 
     def discard(self) -> None:
         """Remove what was written; restores the checkpoint that it was to replace."""
-        replaced = CheckpointFolder(self._replaced)
-        is_better = replaced.inspect().why_not_whole is None and self.inspect().why_not_whole is not None
+        is_better = self.inspect().why_not_whole and not CheckpointFolder(self._replaced).inspect().why_not_whole
         if is_better or (self._replaced.exists() and not self.path.exists()):
             shutil.rmtree(self.path, ignore_errors=True)
             _move(self._replaced, self.path)

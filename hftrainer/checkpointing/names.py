@@ -3,19 +3,18 @@
 import os
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
+#: The folder of a repository that holds the newest checkpoint, with `hub_strategy='checkpoint'`.
+LAST_CHECKPOINT = "last-checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
-#: Written under FSDP: one file each for the whole weights and the whole optimizer state, or a folder of parts for each.
-FSDP_MODEL_NAME = "pytorch_model_fsdp"
-FSDP_OPTIMIZER_NAME = "optimizer"
-#: State of a sharded model → the folder of the parts from each process.
-PARTS = {"model": f"{FSDP_MODEL_NAME}_0", "optimizer": f"{FSDP_OPTIMIZER_NAME}_0"}
+#: Written under FSDP: state of a sharded model → the folder of the parts from each process.
+PARTS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
 LIST_OF_PARTS = ".metadata"
-#: State of a sharded model → the file with the whole of it.
-WHOLES = {"model": f"{FSDP_MODEL_NAME}.bin", "optimizer": f"{FSDP_OPTIMIZER_NAME}.bin"}
+#: Written under FSDP: state of a sharded model → the file with the whole of it.
+WHOLES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Only ours: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 #: Only ours: sizes and checksums of all other files.

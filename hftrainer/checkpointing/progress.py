@@ -14,20 +14,17 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_values
 from hftrainer.compat.reading import check_fields, fitting, read_torch
-from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import numpy_state_types
-from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
 #: Setting → effect of a changed value on a resumed run.
 _POSITION = "the epoch resumes after the same number of optimizer steps, which cover other samples than before"
 _ORDER = "the order of the samples changes"
-_CHANGES = {
+POSITION_SETTINGS = {
     "per_device_train_batch_size": _POSITION,
     "gradient_accumulation_steps": _POSITION,
     "world_size": _POSITION,
@@ -112,48 +109,12 @@ class RunProgress:
             changed = [name for name in changed if name not in _OF_STEP]
             self.data = None
         for name in changed:
-            logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], _CHANGES[name])
+            effect = POSITION_SETTINGS[name]
+            logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], effect)
         if moved := [name for name in changed if name not in _SAME_SAMPLES]:
             logger.warning("Samples may be repeated or skipped until the end of this epoch: %s.", ", ".join(moved))
         if not skips_data or set(changed) - _HARMLESS:
             self.data = None
-
-
-def position_settings(
-    args: TrainingArguments,
-    schedule: TrainingSchedule,
-    batch_size: int,
-    processes: int,
-    accelerator_config: AcceleratorConfig,
-) -> dict[str, Any]:
-    """The settings that the position in the data depends on; the names are those of `_CHANGES`.
-
-    Args:
-        args: the training arguments.
-        schedule: the run's schedule.
-        batch_size: samples in a micro-batch of one process.
-        processes: number of processes with their own batches.
-        accelerator_config: how the loaders shard the data.
-    """
-    given = {name: getattr(args, name) for name in _CHANGES if hasattr(args, name)}
-    return given | {
-        "per_device_train_batch_size": batch_size,
-        "world_size": processes,
-        "samples in the data": schedule.num_examples,
-        "max_steps": schedule.max_steps,
-        "train_sampling_strategy": str(args.train_sampling_strategy),
-        "accelerator_config": accelerator_config.of_data(),
-    }
-
-
-def save_progress(progress: RunProgress, path: str) -> None:
-    """Write the progress to `path`."""
-    torch.save(as_dict(progress), path)
-
-
-def as_dict(progress: RunProgress) -> dict[str, Any]:
-    """The progress as a dict, as it is written."""
-    return {field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)}
 
 
 def load_progress(folder: str, process_index: int, world_size: int) -> RunProgress | None:

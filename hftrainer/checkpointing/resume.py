@@ -125,12 +125,11 @@ def warn_of_changed(args: TrainingArguments, state: TrainerState) -> None:
     """Log a warning about arguments that differ from those in the state of a checkpoint."""
     compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
     compared["train_batch_size"] = args.per_device_train_batch_size
-    changed = [
+    if changed := [
         f"{name}={now!r}, was {before!r}"
         for name, now in compared.items()
         if now is not None and (before := getattr(state, name)) is not None and now >= 1 and now != before
-    ]
-    if changed:
+    ]:
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changed))
 
 
@@ -177,8 +176,13 @@ def load_optimizer_and_scheduler(
         state = _read_optimizer(optimizer_file)
         with fitting(optimizer_file):
             check_optimizer_state(state, optimizer)
-            optimizer.load_state_dict(_for_device(state, optimizer))
-    _load_plain(scheduler, scheduler_file)
+            if optimizer.param_groups[0]["params"][0].device.type == "xla":
+                # torch's fused optimizers do not run there.
+                for group in state["param_groups"]:
+                    if group.get("fused"):
+                        group["fused"] = None
+            optimizer.load_state_dict(state)
+    load_scheduler(folder, scheduler)
     _warn_of_kept(before, optimizer)
 
 
@@ -202,36 +206,25 @@ def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer
         )
 
 
-def _load_plain(target: Any, path: str) -> bool:
+def _load_plain(target: Any, path: str, what: str) -> None:
     """Load the state of a scheduler or a scaler, plain values of the types that it has now, if the file is there."""
     if not os.path.isfile(path):
-        return False
+        logger.warning("%s lacks the %s starts from scratch.", os.path.dirname(path), what)
+        return
     state = read_torch(path)
     with fitting(path):
         check_values(state, target.state_dict())
         target.load_state_dict(state)
-    return True
-
-
-def _for_device(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state with settings for this device: XLA has no fused kernels, but a checkpoint may ask for them."""
-    if optimizer.param_groups[0]["params"][0].device.type == "xla":
-        for group in state["param_groups"]:
-            if group.get("fused"):
-                group["fused"] = None
-    return state
 
 
 def load_scheduler(folder: str, scheduler: Any) -> None:
-    """Load the scheduler's state, in place."""
-    if not _load_plain(scheduler, os.path.join(folder, names.SCHEDULER_NAME)):
-        logger.warning("%s lacks the scheduler state: the scheduler starts from scratch.", folder)
+    """Load the scheduler's state; log a warning if the checkpoint has none."""
+    _load_plain(scheduler, os.path.join(folder, names.SCHEDULER_NAME), "scheduler state: the scheduler")
 
 
 def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
-    """Load the loss scale, in place."""
-    if not _load_plain(scaler, os.path.join(folder, names.SCALER_NAME)):
-        logger.warning("%s lacks the loss scale: the scaler starts from scratch.", folder)
+    """Load the loss scaler's state; log a warning if the checkpoint has none."""
+    _load_plain(scaler, os.path.join(folder, names.SCALER_NAME), "loss scale: the scaler")
 
 
 def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
@@ -248,15 +241,13 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
     """Restore callbacks that export a state, by class name; returns the restored control."""
     remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
-    for callback in handler.callbacks:
-        saved = remaining.get(type(callback).__name__)
-        if saved:
-            logger.info("Restoring the state of %s from the checkpoint.", type(callback).__name__)
-            _restore(callback, saved.pop(0))
-    for saved in remaining.pop(type(control).__name__, []):
-        _restore(control, saved)
-    forgotten = [name for name, saved in remaining.items() if saved]
-    if forgotten:
+    for restored in [*handler.callbacks, control]:
+        if saved := remaining.get(type(restored).__name__):
+            logger.info("Restoring the state of %s from the checkpoint.", type(restored).__name__)
+            state = saved.pop(0)
+            for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
+                setattr(restored, name, value)
+    if forgotten := [name for name, saved in remaining.items() if saved]:
         logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(forgotten))
     return control
 
@@ -268,22 +259,13 @@ def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
         if not (isinstance(now, dict) and isinstance(before, dict)):
             continue
         known = before.get("attributes", {})
-        changed = [
-            f"{key}={value!r}, {known[key]!r} in the checkpoint"
-            for key, value in now["attributes"].items()
-            if key in known and known[key] != value
-        ]
-        if changed:
-            logger.warning(
-                "%s starts from scratch (%s): set restore_callback_states_from_checkpoint=True to restore it.",
-                name,
-                "; ".join(changed),
+        differing = {key: value for key, value in now["attributes"].items() if key in known and known[key] != value}
+        if differing:
+            changed = "; ".join(
+                f"{key}={value!r}, {known[key]!r} in the checkpoint" for key, value in differing.items()
             )
-
-
-def _restore(callback: Any, state: dict[str, Any]) -> None:
-    for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
-        setattr(callback, name, value)
+            advice = "set restore_callback_states_from_checkpoint=True to restore it"
+            logger.warning("%s starts from scratch (%s): %s.", name, changed, advice)
 
 
 #: Key of the Trainer's own part in the file.
@@ -322,7 +304,11 @@ def unpack(path: str, folder: str) -> str:
     write(names.WEIGHTS_NAME, {name.removeprefix(_PREFIX): tensor for name, tensor in saved["state_dict"].items()})
     optimizer = saved["optimizer_states"][0]
     named = any(isinstance(key, str) for key in optimizer["state"])  # written by a sharded run
-    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, _by_model_names(optimizer) if named else optimizer)
+    if named:
+        optimizer["state"] = {name.removeprefix(_PREFIX): state for name, state in optimizer["state"].items()}
+        for group in optimizer["param_groups"]:
+            group["params"] = [name.removeprefix(_PREFIX) for name in group["params"]]
+    write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, optimizer)
     write(names.SCHEDULER_NAME, own["scheduler"])
     write(names.rng_name(0, 1), own["rng"])
     write(names.progress_name(0, 1), own["progress"])
@@ -333,15 +319,3 @@ def unpack(path: str, folder: str) -> str:
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(own["trainer_state"], file)
     return folder
-
-
-def _by_model_names(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by the model's own parameter names."""
-    groups = [
-        {**group, "params": [name.removeprefix(_PREFIX) for name in group["params"]]}
-        for group in optimizer["param_groups"]
-    ]
-    return {
-        "state": {name.removeprefix(_PREFIX): state for name, state in optimizer["state"].items()},
-        "param_groups": groups,
-    }

@@ -13,17 +13,12 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
@@ -69,13 +64,15 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
         only_trained: exclude frozen weights.
     """
     reshard(model)
-    state = get_model_state_dict(model, options=_options(model, whole, only_trained))
+    state = state_dict.get_model_state_dict(model, options=_options(model, whole, only_trained))
     return to_be_written(state, model) if whole else state
 
 
 def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Whole weights, none a view of a larger tensor; the names of a tied parameter share one tensor, written once."""
-    state = {name: _without_view(value) for name, value in state.items()}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+            state[name] = value.clone()  # a view: torch.save would write the whole storage
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same = first.setdefault(id(parameter), _clean(name))
@@ -92,22 +89,10 @@ def share_buffers(model: nn.Module) -> None:
                 distributed.broadcast(buffer, 0)
 
 
-def _without_view(value: Any) -> Any:
-    """The value; a copy of a tensor that is a view of a larger one, which safetensors would refuse."""
-    if not isinstance(value, torch.Tensor) or value.untyped_storage().nbytes() == value.nbytes:
-        return value
-    return value.clone()
-
-
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
     """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
     reshard(model)
-    return get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
-
-
-def _needs_whole_weights(model: nn.Module) -> bool:
-    """Whether this process must read whole weights: all of them for FSDP1, else rank 0, which broadcasts them."""
-    return isinstance(model, FullyShardedDataParallel) or _is_first()
+    return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
 def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
@@ -131,9 +116,10 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = 
     paths = weights_files(folder) if whole is None else [whole]
     if not paths:
         raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
-    paths = paths if _needs_whole_weights(model) else []
+    if not (isinstance(model, FullyShardedDataParallel) or _is_first()):
+        paths = []  # FSDP2 gets the weights from rank 0
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if whole is None and paths and not _names_of(model) <= weights.keys():
+    if whole is None and paths and not {_clean(name) for name, _ in model.named_parameters()} <= weights.keys():
         weights = _converted(model, folder) or weights
     missing, unexpected = _load_whole_model(model, weights)
     return LoadResult([] if only_trained else missing, unexpected)
@@ -159,7 +145,7 @@ def _load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[s
     reshard(model)
     own = {_clean(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
-    set_model_state_dict(model, weights, options=_broadcast_options(strict=False))
+    state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
     return differ if _is_first() else ([], [])
 
 
@@ -174,28 +160,24 @@ def load_optimizer(
         folder: written by any number of processes.
         read_numbered: reads the state of a model that was not sharded, where torch numbers the parameters.
     """
-    _allow_step(optimizer)
+    # torch initializes the states by a step, which schedule-free optimizers refuse in evaluation mode.
+    for group in optimizer.param_groups:
+        if "train_mode" in group:
+            group["train_mode"] = True
     if holds(PARTS, "optimizer", folder):
         state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
-        set_optimizer_state_dict(model, optimizer, state)
+        state_dict.set_optimizer_state_dict(model, optimizer, state)
         return
     if holds(WHOLES, "optimizer", folder):
         state = read_torch(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
     else:
         state = _by_name(read_numbered(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
-    set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options(strict=False))
+    state_dict.set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options())
 
 
-def _allow_step(optimizer: torch.optim.Optimizer) -> None:
-    """Allow the empty step by which torch makes states: schedule-free optimizers step only in training mode."""
-    for group in optimizer.param_groups:
-        if "train_mode" in group:
-            group["train_mode"] = True
-
-
-def _broadcast_options(strict: bool) -> Any:
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.is_initialized(), strict=strict)
+def _broadcast_options() -> Any:
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.is_initialized(), strict=False)
 
 
 def _is_first() -> bool:
@@ -220,7 +202,7 @@ def save_parts(states: dict[str, Any], folder: str) -> None:
 def load_model_parts(model: nn.Module, folder: str, *, only_trained: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
     state = _loaded("model", model_state(model, whole=False, only_trained=only_trained), folder)
-    set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
+    state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
 
 
 def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -294,11 +276,6 @@ def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opt
     order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
     return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
-
-
-def _names_of(model: nn.Module) -> set[str]:
-    """The parameter names, without components that wrappers add."""
-    return {_clean(name) for name, _ in model.named_parameters()}
 
 
 def _clean(name: str) -> str:

@@ -8,7 +8,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Maximum size of a file of a plain module's weights; libraries' `save_pretrained` has its own limit.
 MAX_SHARD_SIZE = "5GB"
+_ADAPTERS = (names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
 #: DeepSpeed's files with the name of the folder of the newest states.
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 #: A process's part of parameters or optimizer states: its rank, and what it shares with the parts of other ranks.
@@ -80,13 +82,11 @@ def save_configs(model: Any, folder: str) -> None:
 
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
     takes_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
-    if takes_format and (not safe or installed_release() < (5, 0)):
-        # v4 always passes the format: a model's own method may have another default, such as SpanMarker's.
-        model.save_pretrained(folder, state_dict=state_dict, safe_serialization=safe)
-    elif safe:
-        model.save_pretrained(folder, state_dict=state_dict)
-    else:  # transformers v5 writes safetensors only
-        model.save_pretrained(folder, state_dict=state_dict)
+    # v4 always passes the format: a model's own method may have another default, such as SpanMarker's.
+    passes_format = takes_format and (not safe or installed_release() < (5, 0))
+    keywords = {"safe_serialization": safe} if passes_format else {}
+    model.save_pretrained(folder, state_dict=state_dict, **keywords)
+    if not (safe or passes_format):  # transformers v5 writes safetensors only
         _rewrite_as_bin(model, folder)
 
 
@@ -153,7 +153,9 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
 
         load_model_parts(model, folder, only_trained=peers.is_peft(model))
     elif paths := weights_files(folder):
-        return _load_files(model, paths) if _names_fit(model, paths) else _load_converted(model, folder)
+        expected = model.state_dict(keep_vars=True).keys()
+        has_all = not peers.is_pretrained(model) or all(expected >= read_weights(path).keys() for path in paths)
+        return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
     elif (whole := first_file(folder, WHOLES["model"])) is not None:
@@ -204,8 +206,7 @@ def shards_in(index: str) -> list[str]:
 
 
 def _read_index(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        index: dict[str, Any] = json.load(file)
+    index: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     return index
 
 
@@ -214,19 +215,9 @@ def _adapter_folders(folder: str) -> dict[str | None, str]:
     found: dict[str | None, str] = {}
     for name in (None, *sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())):
         path = folder if name is None else os.path.join(folder, name)
-        if _adapter_file(path):
+        if first_file(path, *_ADAPTERS):
             found[name] = path
     return found
-
-
-def _adapter_file(folder: str) -> str | None:
-    return first_file(folder, names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
-
-
-def _names_fit(model: torch.nn.Module, paths: list[str]) -> bool:
-    """Whether the model has all weights in the files, by name."""
-    expected = model.state_dict(keep_vars=True).keys()
-    return all(expected >= read_weights(path).keys() for path in paths)
 
 
 def _load_converted(model: Any, folder: str) -> LoadResult:
@@ -235,8 +226,6 @@ def _load_converted(model: Any, folder: str) -> LoadResult:
     Since v5 `save_pretrained` writes some architectures (such as ViT) with the names of older releases, and only
     `from_pretrained` can convert them back.
     """
-    if not peers.is_pretrained(model):
-        return _load_files(model, weights_files(folder))
     converted, found = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
     missing = sorted(found["missing_keys"])
     # The model keeps its own values of these; the converted one has new random values.
@@ -250,17 +239,13 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
     expected = model.state_dict(keep_vars=True)
     loaded: set[str] = set()
     for path in paths:
-        loaded |= _load_file(model, path)
+        weights = read_weights(path)
+        model.load_state_dict(weights, strict=False)
+        loaded |= weights.keys()
+        del weights  # before the next shard is read
     filled = {id(expected[name]) for name in loaded & expected.keys()}
     missing = [name for name, tensor in expected.items() if name not in loaded and id(tensor) not in filled]
     return LoadResult(missing, sorted(loaded - expected.keys()))
-
-
-def _load_file(model: torch.nn.Module, path: str) -> set[str]:
-    """Load one file, without keeping its weights; returns their names."""
-    weights = read_weights(path)
-    model.load_state_dict(weights, strict=False)
-    return set(weights)
 
 
 def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
@@ -272,7 +257,7 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
     active = model.active_adapters[0]
     for name, path in adapters.items():
         adapter = name if name is not None else (active if len(adapters) == 1 else "default")
-        read_weights(str(_adapter_file(path)))  # its error for an unreadable file is clearer than PEFT's
+        read_weights(str(first_file(path, *_ADAPTERS)))  # its error for an unreadable file is clearer than PEFT's
         known = adapter in model.peft_config  # keeps its trainability and precision; a new adapter is frozen
         model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)
 
@@ -300,8 +285,7 @@ def read_tag(folder: str, *, universal: bool = False) -> str:
 
 def write_tag(folder: str, tag: str) -> None:
     """Name the newest states of a checkpoint, as DeepSpeed does."""
-    with open(os.path.join(folder, _LATEST), "w", encoding="utf-8") as file:
-        file.write(tag)
+    Path(folder, _LATEST).write_text(tag, encoding="utf-8")
 
 
 def holds_parts(folder: str) -> bool:
@@ -315,22 +299,17 @@ def missing_part(folder: str) -> str | None:
     if not (tag := read_tag(folder)):
         return None
     states = os.path.join(folder, tag)
-    found = _names_in(states)
-    if not found:
+    if not (found := _names_in(states)):
         return None
     if not any(name.endswith(_MODEL_STATES) for name in found):
         return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
-    missing = [name for name in _all_parts(found) if name not in found]
-    return os.path.join(states, missing[0]) if missing else None
+    # The parts that ranks 0 to the highest write, if each writes what any of them has written.
+    parts = [(name, match) for name in found if (match := _PART.match(name))]
+    kinds = sorted({(name[: match.start(1)], match[2]) for name, match in parts})
+    ranks = range(1 + max((int(match[1]) for _, match in parts), default=-1))
+    expected = (f"{before}{rank}_{after}" for rank in ranks for before, after in kinds)
+    return next((os.path.join(states, name) for name in expected if name not in found), None)
 
 
 def _names_in(folder: str) -> list[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
-def _all_parts(found: Iterable[str]) -> list[str]:
-    """The parts that ranks 0 to the highest write, if each writes what any of them has written."""
-    parts = [(name, match) for name in found if (match := _PART.match(name))]
-    ranks = range(1 + max((int(match[1]) for _, match in parts), default=-1))
-    kinds = {(name[: match.start(1)], match[2]) for name, match in parts}
-    return [f"{before}{rank}_{after}" for rank in ranks for before, after in sorted(kinds)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -96,199 +97,6 @@ class CheckpointInProgress:
             raise
 
 
-class CheckpointWriter:
-    """Writes checkpoints whole or not at all. If storage fails, the checkpoint is skipped and training continues.
-
-    Args:
-        in_background: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
-            so they take as much memory as a checkpoint.
-        stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of skipping it.
-        to_cpu: moves a state to the CPU where writing needs it.
-
-    Attributes:
-        added: finds files in checkpoint folders that the script has written itself.
-        failed: whether the last checkpoint could not be written.
-    """
-
-    def __init__(
-        self,
-        *,
-        in_background: bool = False,
-        stop_on_error: bool = False,
-        to_cpu: Callable[[Any], Any] = lambda state: state,
-    ) -> None:
-        self.in_background = in_background
-        self.stop_on_error = stop_on_error
-        self.added = AddedFiles()
-        self.failed = False
-        self._to_cpu = to_cpu
-        self._filled: CheckpointInProgress | None = None
-        self._pending: CheckpointInProgress | None = None
-        self._uses_other_thread = False
-        self._thread: ThreadPoolExecutor | None = None
-        self._copies = files.HostCopies()
-
-    @contextlib.contextmanager
-    def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
-        """Write a checkpoint; yields the folder to fill, or None if the storage cannot hold one.
-
-        Args:
-            path: its folder.
-            then: called when it is complete, for instance to delete older ones; in the background too.
-            if_failed: called in the caller's thread if the storage fails.
-
-        Raises:
-            CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
-        """
-        self.wait()
-        self._copies.begin()
-        current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
-        self.failed = False
-        with self._reporting(path, if_failed), current.discarding_partial():
-            current.folder.begin()
-        if self.failed:
-            yield None
-            return
-        with self._reporting(path, if_failed):
-            with current.discarding_partial():
-                self._filled = current
-                try:
-                    yield str(current.folder.staging)
-                finally:
-                    self._filled = None
-                    # Otherwise the other thread would go on writing into a folder that is discarded.
-                    wait(current.futures)
-                for future in current.futures:
-                    future.result()
-            if self.in_background:
-                current.published = self._executor.submit(self._publish, current)
-                self._pending = current
-            else:
-                self._publish(current)
-
-    def _publish(self, current: CheckpointInProgress) -> None:
-        """Do the writes that were left, rename the folder, and call `then`."""
-        with current.discarding_partial():
-            for write in current.writes:
-                write()
-            self.added.copy_to(current.folder)
-            current.folder.publish(current.written)
-        try:
-            current.then()
-        except OSError as error:
-            logger.warning("Older checkpoints could not be deleted: %s", error)
-
-    @property
-    def collects(self) -> bool:
-        """Whether writes are left for later, and so need a copy."""
-        return self.in_background and self._filled is not None
-
-    def when_done(self, announce: Callable[[], None]) -> None:
-        """Call `announce` once the last checkpoint is complete, now or in a `poll` or `wait`; never if it failed."""
-        if self._pending is not None:
-            self._pending.announcements.append(announce)
-        elif not self.failed:
-            announce()
-
-    def save(self, value: Any, path: str) -> None:
-        """Write `value` with `torch.save`, now or with the current checkpoint."""
-        # An override may rewrite a file that is written now, so its checksum is computed later.
-        written = self._filled.written if self._filled and (self.collects or self._uses_other_thread) else {}
-
-        def write(values: Any) -> None:
-            if (entry := files.save(values, path)) is not None:
-                written[path] = entry
-
-        self.call(write, value)
-
-    def call(self, write: Callable[[Any], None], values: Any) -> None:
-        """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
-        values = self._to_cpu(values)
-        if self._filled is not None and self.in_background:
-            copied = self._copies.copy(values)
-            self._filled.writes.append(lambda: write(copied))
-        elif self._filled is not None and self._uses_other_thread:
-            self._filled.futures.append(self._executor.submit(write, values))
-        else:
-            write(values)
-
-    @contextlib.contextmanager
-    def meanwhile(self) -> Iterator[None]:
-        """While a checkpoint is filled: leave the writes in the block to another thread, which is awaited at the end.
-
-        Their values must not change until then, and devices must have computed them.
-        """
-        self._uses_other_thread = True
-        try:
-            yield
-        finally:
-            self._uses_other_thread = False
-
-    def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""
-        self.failed = False
-        return self._reporting(path, lambda: None)
-
-    def poll(self) -> None:
-        """Announce a checkpoint that was finished in the background."""
-        if self._pending is not None and self._pending.published is not None and self._pending.published.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written, and announce it.
-
-        Raises:
-            CheckpointNotWritten: with `stop_on_error`, when it could not be written.
-        """
-        pending, self._pending = self._pending, None
-        if pending is None or pending.published is None:
-            return
-        self.failed = False
-        with self._reporting(str(pending.folder.path), pending.if_failed):
-            pending.published.result()
-        if not self.failed:
-            for announce in pending.announcements:
-                announce()
-
-    def wait_ignoring_errors(self) -> None:
-        """Wait after another error; an error here is only logged, so that it does not replace the other one."""
-        try:
-            self.wait()
-        except Exception:
-            logger.exception("Writing the current checkpoint failed too.")
-
-    def close(self) -> None:
-        """Wait, and release the thread and the copies."""
-        try:
-            self.wait()
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-            self._thread, self._copies = None, files.HostCopies()
-
-    @contextlib.contextmanager
-    def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
-        """Skip the checkpoint after an error of the storage in the block, or raise it with `stop_on_error`."""
-        try:
-            yield
-        except Exception as error:
-            if not is_storage_error(error, os.path.dirname(path)):
-                raise
-            self.failed = True
-            reason = error.strerror if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS else str(error)
-            if_failed()
-            message = f"{path} could not be written ({reason}); its partial files were removed."
-            if self.stop_on_error:
-                raise CheckpointNotWritten(message) from error
-            logger.error("%s Training continues; the next checkpoint will be attempted when due.", message)
-
-    @property
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        return self._thread
-
-
 #: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.
 _Stamp = tuple[int, int]
 #: File times may lag behind the clock by this many ns.
@@ -348,3 +156,187 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except (OSError, NotImplementedError):
         shutil.copy2(source, target, follow_symlinks=False)
+
+
+#: Makes a thread, which starts with its first work.
+_make_thread = functools.partial(ThreadPoolExecutor, max_workers=1, thread_name_prefix="checkpoint")
+
+
+@dataclass(eq=False)
+class CheckpointWriter:
+    """Writes checkpoints whole or not at all. If storage fails, the checkpoint is skipped and training continues.
+
+    Args:
+        in_background: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
+            so they take as much memory as a checkpoint.
+        stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of skipping it.
+        to_cpu: moves a state to the CPU where writing needs it.
+
+    Attributes:
+        added: finds files in checkpoint folders that the script has written itself.
+        failed: whether the last checkpoint could not be written.
+    """
+
+    in_background: bool = False
+    stop_on_error: bool = False
+    to_cpu: Callable[[Any], Any] = lambda state: state
+    added: AddedFiles = field(default_factory=AddedFiles)
+    failed: bool = False
+    _filled: CheckpointInProgress | None = None
+    _pending: CheckpointInProgress | None = None
+    _uses_other_thread: bool = False
+    _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
+    _copies: files.HostCopies = field(default_factory=files.HostCopies)
+
+    @contextlib.contextmanager
+    def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
+        """Write a checkpoint; yields the folder to fill, or None if the storage cannot hold one.
+
+        Args:
+            path: its folder.
+            then: called when it is complete, for instance to delete older ones; in the background too.
+            if_failed: called in the caller's thread if the storage fails.
+
+        Raises:
+            CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
+        """
+        self.wait()
+        self._copies.begin()
+        current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
+        self.failed = False
+        with self._reporting(path, if_failed), current.discarding_partial():
+            current.folder.begin()
+        if self.failed:
+            yield None
+            return
+        with self._reporting(path, if_failed):
+            with current.discarding_partial():
+                self._filled = current
+                try:
+                    yield str(current.folder.staging)
+                finally:
+                    self._filled = None
+                    # Otherwise the other thread would go on writing into a folder that is discarded.
+                    wait(current.futures)
+                for future in current.futures:
+                    future.result()
+            if self.in_background:
+                current.published = self._thread.submit(self._publish, current)
+                self._pending = current
+            else:
+                self._publish(current)
+
+    def _publish(self, current: CheckpointInProgress) -> None:
+        """Do the writes that were left, rename the folder, and call `then`."""
+        with current.discarding_partial():
+            for write in current.writes:
+                write()
+            self.added.copy_to(current.folder)
+            current.folder.publish(current.written)
+        try:
+            current.then()
+        except OSError as error:
+            logger.warning("Older checkpoints could not be deleted: %s", error)
+
+    @property
+    def collects(self) -> bool:
+        """Whether writes are left for later, and so need a copy."""
+        return self.in_background and self._filled is not None
+
+    def when_done(self, announce: Callable[[], None]) -> None:
+        """Call `announce` once the last checkpoint is complete, now or in a `poll` or `wait`; never if it failed."""
+        if self._pending is not None:
+            self._pending.announcements.append(announce)
+        elif not self.failed:
+            announce()
+
+    def save(self, value: Any, path: str) -> None:
+        """Write `value` with `torch.save`, now or with the current checkpoint."""
+        # An override may rewrite a file that is written now, so its checksum is computed later.
+        written = self._filled.written if self._filled and (self.collects or self._uses_other_thread) else {}
+
+        def write(values: Any) -> None:
+            if (entry := files.save(values, path)) is not None:
+                written[path] = entry
+
+        self.call(write, value)
+
+    def call(self, write: Callable[[Any], None], values: Any) -> None:
+        """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
+        values = self.to_cpu(values)
+        if self._filled is not None and self.in_background:
+            copied = self._copies.copy(values)
+            self._filled.writes.append(lambda: write(copied))
+        elif self._filled is not None and self._uses_other_thread:
+            self._filled.futures.append(self._thread.submit(write, values))
+        else:
+            write(values)
+
+    @contextlib.contextmanager
+    def meanwhile(self) -> Iterator[None]:
+        """While a checkpoint is filled: leave the writes in the block to another thread, which is awaited at the end.
+
+        Their values must not change until then, and devices must have computed them.
+        """
+        self._uses_other_thread = True
+        try:
+            yield
+        finally:
+            self._uses_other_thread = False
+
+    def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""
+        self.failed = False
+        return self._reporting(path, lambda: None)
+
+    def poll(self) -> None:
+        """Announce a checkpoint that was finished in the background."""
+        if self._pending is not None and self._pending.published is not None and self._pending.published.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, and announce it.
+
+        Raises:
+            CheckpointNotWritten: with `stop_on_error`, when it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None or pending.published is None:
+            return
+        self.failed = False
+        with self._reporting(str(pending.folder.path), pending.if_failed):
+            pending.published.result()
+        if not self.failed:
+            for announce in pending.announcements:
+                announce()
+
+    def wait_ignoring_errors(self) -> None:
+        """Wait after another error; an error here is only logged, so that it does not replace the other one."""
+        try:
+            self.wait()
+        except Exception:
+            logger.exception("Writing the current checkpoint failed too.")
+
+    def close(self) -> None:
+        """Wait, and release the thread and the copies."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._thread, self._copies = _make_thread(), files.HostCopies()
+
+    @contextlib.contextmanager
+    def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
+        """Skip the checkpoint after an error of the storage in the block, or raise it with `stop_on_error`."""
+        try:
+            yield
+        except Exception as error:
+            if not is_storage_error(error, os.path.dirname(path)):
+                raise
+            self.failed = True
+            reason = error.strerror if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS else str(error)
+            if_failed()
+            message = f"{path} could not be written ({reason}); its partial files were removed."
+            if self.stop_on_error:
+                raise CheckpointNotWritten(message) from error
+            logger.error("%s Training continues; the next checkpoint will be attempted when due.", message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ class AccumulationWindow:
     index: int
 
 
+@dataclass(eq=False)
 class MicroBatchIterator:
     """An iterable over the micro-batches of an epoch; `window` describes the last one yielded.
 
@@ -50,26 +50,15 @@ class MicroBatchIterator:
         interrupted: returns True once a callback has ended the epoch or the training.
     """
 
-    def __init__(
-        self,
-        schedule: TrainingSchedule,
-        planned: Callable[[], int],
-        accumulation: Callable[[], int],
-        *,
-        open_epoch: Callable[[], Iterator[Any]],
-        get_window: Callable[[Iterator[Any], int], tuple[list[Any], Any]],
-        on_first_window: Callable[[], None],
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self.schedule = schedule
-        self._planned = planned
-        self._accumulation = accumulation
-        self.window: AccumulationWindow | None = None
-        self.position = 0  # micro-batches of the current epoch that are done, set before resuming
-        self._open_epoch = open_epoch
-        self._get_window = get_window
-        self._on_first_window = on_first_window
-        self._interrupted = interrupted
+    schedule: TrainingSchedule
+    planned: Callable[[], int]
+    accumulation: Callable[[], int]
+    open_epoch: Callable[[], Iterator[Any]]
+    get_window: Callable[[Iterator[Any], int], tuple[list[Any], Any]]
+    on_first_window: Callable[[], None]
+    interrupted: Callable[[], bool]
+    position: int
+    window: AccumulationWindow | None = None
 
     def __len__(self) -> int:
         """Micro-batches in an epoch; for data without a length, as many as `max_steps` needs."""
@@ -78,22 +67,20 @@ class MicroBatchIterator:
     def __iter__(self) -> Iterator[Any]:
         # Nothing happens before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         index, self.position = self.position, 0
-        iterator = self._open_epoch()
+        iterator = self.open_epoch()
         total = self.schedule.steps_in_epoch
-        size = self._accumulation()
+        size = self.accumulation()
         remainder = total % size or size
-        last_update = math.ceil(total / self._planned()) - 1
-        first = True
-        for update in range(index // size, last_update + 1):
-            wanted = remainder if update == last_update else self._accumulation()
-            samples, num_items = self._get_window(iterator, wanted)
-            if first:
-                self._on_first_window()
-                first = False
+        first_update, last_update = index // size, math.ceil(total / self.planned()) - 1
+        for update in range(first_update, last_update + 1):
+            wanted = remainder if update == last_update else self.accumulation()
+            samples, num_items = self.get_window(iterator, wanted)
+            if update == first_update:
+                self.on_first_window()
             if not samples:
                 return
             for sample in samples:
-                size = self._accumulation()
+                size = self.accumulation()
                 self.window = AccumulationWindow(
                     size=len(samples),
                     num_items=num_items,
@@ -103,7 +90,7 @@ class MicroBatchIterator:
                 )
                 index += 1
                 yield sample
-                if self._interrupted():
+                if self.interrupted():
                     return
 
     # Lightning resumes within an epoch only if the loader has these two methods.
@@ -159,10 +146,10 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
     if not isinstance(values[4], bool):
         return TrainingSchedule(*values)
     earlier = EarlierSchedule(*values)
-    steps = earlier.len_dataloader
-    if steps is None:
-        steps = earlier.max_steps * args.gradient_accumulation_steps
-    return TrainingSchedule(*earlier[:4], total_train_batch_size, steps, earlier.max_steps)
+    steps, planned = earlier.len_dataloader, earlier.max_steps * args.gradient_accumulation_steps
+    return TrainingSchedule(
+        *earlier[:4], total_train_batch_size, planned if steps is None else steps, earlier.max_steps
+    )
 
 
 #: Epoch → micro-batches per optimizer step in it.
@@ -171,28 +158,11 @@ Accumulation = Callable[[int], int]
 
 def position_at_step(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
     """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps."""
-    for epoch in itertools.count():
-        accumulation = accumulation_at(epoch)
-        steps = math.ceil(micro_batches / accumulation)
-        if global_step < steps:
-            return epoch, global_step * accumulation
+    epoch = 0
+    while global_step >= (steps := math.ceil(micro_batches / accumulation_at(epoch))):
         global_step -= steps
-    raise AssertionError("unreachable")
-
-
-def _epochs_for(steps: int, steps_at: Callable[[int], int]) -> int:
-    """Epochs needed for a number of optimizer steps; the last may be incomplete."""
-    for epoch in itertools.count():
-        if steps <= 0:
-            return epoch
-        steps -= steps_at(epoch)
-    raise AssertionError("unreachable")
-
-
-def _steps_in(epochs: float, steps_at: Callable[[int], int]) -> int:
-    """Optimizer steps in a number of epochs, which may be fractional."""
-    whole = int(epochs)
-    return math.ceil(sum(map(steps_at, range(whole))) + (epochs - whole) * steps_at(whole))
+        epoch += 1
+    return epoch, global_step * accumulation_at(epoch)
 
 
 def plan_schedule(
@@ -236,14 +206,16 @@ def plan_schedule(
     def steps_at(epoch: int) -> int:
         return steps_of_epoch(micro_batches, accumulation_at(epoch))
 
-    per_epoch = steps_at(0)
     if args.max_steps > 0:
-        steps, epochs = args.max_steps, _epochs_for(args.max_steps, steps_at)
+        epochs, left, steps = 0, args.max_steps, args.max_steps
+        while left > 0:
+            left -= steps_at(epochs)
+            epochs += 1
         samples = steps * total_batch_size
     else:
-        epochs = math.ceil(args.num_train_epochs)
-        steps = _steps_in(args.num_train_epochs, steps_at)
-        if args.max_steps == 0:  # as in transformers: training stops after the first step
-            steps = 0
+        epochs, whole = math.ceil(args.num_train_epochs), int(args.num_train_epochs)
+        of_last = (args.num_train_epochs - whole) * steps_at(whole)
+        # With max_steps=0, training stops after the first step, as in transformers.
+        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(steps_at, range(whole))) + of_last)
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
-    return TrainingSchedule(epochs, per_epoch, num_examples, samples, total_batch_size, micro_batches, steps)
+    return TrainingSchedule(epochs, steps_at(0), num_examples, samples, total_batch_size, micro_batches, steps)

@@ -58,20 +58,16 @@ def _labels(values: list[Any], sample: Any) -> torch.Tensor:
 
 def _stacked(key: str, values: list[Any]) -> torch.Tensor:
     try:
-        return _stack(values)
+        if isinstance(values[0], torch.Tensor):
+            return torch.stack(values)
+        if isinstance(values[0], np.ndarray):
+            return torch.from_numpy(np.stack(values))
+        return torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidSetup(
             f"The values of {key!r} do not fit into one tensor ({error}): pass processing_class=tokenizer to pad them, "
             "or a data_collator that does."
         ) from error
-
-
-def _stack(values: list[Any]) -> torch.Tensor:
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values)
-    if isinstance(values[0], np.ndarray):
-        return torch.from_numpy(np.stack(values))
-    return torch.tensor(values)
 
 
 @dataclass
@@ -94,29 +90,24 @@ class DataCollatorWithPadding:
 
     def __call__(self, features: list[dict[str, Any]]) -> Any:
         """Pad and stack; `label` and `label_ids` are renamed `labels`."""
-        batch = _pad_quietly(
-            self.tokenizer,
-            features,
-            padding=self.padding,
-            max_length=self.max_length,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            return_tensors=self.return_tensors,
-        )
+        # Do not let fast tokenizers advise to pad while encoding: samples are already encoded here.
+        warnings = getattr(self.tokenizer, "deprecation_warnings", {})
+        before = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
+        warnings["Asking-to-pad-a-fast-tokenizer"] = True
+        try:
+            batch = self.tokenizer.pad(
+                features,
+                padding=self.padding,
+                max_length=self.max_length,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors=self.return_tensors,
+            )
+        finally:
+            warnings["Asking-to-pad-a-fast-tokenizer"] = before
         for key in ("label", "label_ids"):
             if key in batch:
                 batch["labels"] = batch.pop(key)
         return batch
-
-
-def _pad_quietly(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`tokenizer.pad`, without fast tokenizers' advice to pad while encoding: samples are already encoded here."""
-    warnings = getattr(tokenizer, "deprecation_warnings", {})
-    before = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
-    warnings["Asking-to-pad-a-fast-tokenizer"] = True
-    try:
-        return tokenizer.pad(*args, **kwargs)
-    finally:
-        warnings["Asking-to-pad-a-fast-tokenizer"] = before
 
 
 # ---- Columns of datasets, and keys of samples ------------------------------------------------------------------------
@@ -190,6 +181,7 @@ def _columns_of(dataset: Any) -> Iterable[str]:
     return ()
 
 
+@dataclass(eq=False)
 class RemoveColumnsCollator:
     """A collator that first drops from each sample the keys that the model does not take.
 
@@ -197,17 +189,10 @@ class RemoveColumnsCollator:
         InvalidArgument: when the samples have keys, but none that the model takes.
     """
 
-    def __init__(
-        self,
-        data_collator: Callable[[list[Any]], Any],
-        columns: Sequence[str],
-        model_name: str,
-        description: str | None,
-    ) -> None:
-        self.data_collator = data_collator
-        self.columns = frozenset(columns)
-        self.model_name = model_name
-        self.description = description
+    data_collator: Callable[[list[Any]], Any]
+    columns: frozenset[str]
+    model_name: str
+    description: str | None
 
     def __call__(self, features: list[Any]) -> Any:
         """Drop, then collate."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,34 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.data.samplers import (
-    EvenBatchSampler,
-    SeedableRandomSampler,
-    ShardedBatchSampler,
-    ShardedStream,
-    ShardSpec,
-    SkippingBatchSampler,
-    check_split,
-)
+from hftrainer.data import samplers
+from hftrainer.data.samplers import ShardedBatchSampler, ShardSpec
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, nested_apply
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DataCollectives:
-    """Collective operations for data.
-
-    Attributes:
-        from_main: calls a function in the main process and broadcasts its result.
-        scatter: calls a function in the main process and scatters its list, one item for each rank.
-        highest: the element-wise maximum of a list of numbers over all ranks.
-    """
-
-    from_main: Callable[[Callable[[], Any]], Any]
-    scatter: Callable[[Callable[[], list[Any]]], Any]
-    highest: Callable[[list[int]], list[int]]
 
 
 @dataclass
@@ -52,7 +31,7 @@ class LoaderPlan:
         dataset: the dataset that it reads.
         settings: `DataLoader` keywords for sampling.
         evaluation_sampler: this process's batches of a distributed evaluation.
-        collectives: collective operations of distributed training.
+        processes: those of distributed training.
         round_size: number of batches that the main process reads before it scatters them; None when each process reads
             its own.
         generator: draws the sample order, the same in all processes.
@@ -63,7 +42,7 @@ class LoaderPlan:
     dataset: Any
     settings: dict[str, Any]
     evaluation_sampler: ShardedBatchSampler | None = None
-    collectives: DataCollectives | None = None
+    processes: Processes | None = None
     round_size: int | None = None
     generator: torch.Generator | None = None
     has_own_batch_count: bool = False
@@ -74,12 +53,9 @@ class LoaderPlan:
         if not self.has_own_batch_count:
             yield from batches
             return
-        assert self.collectives is not None
+        assert self.processes is not None
         nothing: Any = object()
-        while True:
-            batch = next(batches, nothing)
-            if self.collectives.highest([batch is nothing])[0]:
-                break
+        while not self.processes.start_max_over_ranks([(batch := next(batches, nothing)) is nothing])()[0]:
             yield batch
         if batch is not nothing:
             logger.warning(
@@ -94,39 +70,42 @@ class LoaderPlan:
 
     def synchronize(self) -> None:
         """Broadcast the main process's generator state, so that all processes draw the same order."""
-        if self.generator is not None and self.collectives is not None:
-            self.generator.set_state(self.collectives.from_main(self.generator.get_state))
+        if self.generator is not None and self.processes is not None:
+            self.generator.set_state(self.processes.from_main(self.generator.get_state))
 
 
 def plan_loader(
     loader: DataLoader[Any],
     config: AcceleratorConfig,
     shard_spec: ShardSpec,
-    collectives: DataCollectives | None,
+    processes: Processes | None,
     seed: int | None,
 ) -> LoaderPlan:
     """Plan the loader of one process; the arguments are those of `PreparedDataLoader`."""
-    collectives = collectives if shard_spec.processes > 1 else None
+    trains = processes is not None and shard_spec.processes > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
-    if collectives is not None and config.split_batches:
-        check_split(_batch_size(loader), shard_spec.processes)
+    if trains and config.split_batches:
+        samplers.check_split(samples_per_batch(loader), shard_spec.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
-    if collectives is not None and dispatched:
+    if trains and dispatched:
         plan = _plan_of_all(loader, config, seed)
         plan.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
         plan.round_size = 1 if config.split_batches else shard_spec.processes
         plan.splits = config.split_batches
-    elif collectives is not None and is_stream:
+    elif trains and is_stream:
         plan = _plan_of_stream(loader, config, shard_spec)
-    elif collectives is not None:
-        plan = _plan_of_batches(loader, config, shard_spec, seed)
-        plan.splits = config.split_batches
+    elif trains:
+        batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
+        if not config.use_seedable_sampler:
+            batches, generator = _with_generator(batches)
+        even = samplers.EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
+        plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
         plan = _plan_of_all(loader, config, seed)
-    plan.collectives = collectives
+    plan.processes = processes if trains else None
     return plan
 
 
@@ -135,17 +114,6 @@ def _plan_of_all(loader: DataLoader[Any], config: AcceleratorConfig, seed: int |
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
-
-
-def _plan_of_batches(
-    loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec, seed: int | None
-) -> LoaderPlan:
-    """The batches of one process in training."""
-    batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
-    if not config.use_seedable_sampler:
-        batches, generator = _with_generator(batches)
-    even = EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
-    return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator)
 
 
 def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
@@ -162,7 +130,7 @@ def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_sp
         dataset = peers.shard_of(loader.dataset, shard_spec.rank, shard_spec.processes)
     generator = None
     if dataset is None:
-        dataset = ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
+        dataset = samplers.ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
         drawn_from = getattr(loader.dataset, "generator", None)
         generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
     return LoaderPlan(
@@ -173,7 +141,7 @@ def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_sp
 def _sampling(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
     if loader.batch_sampler is None:  # the dataset returns a whole batch for each item of the sampler
         return {"batch_size": None, "sampler": batches}
-    return {"batch_sampler": SkippingBatchSampler(batches)}
+    return {"batch_sampler": samplers.SkippingBatchSampler(batches)}
 
 
 def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True) -> Any:
@@ -185,7 +153,7 @@ def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True
         return loader.batch_sampler
     return _with_sampler(
         loader.batch_sampler,
-        SeedableRandomSampler(
+        samplers.SeedableRandomSampler(
             sampler.data_source,
             seed if seed is not None else torch.initial_seed(),
             replacement=sampler.replacement,
@@ -214,7 +182,8 @@ def _with_sampler(batches: Any, sampler: Any) -> Any:
     return replaced
 
 
-def _batch_size(loader: DataLoader[Any]) -> int | None:
+def samples_per_batch(loader: DataLoader[Any]) -> int | None:
+    """The samples in a batch; None if the loader's sampler does not say."""
     return loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -251,25 +220,20 @@ _INSTEAD = "set accelerator_config={'dispatch_batches': False}, so that each pro
 
 
 def _joined(batches: list[Any]) -> Any:
-    try:
-        return _concatenate(batches)
-    except RuntimeError as error:
-        raise InvalidArgument(
-            f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
-            f"length, or {_INSTEAD}"
-        ) from error
-
-
-def _concatenate(batches: list[Any]) -> Any:
-    """A batch of the same structure, with the rows of all."""
     first = batches[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(batches)
+        try:
+            return torch.cat(batches)
+        except RuntimeError as error:
+            raise InvalidArgument(
+                f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
+                f"length, or {_INSTEAD}"
+            ) from error
     if isinstance(first, (dict, Mapping)):
         kind: Any = type(first)
-        return kind({key: _concatenate([batch[key] for batch in batches]) for key in first})
+        return kind({key: _joined([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (list, tuple)):
-        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
+        columns = [_joined(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_INSTEAD}")
 

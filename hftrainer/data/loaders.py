@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -14,16 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.reading import fitting
-from hftrainer.data.loader_plan import DataCollectives, group_batches, plan_loader, split_groups
-from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, WorkerStateRestorer
-from hftrainer.data.samplers import (
-    UNSHARDED,
-    BatchSamplerWrapper,
-    ShardedStream,
-    ShardSpec,
-    SkippingBatchSampler,
-    batches_of_rank,
-)
+from hftrainer.data import samplers
+from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
+from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
+from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler
+from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, rebuilt
 
 if TYPE_CHECKING:
@@ -83,7 +79,7 @@ class PreparedDataLoader(DataLoader[Any]):
         seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
         config: how batches reach the processes in training.
         shard_spec: which of the batches this process reads.
-        collectives: collective operations of distributed training; without it the loader is for evaluation, which
+        processes: those of distributed training; without it the loader is for evaluation, which
             reads no sample twice, whatever the config.
 
     Attributes:
@@ -103,9 +99,9 @@ class PreparedDataLoader(DataLoader[Any]):
         seed: int | None = None,
         config: AcceleratorConfig = DEFAULT,
         shard_spec: ShardSpec = UNSHARDED,
-        collectives: DataCollectives | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        plan = plan_loader(loader, config, shard_spec, collectives, seed)
+        plan = plan_loader(loader, config, shard_spec, processes, seed)
         super().__init__(plan.dataset, **(_settings(loader) | plan.settings))
         self.device = device
         # On MPS the values would be wrong: https://github.com/pytorch/pytorch/issues/139550
@@ -122,7 +118,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Samples of a batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
         if is_filler:
             return 0
-        if not is_last or self.loader_plan.collectives is not None:
+        if not is_last or self.loader_plan.processes is not None:
             return None
         if isinstance(self.dataset, IterableDataset):  # its length is unknown
             return find_batch_size(batch)
@@ -139,7 +135,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
         As in accelerate, `gather_for_metrics` drops the rows after them.
         """
-        trains = self.loader_plan.collectives is not None and not isinstance(self.dataset, IterableDataset)
+        trains = self.loader_plan.processes is not None and not isinstance(self.dataset, IterableDataset)
         if not self.position.is_last or not trains or self.drops_last or not (total := self.total_batch_size):
             return None
         return len(self.dataset) % total or None  # type: ignore[arg-type]
@@ -153,12 +149,12 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def samples_per_batch(self) -> int | None:
         """Samples in a full batch; None when unknown."""
-        return self.batch_size if self.batch_size is not None else getattr(self.batch_sampler, "batch_size", None)
+        return samples_per_batch(self)
 
     @property
     def source(self) -> Any:
         """The dataset that the loader was made with; this process may read only a part of it."""
-        return self.dataset.dataset if isinstance(self.dataset, ShardedStream) else self.dataset
+        return self.dataset.dataset if isinstance(self.dataset, samplers.ShardedStream) else self.dataset
 
     def __len__(self) -> int:
         """Batches that this process gets in an epoch."""
@@ -171,7 +167,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Set the epoch of the next iteration in samplers and dataset."""
         self.iteration = epoch
         inner: Any = self.batch_sampler
-        while isinstance(inner, BatchSamplerWrapper):
+        while isinstance(inner, samplers.BatchSamplerWrapper):
             inner = inner.batch_sampler
         parts: tuple[Any, ...] = inner, getattr(inner, "sampler", None), self.dataset
         for part in parts:
@@ -243,9 +239,9 @@ class PreparedDataLoader(DataLoader[Any]):
             iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._received())
         else:
             # In an evaluation, every process reads the whole stream.
-            reads_all = plan.collectives is None and isinstance(self.dataset, IterableDataset)
+            reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else UNSHARDED
-            iterator = batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
+            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
         ahead = next(iterator, _NOTHING)
         while ahead is not _NOTHING:
             batch, is_filler = ahead
@@ -261,13 +257,13 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _received(self) -> Iterator[Any]:
         """The part of this process of the batches that the main process reads."""
-        collectives, processes = self.loader_plan.collectives, self.shard_spec.processes
-        assert collectives is not None
-        groups = split_groups(self._read(1), processes, self.drops_last)
+        processes, count = self.loader_plan.processes, self.shard_spec.processes
+        assert processes is not None
+        groups = split_groups(self._read(1), count, self.drops_last)
         if self.shard_spec.rank:
             # Opening the data draws random numbers, and every process must draw them.
             next(groups, None)
-        while (part := collectives.scatter(lambda: next(groups, [None] * processes))) is not None:
+        while (part := processes.scatter(lambda: next(groups, [None] * count))) is not None:
             yield part
 
     def _read(self, times: int) -> Iterator[Any]:
@@ -289,7 +285,7 @@ class PreparedDataLoader(DataLoader[Any]):
         for _ in range(start.skipped_batches * times):
             skipped = next(batches, None)
             if log is not None:
-                log.count_skipped(skipped)
+                log.count_one(skipped)
         iterator = batches if size is None else group_batches(batches, size, self.drops_last)
         if log is None:
             yield from iterator
@@ -332,7 +328,9 @@ class PreparedDataLoader(DataLoader[Any]):
                 self.generator.set_state(start.worker_seed)
         if self.log is not None:
             self.collate_fn = collator = StateSendingCollator(self.collate_fn)
-            self.worker_init_fn = WorkerStateRestorer(self.worker_init_fn, collator, dict(start.worker_states))
+            self.worker_init_fn = functools.partial(
+                init_worker, self.worker_init_fn, collator, dict(start.worker_states)
+            )
             self.log.begin_workers(self.generator, draws_seed=start.worker_seed is None)
         try:
             return super().__iter__()

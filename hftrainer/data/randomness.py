@@ -220,49 +220,29 @@ class StateSendingCollator:
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
-        self._sources: RandomSources | None = None
 
+    @functools.cached_property
     def sources(self) -> RandomSources:
-        """The generators that the worker uses."""
-        if self._sources is None:
-            info = get_worker_info()
-            assert info is not None
-            self._sources = RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
-        return self._sources
+        """The generators of this worker; first used when it has the dataset."""
+        info: Any = get_worker_info()
+        return RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
 
     def __call__(self, samples: Any) -> WorkerBatch:
-        """Collate."""
+        """Collate the samples, and add the states after that."""
         batch, info = self.collate_fn(samples), get_worker_info()
         assert info is not None
-        self.sources().find_generators()
-        return WorkerBatch(batch, info.id, pickle.dumps(self.sources().capture()))
+        self.sources.find_generators()
+        return WorkerBatch(batch, info.id, pickle.dumps(self.sources.capture()))
 
 
-class WorkerStateRestorer:
-    """A `worker_init_fn` that restores each worker's random states from the run that is resumed.
-
-    Args:
-        worker_init_fn: the user's, called first.
-        collator: the workers' collator.
-        states: random states by worker index; a worker without one starts with a new seed.
-    """
-
-    def __init__(
-        self,
-        worker_init_fn: Callable[[int], None] | None,
-        collator: StateSendingCollator,
-        states: Mapping[int, bytes],
-    ) -> None:
-        self.worker_init_fn = worker_init_fn
-        self.collator = collator
-        self.states = states
-
-    def __call__(self, worker: int) -> None:
-        """Initialize one worker."""
-        if self.worker_init_fn is not None:
-            self.worker_init_fn(worker)
-        if worker in self.states:
-            self.collator.sources().restore(pickle.loads(self.states[worker]))
+def init_worker(
+    given: Callable[[int], None] | None, collator: StateSendingCollator, states: Mapping[int, bytes], worker: int
+) -> None:
+    """Call the script's `worker_init_fn`, then restore the random states with which the worker continues."""
+    if given is not None:
+        given(worker)
+    if worker in states:
+        collator.sources.restore(pickle.loads(states[worker]))
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

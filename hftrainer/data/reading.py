@@ -51,12 +51,11 @@ class ReadingLog:
         self.stream: Any = None
         self.worker_seed: torch.Tensor | None = None
         self.draws_seed = False
-        self._workers = loader.num_workers
-        self._keeps_workers = loader.persistent_workers
+        self._workers, self._keeps_workers = loader.num_workers, loader.persistent_workers
         self._reads_rounds = loader.loader_plan.round_size is not None
-        streams = isinstance(loader.dataset, IterableDataset)
-        self._streams = streams
-        self._stateful: Any = loader.source if streams and not self._workers and is_stateful(loader.source) else None
+        self._streams = isinstance(loader.dataset, IterableDataset)
+        saves_stream = self._streams and not self._workers and is_stateful(loader.source)
+        self._stateful: Any = loader.source if saves_stream else None
         self._latest_states: dict[int, bytes] = {}
         #: States before the first worker made its last batch.
         self._states_before_turn: dict[int, bytes] = {}
@@ -87,14 +86,16 @@ class ReadingLog:
     def after_read(self, made: Any) -> Any:
         """Count a batch, or those of a round; returns them without the workers' states."""
         if not self._reads_rounds:
-            return self.count_skipped(made)
-        return [self._count(batch, is_first=index == 0) for index, batch in enumerate(made)]
+            return self.count_one(made)
+        return [self.count_one(batch, is_first=index == 0) for index, batch in enumerate(made)]
 
-    def count_skipped(self, made: Any) -> Any:
-        """Count one batch."""
-        return self._count(made, is_first=True)
+    def count_one(self, made: Any, *, is_first: bool = True) -> Any:
+        """Count a batch, and note the states that its worker has sent with it; returns the bare batch.
 
-    def _count(self, made: Any, *, is_first: bool) -> Any:
+        Args:
+            made: the batch, from a worker or not.
+            is_first: whether it is the first of those that are scattered together.
+        """
         """Count a batch; `is_first` of those that are scattered together."""
         if not isinstance(made, WorkerBatch):
             self.count += 1
@@ -111,12 +112,15 @@ class ReadingLog:
         """The record, in tensors and plain values."""
         state: dict[str, Any] = {"before": self.before, "stream": self.stream}
         if self._workers:
+            kept = {"round": self._states_before_round, "latest": self._latest_states}
             state["workers"] = {
                 "count": self._workers,
                 "seed": self.worker_seed,
                 "began_now": self.draws_seed,
-                "round": _unpacked(self._states_before_round),
-                "latest": _unpacked(self._latest_states),
+                **{
+                    name: {worker: pickle.loads(each) for worker, each in states.items()}
+                    for name, states in kept.items()
+                },
             }
         return state
 
@@ -131,22 +135,14 @@ class ReadingLog:
             Batches to skip without reading them; the workers' states; and the generator state from which the seeds of
             an earlier epoch's workers were drawn, None when this epoch draws them.
         """
-        workers = saved["workers"]
-        self._latest_states = (
-            _packed(workers["round" if position else "latest"]) if position or self._keeps_workers else {}
-        )
+        workers, states = saved["workers"], {}
+        if position or self._keeps_workers:
+            states = workers["round" if position else "latest"]
+        self._latest_states = {worker: pickle.dumps(state) for worker, state in states.items()}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
         self.count = 0 if self._streams else position - position % self._workers
         earlier = self._keeps_workers and not (position and workers["began_now"])
         return self.count, dict(self._latest_states), workers["seed"] if earlier else None
-
-
-def _packed(states: dict[int, Any]) -> dict[int, bytes]:
-    return {worker: pickle.dumps(state) for worker, state in states.items()}
-
-
-def _unpacked(states: dict[int, bytes]) -> dict[int, Any]:
-    return {worker: pickle.loads(state) for worker, state in states.items()}
 
 
 def is_stateful(data: Any) -> bool:

@@ -271,7 +271,6 @@ class EvenBatchSampler(BatchSamplerWrapper):
         even: complete the last round with samples from the epoch's beginning.
 
     Raises:
-        InvalidArgument: when a batch cannot be split into equal parts.
         UnsupportedArgument: when `even` is False and processes would get different numbers of batches.
     """
 
@@ -279,8 +278,6 @@ class EvenBatchSampler(BatchSamplerWrapper):
         super().__init__(batch_sampler)
         self.shard_spec = shard_spec
         self.split, self.even = split, even
-        if split:
-            check_split(self._size, shard_spec.processes)
         if not even and not self._drops_last and not self._divides():
             raise UnsupportedArgument(
                 f"accelerator_config['even_batches']=False: the {shard_spec.processes} processes would get different "
@@ -305,9 +302,15 @@ class EvenBatchSampler(BatchSamplerWrapper):
             if len(in_turn) == processes and (size is None or len(batch) == size):
                 yield in_turn[self.shard_spec.rank]
                 in_turn = []
-        if in_turn and not self._drops_last:
-            last = _completed(in_turn, first, size, processes) if self.even else in_turn
-            yield last[self.shard_spec.rank]
+        if not in_turn or self._drops_last:
+            return
+        if size is None and self.even:
+            in_turn += islice(cycle(first), processes - len(in_turn))
+        elif size is not None and self.even:
+            samples = cycle(chain.from_iterable(first))
+            in_turn[-1] = [*in_turn[-1], *islice(samples, size - len(in_turn[-1]))]
+            in_turn += (list(islice(samples, size)) for _ in range(processes - len(in_turn)))
+        yield in_turn[self.shard_spec.rank]
 
     def _parts(self) -> Iterator[list[int]]:
         size, first = self._size, None
@@ -352,15 +355,6 @@ def check_split(size: int | None, processes: int) -> None:
             f"{'an unknown number of' if size is None else size} samples: set per_device_train_batch_size to a "
             f"multiple of {processes}."
         )
-
-
-def _completed(in_turn: list[Any], first: list[Any], size: int | None, processes: int) -> list[Any]:
-    """The batches of the last round, completed with samples from the beginning of the epoch."""
-    if size is None:
-        return [*in_turn, *islice(cycle(first), processes - len(in_turn))]
-    samples = cycle(chain.from_iterable(first))
-    last = [*in_turn[-1], *islice(samples, size - len(in_turn[-1]))]
-    return [*in_turn[:-1], last, *(list(islice(samples, size)) for _ in range(processes - len(in_turn)))]
 
 
 class ShardedStream(IterableDataset[Any]):

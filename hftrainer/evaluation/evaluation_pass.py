@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat.overrides import has_length, takes
@@ -78,7 +77,10 @@ class EvaluationPass:
         self.seen_samples = self.seen_batches = 0
         self.output: EvalLoopOutput | None = None
         self.has_labels = self.computed = False
-        self._preprocess_logits = _preprocessor(trainer.preprocess_logits_for_metrics)
+        given: Any = trainer.preprocess_logits_for_metrics
+        self._preprocess_logits = given
+        if given is not None and not takes(given, None, None) and takes(given, None):  # an earlier function
+            self._preprocess_logits = lambda logits, _: given(logits)
         self._pending: deque[BatchPosition | None] = deque()
         rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
         concatenate = args.eval_do_concat_batches
@@ -168,7 +170,7 @@ class EvaluationPass:
         if logits is not None and self._preprocess_logits is not None:
             logits = self._preprocess_logits(logits, labels)
         # Repeat the mean once per sample of a full batch; gathering trims the last batch.
-        losses = None if loss is None else _repeat(loss, self.args.eval_batch_size)
+        losses = None if loss is None else loss.repeat(self.args.eval_batch_size)
         rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
         if isinstance(self.metrics, TorchMetrics):
             counted_losses = None if losses is None else losses[: position.counted_samples]
@@ -242,17 +244,3 @@ class EvaluationPass:
         if has_length(dataset):
             return len(dataset)
         return self.trainer.num_examples(self.dataloader) if has_length(self.dataloader) else None
-
-
-def _repeat(loss: Any, times: int) -> Any:
-    """`loss.repeat(times)`, faster for a single number; a copy in any case. Overrides may return an array."""
-    if not isinstance(loss, torch.Tensor) or loss.ndim or times == 1:
-        return loss.repeat(times)
-    return loss.expand(times).contiguous()
-
-
-def _preprocessor(function: Callable[..., Any] | None) -> Callable[[Any, Any], Any] | None:
-    """`preprocess_logits_for_metrics`, as a function of logits and labels; it may take the logits alone."""
-    if function is None or takes(function, None, None) or not takes(function, None):
-        return function
-    return lambda logits, labels: function(logits)

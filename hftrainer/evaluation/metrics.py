@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import os
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,15 +75,12 @@ class TorchMetrics:
         metrics: a `torchmetrics.Metric`, a `MetricCollection`, or a dict of them by name.
         adapter: `EvalPrediction` of one batch's tensors → `(preds, target)`, or a dict of the keywords of `update`.
             Default: predictions and labels, unchanged.
-        plot: plot each metric after every evaluation, to `{output_dir}/plots-{global_step}/{prefix}_{name}.png`.
 
     Raises:
-        InvalidArgument: when `metrics` holds something else, or with `plot` when matplotlib is missing.
+        InvalidArgument: when `metrics` holds something else.
     """
 
-    def __init__(
-        self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None, plot: bool = False
-    ) -> None:
+    def __init__(self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None) -> None:
         from torchmetrics import Metric, MetricCollection
 
         found = list(metrics.items()) if isinstance(metrics, Mapping) else [("metrics", metrics)]
@@ -97,12 +92,8 @@ class TorchMetrics:
                 )
         if not found:
             raise InvalidArgument("compute_metrics is an empty dict: add at least one metric, or remove it.")
-        if plot and importlib.util.find_spec("matplotlib") is None:
-            raise InvalidArgument("plot=True needs matplotlib, which is missing: pip install matplotlib")
-        is_collection = isinstance(metrics, MetricCollection)
-        self.collection = metrics if is_collection else MetricCollection(metrics)
+        self.collection = metrics if isinstance(metrics, MetricCollection) else MetricCollection(metrics)
         self.adapter = adapter
-        self.plot = plot
         self.reset()
 
     def reset(self) -> None:
@@ -110,7 +101,6 @@ class TorchMetrics:
         self.collection.reset()
         self._updates = 0
         self._first: Any = None
-        self._plotted: dict[str, Any] = {}
 
     def set_gather_function(self, parts: Callable[..., list[torch.Tensor]]) -> None:
         """Gather metric states with `parts` (tensor → tensors of distinct ranks), not torchmetrics' function."""
@@ -158,20 +148,7 @@ class TorchMetrics:
                 metric.distributed_available_fn = is_distributed
 
     def _values(self) -> dict[str, Any]:
-        values = self.collection.compute()
-        if self.plot:  # on every rank: a metric without a cache synchronizes again
-            self._plotted = {name: metric.compute() for name, metric in self.collection.items()}
-        return {name: _plain(value) for name, value in values.items()}
-
-    def save_plots(self, folder: str, prefix: str) -> None:
-        """Write a plot of each metric's last value."""
-        import matplotlib.pyplot as plt
-
-        os.makedirs(folder, exist_ok=True)
-        for name, metric in self.collection.items():
-            figure, _ = metric.plot(self._plotted[name])
-            figure.savefig(os.path.join(folder, f"{prefix}_{name}.png"))
-            plt.close(figure)
+        return {name: _plain(value) for name, value in self.collection.compute().items()}
 
 
 def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetrics | TorchMetrics:

@@ -6,11 +6,10 @@ import contextlib
 import functools
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,32 +22,26 @@ from hftrainer.compat.overrides import accepted_by, has_length, is_overridden, w
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass, PassSettings
-from hftrainer.evaluation.metrics import TorchMetrics
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import Awaiting
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
+from hftrainer.training.component import Component
 from hftrainer.training.steps import LoggedMetrics, split_losses
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class EvaluationRunner:
+class EvaluationRunner(Component):
     """Prepares a Trainer for a pass over a set, and sets up that pass for Lightning's loop.
 
     Args:
         components: the parts of the Trainer.
     """
 
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer, self.run = components.trainer, components.run
-        #: Whether the last pass has measured the time to prepare the model.
-        self._preparation_measured = False
+    #: Whether the last pass has measured the time to prepare the model.
+    _preparation_measured = False
 
     def evaluate_each(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
@@ -93,7 +86,9 @@ class EvaluationRunner:
         if not trainer.is_in_train:
             self.components.setup.take_changes_in(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        self._log_sizes(description, dataloader)
+        count: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
+        batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
+        log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
         step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
@@ -136,10 +131,6 @@ class EvaluationRunner:
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time
-        metrics = evaluation.metrics
-        if isinstance(metrics, TorchMetrics) and metrics.plot and trainer.is_world_process_zero():
-            folder = os.path.join(str(trainer.args.output_dir), f"plots-{trainer.state.global_step}")
-            metrics.save_plots(folder, settings.prefix)
         return output
 
     def step(
@@ -218,13 +209,10 @@ class EvaluationRunner:
         uses_old = legacy.value(trainer.args, "use_legacy_prediction_loop") or (overrides_old and not overrides_new)
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         engine = self.components.engine
+        settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
+        accepted = accepted_by(loop, {**settings, "metric_key_prefix": metric_key_prefix})
         with engine.autocasting(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
-            settings = {
-                "prediction_loss_only": prediction_loss_only,
-                "ignore_keys": ignore_keys,
-                "metric_key_prefix": metric_key_prefix,
-            }
-            yield functools.partial(loop, dataloader, description, **accepted_by(loop, settings))
+            yield functools.partial(loop, dataloader, description, **accepted)
 
     def as_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
         """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
@@ -253,16 +241,8 @@ class EvaluationRunner:
         if self._preparation_measured:  # this pass included the preparation: exclude it from the speed
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
             self._preparation_measured = False
-        steps = math.ceil(
-            samples / (self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_processes)
-        )
-        return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=steps)
-
-    def _log_sizes(self, description: str, dataloader: DataLoader[Any]) -> None:
-        """Log the sizes of a pass."""
-        count: Any = self.trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
-        batch_size = getattr(dataloader, "batch_size", None) or self.trainer.args.eval_batch_size
-        log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
+        of_all = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_processes
+        return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / of_all))
 
     def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.

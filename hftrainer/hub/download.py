@@ -13,12 +13,18 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from hftrainer.checkpointing import names
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.hub.failures import is_transient, reason
-from hftrainer.hub.references import LAST_CHECKPOINT
 
 _REFERENCE = re.compile(r"hub:(?P<id>[^/@]+(?:/[^/@]+)?)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>.+))?")
 _STATE = re.compile(
-    rf"(?P<folder>{LAST_CHECKPOINT}|{names.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{names.TRAINER_STATE_NAME}"
+    rf"(?P<folder>{names.LAST_CHECKPOINT}|{names.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{names.TRAINER_STATE_NAME}"
 )
+
+
+#: The Hub client's errors, by class → the reason in our message.
+_REASONS = {
+    "RepositoryNotFoundError": "the repository does not exist, or the token has no read access",
+    "RevisionNotFoundError": "the revision does not exist",
+}
 
 
 def download_checkpoint(
@@ -44,7 +50,7 @@ def download_checkpoint(
         folder = folder or _newest(files)
         if folder is None:
             raise CheckpointNotFound(
-                f"the repository has no checkpoint, neither {LAST_CHECKPOINT} nor checkpoint-xxx; "
+                f"the repository has no checkpoint, neither {names.LAST_CHECKPOINT} nor checkpoint-xxx; "
                 "hub_strategy='checkpoint' and 'all_checkpoints' upload them. If it has only weights, load these with "
                 "from_pretrained and start a new run"
             )
@@ -55,7 +61,8 @@ def download_checkpoint(
             raise CheckpointNotFound(f"the repository has no folder {folder!r}")
         return found
     except Exception as error:  # raised from None: the traceback of the cause may show the token
-        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {_reason(error, token)}.") from None
+        why = _REASONS.get(type(error).__name__) or reason(error, token)
+        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {why}.") from None
 
 
 def _parse(reference: str) -> re.Match[str]:
@@ -67,14 +74,6 @@ def _parse(reference: str) -> re.Match[str]:
             "'hub:owner/name@revision'."
         )
     return match
-
-
-def _reason(error: Exception, token: str | None) -> str:
-    if type(error).__name__ == "RepositoryNotFoundError":
-        return "the repository does not exist, or the token has no read access"
-    if type(error).__name__ == "RevisionNotFoundError":
-        return "the revision does not exist"
-    return reason(error, token)
 
 
 def _list_files(repo_id: str, revision: str | None, token: str | None) -> tuple[list[str], bool]:

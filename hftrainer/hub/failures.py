@@ -26,11 +26,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _status_of(error: BaseException) -> int | None:
     """The HTTP status of the Hub's response, or None if there was none."""
-    for cause in _chain(error):
-        status = getattr(getattr(cause, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status
-    return None
+    found = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error))
+    return next((status for status in found if isinstance(status, int)), None)
 
 
 def is_transient(error: BaseException) -> bool:
@@ -83,7 +80,8 @@ def reason(error: BaseException, token: str | None = None) -> str:
 def _reason_of_response(error: BaseException, status: int, text: str, has_token: bool) -> str:
     if status >= 500 or status in _TRANSIENT_STATUSES:
         return f"the Hub failed: try again later ({text})"
-    if "RevisionNotFound" in [_error_code(cause) for cause in _chain(error)]:
+    responses = [getattr(cause, "response", None) for cause in _chain(error)]
+    if "RevisionNotFound" in [(getattr(each, "headers", None) or {}).get("X-Error-Code") for each in responses]:
         return (
             "the revision does not exist: create the branch with huggingface_hub.create_branch, or leave hub_revision "
             "out"
@@ -95,11 +93,6 @@ def _reason_of_response(error: BaseException, status: int, text: str, has_token:
     if status == 403:
         return f"the token has no write access: use one that has, or another hub_model_id ({text})"
     return text
-
-
-def _error_code(error: BaseException) -> str | None:
-    headers = getattr(getattr(error, "response", None), "headers", None)
-    return headers.get("X-Error-Code") if headers is not None else None
 
 
 def with_retries(act: Callable[[], T], waits: Sequence[float]) -> T:

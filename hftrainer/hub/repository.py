@@ -6,8 +6,7 @@ import contextlib
 import inspect
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from huggingface_hub import HfApi, constants
@@ -41,7 +40,11 @@ class Repository:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        _check_token(self.token)
+        """Check that the token can be put into an HTTP header; the client's own error would contain it."""
+        if self.token == "":
+            raise InvalidArgument("hub_token is empty: give a token, or None for that of `hf auth login`.")
+        if self.token is not None and self.token.split() != [self.token]:
+            raise InvalidArgument("hub_token contains a space or a line break: remove it.")
 
     def __str__(self) -> str:
         return self.id if self.revision is None else f"{self.id}, branch {self.revision}"
@@ -72,7 +75,7 @@ class Repository:
             A `CommitInfo`.
         """
         with contextlib.nullcontext() if show_progress else _without_progress_bars():
-            return _api().upload_folder(
+            return HfApi(library_name="hftrainer").upload_folder(
                 repo_id=self.id,
                 folder_path=folder,
                 path_in_repo=path_in_repo or None,
@@ -93,14 +96,6 @@ class Repository:
         return shlex.join(words)
 
 
-def _check_token(token: str | None) -> None:
-    """Check that a token can be put into an HTTP header; the client's own error would contain the token."""
-    if token == "":
-        raise InvalidArgument("hub_token is empty: give a token, or None for that of `hf auth login`.")
-    if token is not None and token.split() != [token]:
-        raise InvalidArgument("hub_token contains a space or a line break: remove it.")
-
-
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
     """Turn off the client's progress bars; the switch is global, so uploads of another Trainer may show theirs."""
@@ -111,15 +106,6 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if were_on:
             enable_progress_bars()
-
-
-def _api() -> HfApi:
-    return HfApi(library_name="hftrainer")
-
-
-def repository_name(hub_model_id: str | None, output_dir: str) -> str:
-    """`hub_model_id`, or the name of the output folder."""
-    return hub_model_id or Path(output_dir).absolute().name
 
 
 def open_repository(name: str, *, token: str | None, private: bool | None, revision: str | None) -> Repository:
@@ -135,9 +121,9 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         InvalidArgument: for an invalid name.
         HubError: if the repository cannot be written to.
     """
-    _check_token(token)
+    repository = Repository(name, token, revision)
     try:
-        return with_retries(lambda: _open(name, token, private, revision), _WAITS)
+        return with_retries(lambda: _open(repository, private), _WAITS)
     except HFValidationError as error:
         raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
     except Exception as error:  # raised from None: the traceback of the cause may show the token
@@ -148,12 +134,12 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         ) from None
 
 
-def _open(name: str, token: str | None, private: bool | None, revision: str | None) -> Repository:
-    api = _api()
-    found = api.create_repo(name, token=token, private=private, exist_ok=True).repo_id
+def _open(repository: Repository, private: bool | None) -> Repository:
+    api, token = HfApi(library_name="hftrainer"), repository.token
+    found = api.create_repo(repository.id, token=token, private=private, exist_ok=True).repo_id
     # huggingface_hub 1.0 has `write`. Offline, the client has answered without the Hub: a script has replaced it.
     if "write" in inspect.signature(api.auth_check).parameters and not constants.HF_HUB_OFFLINE:
         api.auth_check(found, token=token, write=True)
-    if revision is not None:
-        api.repo_info(found, revision=revision, token=token)
-    return Repository(found, token, revision)
+    if repository.revision is not None:
+        api.repo_info(found, revision=repository.revision, token=token)
+    return replace(repository, id=found)

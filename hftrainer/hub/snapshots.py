@@ -140,12 +140,8 @@ def _files(folder: str) -> list[str]:
 def _link(source: Path, target: Path, *, copy: bool = False) -> None:
     """Hard-link a file, or copy it where the file system has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        if copy:
-            shutil.copyfile(source, target)
-        else:
+    if not copy:
+        with contextlib.suppress(OSError):  # a file that is missing is reported by the copy
             os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
+            return
+    shutil.copyfile(source, target)

@@ -19,7 +19,6 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
 from hftrainer.hub.failures import reason
-from hftrainer.hub.references import LAST_CHECKPOINT
 from hftrainer.hub.repository import IGNORED, Repository
 from hftrainer.hub.snapshots import Commit, UploadSnapshots, model_files
 
@@ -96,7 +95,7 @@ class Uploads:
         message = f"Training in progress, {progress}"
         found = [Commit(next(self._numbers), checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
-            path_in_repo = LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
+            path_in_repo = names.LAST_CHECKPOINT if strategy == "checkpoint" else os.path.basename(checkpoint)
             found.append(Commit(next(self._numbers), checkpoint, path_in_repo, f"{message}, checkpoint"))
         return found
 
@@ -141,11 +140,9 @@ class Uploads:
         try:
             commit.snapshot = self._snapshots.create(commit)
         except Exception as error:  # the processing class may raise anything
-            why = (
-                f"storage failed ({error.strerror or error})"
-                if isinstance(error, OSError)
-                else f"it could not be prepared ({type(error).__name__}: {error})"
-            )
+            why = f"it could not be prepared ({type(error).__name__}: {error})"
+            if isinstance(error, OSError):
+                why = f"storage failed ({error.strerror or error})"
             self._note_missing(commit, why)
             logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
         return commit.snapshot is not None
@@ -214,8 +211,8 @@ class Uploads:
         Raises:
             HubError: if the upload fails. The future raises it, and it is logged.
         """
-        own = self.repository
-        target = replace(own, token=own.token if token is None else token, revision=revision or own.revision)
+        changed = {"token": token, "revision": revision or None}
+        target = replace(self.repository, **{name: value for name, value in changed.items() if value is not None})
         commit = Commit(next(self._numbers), folder, "", message)
         future = self._submit(functools.partial(self._upload_folder, target, commit, blocking=blocking))
         if not blocking:
@@ -313,9 +310,8 @@ class Uploads:
                 logger.info("Uploaded to %s:%s", self.repository, uploaded)
             self._uploaded.clear()
             return
-        failed = "".join(
-            f"\n  {self._describe(commit)}" for commit in sorted(missing.values(), key=lambda commit: commit.number)
-        )
+        in_order = sorted(missing.values(), key=lambda commit: commit.number)
+        failed = "".join(f"\n  {self._describe(commit)}" for commit in in_order)
         if failed != self._last_report:
             logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, failed, uploaded or " nothing")
         self._last_report = failed

@@ -81,11 +81,11 @@ def add_peft_parts(card: str, model: Any) -> str:
             return card
         after = ModelCard.load(path)
     data: Any = after.data
-    data.tags = [tag for tag in dict.fromkeys([*before.tags, *data.tags]) if _is_valid_tag(tag)]
+    # PEFT's tag for the base model is invalid if that has a folder for a name, or no name.
+    data.tags = [
+        tag
+        for tag in dict.fromkeys([*before.tags, *data.tags])
+        if not tag.startswith(_ADAPTER_OF) or provenance.is_repo_id(tag.removeprefix(_ADAPTER_OF))
+    ]
     data.base_model = before.base_model
     return f"{after}\n"
-
-
-def _is_valid_tag(tag: str) -> bool:
-    """Whether a tag is valid. PEFT's tag for the base model is not if that has a folder for a name, or no name."""
-    return not tag.startswith(_ADAPTER_OF) or provenance.is_repo_id(tag.removeprefix(_ADAPTER_OF))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def hyperparameters(components: Components) -> dict[str, Any]:
     """Name → value, named after the arguments where possible."""
     args = components.trainer.args
+    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     return {
         "learning_rate": args.learning_rate,
         **_batches(components),
@@ -22,7 +23,7 @@ def hyperparameters(components: Components) -> dict[str, Any]:
         "optimizer": _optimizer(components),
         **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
         **_schedule(components),
-        **_precision(args),
+        **({"mixed_precision_training": f"Native AMP ({precision})"} if precision else {}),
         **({"label_smoothing_factor": args.label_smoothing_factor} if args.label_smoothing_factor else {}),
     }
 
@@ -34,7 +35,9 @@ def _batches(components: Components) -> dict[str, Any]:
     train, evaluation = components.run.train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
     if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
-        found["distributed_type"] = _distributed_type(components)
+        kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
+        strategy = f" ({components.strategy.card})" if components.strategy.card else ""
+        found["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
     if args.world_size > 1:
         found["num_devices"] = args.world_size
     if args.gradient_accumulation_steps > 1:
@@ -44,13 +47,6 @@ def _batches(components: Components) -> dict[str, Any]:
     if (total := evaluation * processes) != evaluation:
         found["total_eval_batch_size"] = total
     return found
-
-
-def _distributed_type(components: Components) -> str:
-    kind = components.trainer.args.device.type
-    devices = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}.get(kind, "multi-GPU")
-    name = components.strategy.card
-    return f"{devices} ({name})" if name else devices
 
 
 def _optimizer(components: Components) -> str:
@@ -75,19 +71,14 @@ def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
 def _schedule(components: Components) -> dict[str, Any]:
     args = components.trainer.args
     _, own_schedule = components.optimizers_given
-    name = type(own_schedule).__name__ if own_schedule else spelled(args.lr_scheduler_type)
-    found: dict[str, Any] = {"lr_scheduler_type": name}
-    if own_schedule is None and args.lr_scheduler_kwargs:
+    length = {"training_steps": args.max_steps} if args.max_steps != -1 else {"num_epochs": args.num_train_epochs}
+    if own_schedule is not None:
+        return {"lr_scheduler_type": type(own_schedule).__name__, **length}
+    found: dict[str, Any] = {"lr_scheduler_type": spelled(args.lr_scheduler_type)}
+    if args.lr_scheduler_kwargs:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
-    if own_schedule is None and args.warmup_steps:
+    if args.warmup_steps:
         found["lr_scheduler_warmup_steps"] = args.warmup_steps
-    elif own_schedule is None and legacy.keeps_ratio("warmup_ratio") and args.warmup_ratio:
+    elif legacy.keeps_ratio("warmup_ratio") and args.warmup_ratio:
         found["lr_scheduler_warmup_ratio"] = args.warmup_ratio
-    if args.max_steps != -1:
-        return {**found, "training_steps": args.max_steps}
-    return {**found, "num_epochs": args.num_train_epochs}
-
-
-def _precision(args: Any) -> dict[str, str]:
-    precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
-    return {} if precision is None else {"mixed_precision_training": f"Native AMP ({precision})"}
+    return {**found, **length}

@@ -42,12 +42,9 @@ def task_of(model: Any) -> str | None:
 def _tasks_by_class() -> dict[str, str]:
     from transformers.modelcard import TASK_MAPPING
 
-    found: dict[str, str] = {}
     tables: dict[str, Any] = TASK_MAPPING
-    for task, models in tables.items():
-        for names in models.values():
-            found |= dict.fromkeys([names] if isinstance(names, str) else names, task)
-    return found
+    listed = [(task, names) for task, models in tables.items() for names in models.values()]
+    return {name: task for task, names in listed for name in ([names] if isinstance(names, str) else names)}
 
 
 def base_model_of(model: Any) -> str | None:
@@ -91,12 +88,8 @@ def datasets_of(dataset: Any) -> list[DatasetSource]:
     found: dict[str, DatasetSource] = {}
     for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
         name = one.builder_name if peers.is_any_dataset(one) else None
-        if name is not None and not _reads_files(name):
+        # A generic reader of the `datasets` library, such as 'csv', does not name a dataset.
+        if name is not None and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is None:
             split = None if one.split is None else str(one.split)
             found.setdefault(name, DatasetSource(name, one.config_name, split))
     return list(found.values())
-
-
-def _reads_files(builder: str) -> bool:
-    """Whether a builder is a generic reader of the `datasets` library, such as 'csv', and does not name a dataset."""
-    return importlib.util.find_spec(f"datasets.packaged_modules.{builder}") is not None

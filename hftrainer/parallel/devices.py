@@ -94,15 +94,13 @@ def memory_used() -> int | None:
     module = _module_in_use()
     if module is None:
         return None
-    used: int = (module.current_allocated_memory if module is torch.mps else module.memory_allocated)()
-    return used
+    return int((module.current_allocated_memory if module is torch.mps else module.memory_allocated)())
 
 
 def memory_peak() -> int | None:
     """Peak of `memory_used` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
     module = _module_in_use()
-    peak: int | None = None if module in (None, torch.mps) else module.max_memory_allocated()
-    return peak
+    return None if module in (None, torch.mps) else int(module.max_memory_allocated())
 
 
 def reset_memory_peak() -> None:
@@ -218,8 +216,7 @@ class _TorchTpu:
 
     def _generator(self) -> torch.Generator:
         # torch.accelerator has no random states, and torch.tpu.get_rng_state raises since torch 2.13.
-        generators: list[torch.Generator] = torch.tpu.default_generators  # type: ignore[attr-defined]
-        return generators[torch.accelerator.current_device_index()]
+        return torch.tpu.default_generators[torch.accelerator.current_device_index()]  # type: ignore[attr-defined]
 
 
 torch_tpu = _TorchTpu()

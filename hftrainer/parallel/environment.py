@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import socket
@@ -91,22 +92,26 @@ def _number(*names: str, default: int = 0) -> int:
 
 def _make_rank_info(
     launcher: str,
-    world_size: int,
-    rank: int,
-    local_rank: int,
-    local_world_size: int,
+    ranks: tuple[int, int, int, int],
+    needs: tuple[str, ...],
     *,
-    nodes: int | None = None,
+    nodes: int = 0,
     address: str | None = None,
     port: int = _PORT,
-    needs: tuple[str, ...] = (),
 ) -> RankInfo:
-    """What a launcher says; `needs` are the variables without which processes cannot connect."""
+    """The values of a launcher.
+
+    Args:
+        launcher: its name.
+        ranks: world size, rank, local rank and local world size.
+        needs: the variables that the launcher should have set.
+        nodes: number of machines; by default as many as the processes need.
+        address: hostname of rank 0, unless `MASTER_ADDR` has it.
+        port: port of rank 0, unless `MASTER_PORT` has it.
+    """
+    world_size, *_, local_world_size = ranks
     return RankInfo(
-        world_size,
-        rank,
-        local_rank,
-        local_world_size,
+        *ranks,
         nodes=nodes or -(-world_size // max(local_world_size, 1)),
         launcher=launcher,
         address=os.environ.get("MASTER_ADDR") or address,
@@ -123,14 +128,13 @@ def _by_torchrun() -> RankInfo:
     size = _number("WORLD_SIZE", default=1)
     local_size = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
     nodes = _number("GROUP_WORLD_SIZE", "CROSS_SIZE")
-    return _make_rank_info(
-        "torchrun", size, _number("RANK"), _number("LOCAL_RANK"), local_size, nodes=nodes, needs=_RENDEZVOUS
-    )
+    ranks = size, _number("RANK"), _number("LOCAL_RANK"), local_size
+    return _make_rank_info("torchrun", ranks, _RENDEZVOUS, nodes=nodes)
 
 
 def _by_kubeflow() -> RankInfo:
     """A PyTorchJob: one process on each node."""
-    return _make_rank_info("kubeflow", _number("WORLD_SIZE", default=1), _number("RANK"), 0, 1, needs=_RENDEZVOUS)
+    return _make_rank_info("kubeflow", (_number("WORLD_SIZE", default=1), _number("RANK"), 0, 1), _RENDEZVOUS)
 
 
 def _by_lightning(nodes: int = 1) -> RankInfo:
@@ -139,7 +143,7 @@ def _by_lightning(nodes: int = 1) -> RankInfo:
     local_size = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
     rank = _number("NODE_RANK") * local_size + local_rank
     needs = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if size > 1 else ()
-    return _make_rank_info("lightning", size, rank, local_rank, local_size, needs=needs)
+    return _make_rank_info("lightning", (size, rank, local_rank, local_size), needs)
 
 
 def _by_mpi() -> RankInfo:
@@ -150,7 +154,8 @@ def _by_mpi() -> RankInfo:
     on_one_node = local_size >= size
     address = "127.0.0.1" if on_one_node else None
     needs = names[:2] if on_one_node else (*names[:2], "MASTER_ADDR")
-    return _make_rank_info("mpi", size, _number(names[0]), _number(names[2]), local_size, address=address, needs=needs)
+    ranks = size, _number(names[0]), _number(names[2]), local_size
+    return _make_rank_info("mpi", ranks, needs, address=address)
 
 
 def _by_slurm() -> RankInfo:
@@ -161,23 +166,15 @@ def _by_slurm() -> RankInfo:
     node = _number("SLURM_NODEID")
     hosts = _first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     job = _number("SLURM_JOB_ID", "SLURM_JOBID") + _number("SLURM_STEP_ID", "SLURM_STEPID")
+    local_size = per_node[min(node, len(per_node) - 1)] if per_node else -(-size // nodes)
     return _make_rank_info(
         "slurm",
-        size,
-        _number("SLURM_PROCID"),
-        _number("SLURM_LOCALID"),
-        per_node[min(node, len(per_node) - 1)] if per_node else -(-size // nodes),
+        (size, _number("SLURM_PROCID"), _number("SLURM_LOCALID"), local_size),
+        ("SLURM_PROCID", "SLURM_LOCALID"),
         nodes=nodes,
         address=first_host(hosts) or "127.0.0.1",
         port=15000 + job % 10000,  # the same in all processes of a step
-        needs=("SLURM_PROCID", "SLURM_LOCALID"),
     )
-
-
-def _by_xla() -> RankInfo:
-    """A process of torch_xla.launch; torch_xla knows its rank."""
-    rank_info: RankInfo = load("xla", "devices").rank_info()
-    return rank_info
 
 
 def _first(*names: str) -> str:
@@ -202,7 +199,7 @@ LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "mpi": (_by_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
     "kubeflow": (_by_kubeflow, "start the script as a PyTorchJob, or with torchrun"),
     "lightning": (_by_lightning, "start the script with torchrun"),
-    "xla": (_by_xla, "start the script with python -m hftrainer run --tpu"),
+    "xla": (lambda: load("xla", "devices").rank_info(), "start the script with python -m hftrainer run --tpu"),
 }
 #: Lightning's environment, given as a plugin → its launcher.
 _PLUGINS = {
@@ -256,26 +253,16 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
 
 def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
     """The values of a user-defined `ClusterEnvironment`."""
-    size = plugin.world_size()
-    return RankInfo(
-        size,
-        plugin.global_rank(),
-        plugin.local_rank(),
-        max(size // nodes, 1),
-        nodes=nodes,
-        launcher=type(plugin).__name__,
-        address=plugin.main_address,
-        port=plugin.main_port,
-    )
+    size, address = plugin.world_size(), (plugin.main_address, plugin.main_port)
+    ranks = size, plugin.global_rank(), plugin.local_rank(), max(size // nodes, 1)
+    return RankInfo(*ranks, nodes, type(plugin).__name__, *address)
 
 
 def _by_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
     """Plain python: one process, or one per device, which the script starts itself."""
-    wanted = _as_count(devices)
-    if wanted is None:
-        # accelerate launch has started one process on purpose.
-        alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
-        wanted = 1 if alone else max(gpus(), 1)
+    # accelerate launch has started one process on purpose.
+    alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
+    wanted = _as_count(devices) or (1 if alone else max(gpus(), 1))
     return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
 
 
@@ -290,10 +277,8 @@ def can_start_again() -> bool:
     """Whether the command line of this process can be run again; not in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
-    multiprocessing = sys.modules.get("multiprocessing")
-    child = multiprocessing is not None and multiprocessing.parent_process() is not None
-    from_stdin = sys.argv[:1] in ([], [""], ["-"])
-    return not (interactive or child or from_stdin)
+    is_child = multiprocessing.parent_process() is not None
+    return not (interactive or is_child or sys.argv[:1] in ([], [""], ["-"]))
 
 
 def cluster_environment(plugins: Any) -> Any:

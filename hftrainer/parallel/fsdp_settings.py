@@ -171,15 +171,12 @@ def _parse_words(fsdp: Any) -> dict[str, Any]:
     """The keys that the words in `fsdp` set; 'auto_wrap' sets none, since it is the default."""
     if parse_bool(fsdp):
         return {}
-    if isinstance(fsdp, str):
-        # The documents of v4.48 write "full shard".
-        words = fsdp.replace("full shard", "full_shard").replace(",", " ").split()
-    else:
-        words = [str(getattr(word, "value", word)) for word in fsdp]
+    # The documents of v4.48 write "full shard".
+    text = fsdp.replace("full shard", "full_shard").replace(",", " ") if isinstance(fsdp, str) else None
+    words = [str(getattr(word, "value", word)) for word in fsdp] if text is None else text.split()
     allowed = (*STRATEGIES, "offload", "auto_wrap")
-    for word in words:
-        if word not in allowed:
-            raise WrongConfig(f"fsdp={fsdp!r}: {word!r} is unknown{nearest(word, allowed)}")
+    if unknown := [word for word in words if word not in allowed]:
+        raise WrongConfig(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown{nearest(unknown[0], allowed)}")
     chosen = [word for word in words if word in STRATEGIES]
     if len(chosen) > 1:
         raise WrongConfig(f"fsdp={fsdp!r}: {' and '.join(chosen)} are two strategies: give one of them.")
@@ -218,11 +215,11 @@ def _settings(given: Mapping[str, Any]) -> FsdpSettings:
 
 def _pop_xla(keys: dict[str, Any]) -> XlaSettings | None:
     """Remove the keys for TPUs; returns what they set, or None without `xla`."""
-    names = ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")
-    is_on, spmd, grad_ckpt, settings = (keys.pop(name, None) for name in names)
+    is_on = keys.pop("xla", None)
+    given = {name: keys.pop(name, None) for name in ("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")}
+    spmd, grad_ckpt, settings = given.values()
     if not is_on:
-        asked = [name for name, value in zip(names[1:], (spmd, grad_ckpt, settings), strict=True) if value]
-        if asked:
+        if asked := [name for name, value in given.items() if value]:
             raise WrongConfig(f"fsdp_config[{asked[0]!r}] needs 'xla': True too, or leave it out.")
         return None
     if settings and spmd:

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
+from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
@@ -64,10 +50,12 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     units = find_units(model, settings)
     if settings.sync_module_states:
         broadcast_weights(model, device)
-    if plan.precision in _HALF:
-        _keep_trained_in_float32(model)
+    if plan.precision in _HALF:  # as in accelerate, the optimizer steps trained parameters in float32
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.float()
     try:
-        sharded = _shard_fsdp1(model, units, plan) if settings.version == 1 else _shard_fsdp2(model, units, plan)
+        sharded = (_shard_fsdp1 if settings.version == 1 else _shard_fsdp2)(model, units, plan, settings)
     except ValueError as error:  # torch's message names neither the argument nor the parameter
         raise _explained(error, model, settings) from error
     logger.info(
@@ -78,7 +66,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         len(units) + 1,
     )
     if hasattr(model, "generate") and settings.version == 2:
-        torch.distributed.fsdp.register_fsdp_forward_method(model, "generate")
+        fsdp.register_fsdp_forward_method(model, "generate")
     return sharded
 
 
@@ -112,27 +100,20 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
     for parameter in model.parameters():
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [_whole_norm([parameter.grad for parameter in group], norm_type) for group in by_mesh.values()]
+    norms = [nn.utils.get_total_norm([each.grad for each in group], norm_type) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms, norm_type)
     for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 
-def _whole_norm(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    norm = nn.utils.get_total_norm(gradients, norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
 @contextlib.contextmanager
 def without_sync(model: Any) -> Iterator[None]:
     """Accumulate gradients locally in the block; the next backward pass outside it reduces them."""
-    if isinstance(model, FullyShardedDataParallel):
-        with model.no_sync():
-            yield
-        return
     if not isinstance(model, FSDPModule):  # with tensor parallelism alone all ranks have the same batch
-        yield
+        with model.no_sync() if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():
+            yield
         return
     model.set_requires_gradient_sync(False)
     try:
@@ -141,29 +122,25 @@ def without_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-@contextlib.contextmanager
-def whole_parameters(model: Any) -> Iterator[None]:
+def whole_parameters(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Make whole parameters available to methods of the user's model in the block.
 
     FSDP1 gathers all parameters; FSDP2 gathers them as the model computes.
     """
-    if not isinstance(model, FullyShardedDataParallel):
-        yield
-        return
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        yield
+    is_flat = isinstance(model, FullyShardedDataParallel)
+    return FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_flat else contextlib.nullcontext()
 
 
 def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
     """The device mesh: shards over all processes, over those of a copy, or (hybrid) over those of a node."""
     kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
+    shape = layout.dp_replicate_size, layout.dp_shard_size
     if "hybrid" in plan.sharding.strategy:
-        nodes = processes.world_size // processes.local_world_size
-        return device_mesh(kind, (nodes, processes.local_world_size), ("dp_replicate", "dp_shard"))
-    if layout.dp_replicate_size > 1:
-        return device_mesh(kind, (layout.dp_replicate_size, layout.dp_shard_size), ("dp_replicate", "dp_shard"))
-    return device_mesh(kind, (processes.world_size,), ("dp_shard",))
+        shape = processes.world_size // processes.local_world_size, processes.local_world_size
+    elif layout.dp_replicate_size == 1:
+        return device_mesh(kind, (processes.world_size,), ("dp_shard",))
+    return device_mesh(kind, shape, ("dp_replicate", "dp_shard"))
 
 
 # ---- Units ----------------------------------------------------------------------------------------------------------
@@ -196,10 +173,7 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
     """Modules with at least `least` parameters, not counting inner units, and without shared parameters."""
     found: list[nn.Module] = []
     taken: set[int] = set()
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     for module in reversed(list(model.modules())[1:]):
         own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
         shared = any(uses[id(parameter)] > 1 for parameter in own)
@@ -215,10 +189,12 @@ def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
 
 def broadcast_weights(model: nn.Module, device: torch.device) -> None:
     """Broadcast the weights of rank 0; tensors on the meta device are allocated first."""
-    empty = [module for module in model.modules() if any(tensor.is_meta for tensor in _own_tensors(module))]
-    for module in empty:
-        module.to_empty(device=device, recurse=False)
-    if empty and hasattr(model, "tie_weights"):
+    has_empty = False
+    for module in model.modules():
+        if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            module.to_empty(device=device, recurse=False)
+            has_empty = True
+    if has_empty and hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     over_network = "nccl" in distributed.get_backend()
     with Awaiting("the weights of rank 0"):
@@ -228,64 +204,48 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
             tensor.data.copy_(moved)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
-
-
-def _keep_trained_in_float32(model: nn.Module) -> None:
-    """Convert trained parameters to float32: units compute in half precision, but the optimizer steps in float32."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.float()
-
-
 # ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------
 
 
-def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
-    settings, device, dtype = plan.sharding, torch.device(plan.device), _HALF.get(plan.precision)
-    assert settings is not None
+def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
+    device, dtype = torch.device(plan.device), _HALF.get(plan.precision)
     if settings.cpu_offload and device.type == "cpu":
         raise WrongConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
     members = set(units)
-    prefetch = None if settings.backward_prefetch == "NO_PREFETCH" else BackwardPrefetch[settings.backward_prefetch]
-    name = settings.strategy.upper()
+    name, prefetch = settings.strategy.upper(), settings.backward_prefetch
     wrapped = FullyShardedDataParallel(
         model,
         device_mesh=make_device_mesh(plan),
-        sharding_strategy=ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
+        sharding_strategy=fsdp.ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
         auto_wrap_policy=CustomPolicy(members.__contains__),
-        cpu_offload=CPUOffload(offload_params=settings.cpu_offload),
-        mixed_precision=None if dtype is None else MixedPrecision(dtype, dtype, dtype),
+        cpu_offload=fsdp.CPUOffload(offload_params=settings.cpu_offload),
+        mixed_precision=None if dtype is None else fsdp.MixedPrecision(dtype, dtype, dtype),
         device_id=device,
         use_orig_params=settings.use_orig_params,
         limit_all_gathers=settings.limit_all_gathers,
         forward_prefetch=settings.forward_prefetch,
-        backward_prefetch=prefetch,
+        backward_prefetch=None if prefetch == "NO_PREFETCH" else fsdp.BackwardPrefetch[prefetch],
     )
     if settings.activation_checkpointing:
         _checkpoint_activations(wrapped, members, settings)
     return wrapped
 
 
-def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan) -> nn.Module:
-    settings, dtype = plan.sharding, _HALF.get(plan.precision)
-    assert settings is not None
+def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
     if settings.activation_checkpointing:
         units = _checkpoint_activations(model, set(units), settings)
-    pinned = torch.device(plan.device).type != "cpu"
+    pinned, dtype = torch.device(plan.device).type != "cpu", _HALF.get(plan.precision)
     keywords: dict[str, Any] = {
         "mesh": make_device_mesh(plan),
-        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else fsdp.OffloadPolicy(),
         # Outputs stay in float32: a half-precision loss has a resolution of 0.02 in logs, and overflows when scaled.
-        "mp_policy": MixedPrecisionPolicy() if dtype is None else MixedPrecisionPolicy(dtype, dtype),
+        "mp_policy": fsdp.MixedPrecisionPolicy() if dtype is None else fsdp.MixedPrecisionPolicy(dtype, dtype),
     }
     reshards = settings.strategy == "full_shard"
     for unit in units:
-        fully_shard(unit, reshard_after_forward=reshards, **keywords)
+        fsdp.fully_shard(unit, reshard_after_forward=reshards, **keywords)
     # The outermost unit is needed first in the backward pass, so torch's default keeps it gathered.
-    fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
+    fsdp.fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
     return model
 
 
@@ -294,9 +254,9 @@ def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: F
     wrappers: list[nn.Module] = []
 
     def wrap(module: nn.Module) -> nn.Module:
-        wrapped = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        wrappers.append(offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
+        wrapped = wrapping.checkpoint_wrapper(module, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT)
+        wrappers.append(wrapping.offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
         return wrappers[-1]
 
-    apply_activation_checkpointing(model, wrap, units.__contains__)
+    wrapping.apply_activation_checkpointing(model, wrap, units.__contains__)
     return wrappers

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 #: Sizes in `parallelism_config` → why more than one process is not supported; None if it is.
 _SIZES = {
-    "dp_replicate_size": None,
-    "dp_shard_size": None,
-    "tp_size": None,
+    **dict.fromkeys(("dp_replicate_size", "dp_shard_size", "tp_size")),
     "cp_size": "ring attention needs hooks around the model that Lightning's loop does not have",
     "sp_size": "Ulysses sequence parallelism is part of DeepSpeed, and not supported yet",
 }
@@ -96,16 +94,12 @@ def _given_sizes(given: Any, environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parse_sizes(given: dict[str, Any]) -> Layout:
-    sizes = {}
     for name, value in given.items():
         if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
             raise WrongConfig(f"parallelism_config[{name!r}]={value!r}: it must be a number of processes, at least 1.")
-        reason = _SIZES[name]
-        if reason is None:
-            sizes[name] = int(value)
-        elif int(value) > 1:
+        if (reason := _SIZES[name]) is not None and int(value) > 1:
             raise WrongConfig(f"parallelism_config[{name!r}] is not supported: {reason}. Use dp_shard_size or fsdp.")
-    return Layout(**sizes)
+    return Layout(**{name: int(value) for name, value in given.items() if _SIZES[name] is None})
 
 
 def loaded_layout(model: Any) -> Layout:
@@ -210,12 +204,6 @@ class LightningPlan:
         return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
 
     @property
-    def shows_its_own_device(self) -> bool:
-        """Whether the launcher makes only its own GPU visible to each process."""
-        processes = self.processes
-        return torch.device(self.device).index not in (None, processes.local_rank)
-
-    @property
     def limits_by_share(self) -> bool:
         """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
         limits = [value for name, value in self.config.items() if name.startswith("limit_")]
@@ -240,9 +228,11 @@ class LightningPlan:
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
+        # True where each process sees only its own device, under another number than its rank.
+        sees_only_own = torch.device(self.device).index not in (None, self.processes.local_rank)
         return {
             "accelerator": self.accelerator,
-            "devices": 1 if self.shows_its_own_device else self.processes.local_world_size,
+            "devices": 1 if sees_only_own else self.processes.local_world_size,
             "num_nodes": self.processes.nodes,
             "precision": self.precision,
             "accumulate_grad_batches": self.accumulate_grad_batches,

@@ -4,32 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
 from hftrainer.parallel.processes import Processes
-
-
-@dataclass
-class LoaderConfig:
-    """`accelerator.dataloader_config`: changes take effect for loaders prepared afterwards.
-
-    Attributes:
-        split_batches, dispatch_batches, even_batches, use_seedable_sampler, non_blocking: as in `accelerator_config`.
-        data_seed: seed of the order of samples; None uses torch's initial seed.
-        use_stateful_dataloader: accelerate's own way to restore the position in the data; only False is supported.
-    """
-
-    split_batches: bool = False
-    dispatch_batches: bool | None = None
-    even_batches: bool = True
-    use_seedable_sampler: bool = True
-    data_seed: int | None = None
-    non_blocking: bool = False
-    use_stateful_dataloader: bool = False
 
 
 class DistributedType(str, Enum):
@@ -153,6 +133,9 @@ class GradientState:
         self.plugin_kwargs: dict[str, Any] = {
             name: value for name, value in accumulation.items() if value != _ACCUMULATION_DEFAULTS.get(name)
         }
+        # True is not in `plugin_kwargs`, where accelerate looks for both.
+        self.adjust_scheduler = bool(self.plugin_kwargs.get("adjust_scheduler", False))
+        self.sync_with_dataloader = bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """Set whether this micro-batch ends an optimizer step; scripts' copies of transformers' loop call this."""
@@ -162,16 +145,6 @@ class GradientState:
     def num_steps(self) -> int:
         """What gradients are divided by, beside the division of the loss: 1, but for v5.2 to v5.5."""
         return int(self.plugin_kwargs.get("num_steps", 1))
-
-    @property
-    def adjust_scheduler(self) -> bool:
-        """As in accelerate, False unless `plugin_kwargs` has it, which leaves out the default True. Not used here."""
-        return bool(self.plugin_kwargs.get("adjust_scheduler", False))
-
-    @property
-    def sync_with_dataloader(self) -> bool:
-        """Whether accelerate would step at the end of a loader. Has no effect here."""
-        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def active_dataloader(self) -> Any:

@@ -22,14 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hftrainer.parallel.devices import DEVICE_OF_BACKEND, device_module, visible_device_count
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.process_group import (
-    Awaiting,
-    cpu_group,
-    disconnect,
-    disconnect_at_exit,
-    start_in_thread,
-    wait_for_peers,
-)
+from hftrainer.parallel.process_group import Awaiting, cpu_group, disconnect_at_exit, start_in_thread, wait_for_peers
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.
@@ -44,14 +37,16 @@ class Processes(RankInfo):
 
     Attributes:
         tp_size: number of consecutive ranks that split each layer's computation and get the same batches.
+        timeout: of a gloo group that is made for CPU tensors, if the default group has another backend.
     """
 
     tp_size: int = 1
+    timeout: timedelta = timedelta(minutes=30)
 
     @classmethod
-    def at(cls, rank_info: RankInfo, tp_size: int = 1) -> Processes:
-        """The processes seen from a rank, in groups of `tp_size`."""
-        return cls(**vars(rank_info), tp_size=tp_size)
+    def at(cls, rank_info: RankInfo, **more: Any) -> Processes:
+        """The processes of a launcher."""
+        return cls(**vars(rank_info), **more)
 
     @property
     def several(self) -> bool:
@@ -96,26 +91,18 @@ class Processes(RankInfo):
         )
 
         def join() -> None:
-            store = self._make_store(timeout)
-            distributed.init_process_group(
-                chosen, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
-            )
+            size = self.world_size
+            store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+            if self.address is not None:  # else this process is alone, without a launcher
+                url = f"tcp://{self.address}:{self.port}"
+                store, _, _ = next(rendezvous(url, self.rank, size, timeout=timeout))
+                store.set_timeout(timeout)
+                # A new prefix hides the addresses that an earlier group left there.
+                store = PrefixStore(f"meeting {next(_group_numbers)}", store)
+            distributed.init_process_group(chosen, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
         wait_for_peers(join, timeout, lost)
         disconnect_at_exit()
-
-    def _make_store(self, timeout: timedelta) -> Any:
-        """A store for one process group. A new prefix hides the addresses that an earlier group left there."""
-        if self.address is None:  # alone, without a launcher
-            return distributed.HashStore()  # type: ignore[attr-defined]
-        store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, self.world_size, timeout=timeout))
-        store.set_timeout(timeout)
-        return PrefixStore(f"meeting {next(_group_numbers)}", store)
-
-    @staticmethod
-    def disconnect() -> None:
-        """Leave the process group, if there is one."""
-        disconnect()
 
     def barrier(self) -> None:
         """Wait for all processes."""
@@ -123,24 +110,17 @@ class Processes(RankInfo):
             with Awaiting("a barrier"):
                 distributed.barrier()
 
-    def max_over_ranks(self, values: list[int], timeout: timedelta) -> list[int]:
-        """The maximum of each number over all ranks; arguments as for `start_max_over_ranks`."""
-        return self.start_max_over_ranks(values, timeout)()
-
-    def start_max_over_ranks(self, values: list[int], timeout: timedelta) -> Callable[[], list[int]]:
+    def start_max_over_ranks(self, values: list[int]) -> Callable[[], list[int]]:
         """Start an element-wise all-reduce (maximum) in CPU memory, without waiting for the accelerator.
 
         Args:
             values: the numbers; the same count in every process.
-            timeout: timeout of the gloo group, if the default group has another backend.
 
         Returns:
             A function that waits for the other ranks and returns the maxima.
         """
-        numbers = torch.tensor(values)
-        work: Any = distributed.all_reduce(
-            numbers, op=distributed.ReduceOp.MAX, group=cpu_group(timeout), async_op=True
-        )
+        numbers, group = torch.tensor(values), cpu_group(self.timeout)
+        work: Any = distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group, async_op=True)
 
         def result() -> list[int]:
             with Awaiting("the vote of the ranks about what comes next"):
@@ -153,28 +133,25 @@ class Processes(RankInfo):
         """The result of `decide` in rank 0, broadcast to all ranks; if it raises, all ranks raise."""
         if not self.several:
             return decide()
-        found = [_call(decide) if self.rank == 0 else None]
+        found: Any = [_call(decide) if self.rank == 0 else None]
         with Awaiting("what rank 0 decides"):
             distributed.broadcast_object_list(found)
-        decided: T = _value_of(found[0])
-        return decided
+        return _value_of(found[0])
 
-    def scatter(self, make: Callable[[], list[T]], timeout: timedelta) -> T:
+    def scatter(self, make: Callable[[], list[T]]) -> T:
         """Scatter the items that rank 0 makes, through CPU memory; returns this rank's item.
 
         Args:
             make: called in rank 0 only; returns one item per process. If it raises, all ranks raise.
-            timeout: timeout of the gloo group, if the default group has another backend.
         """
         items: list[Any] | None = None
         if self.rank == 0:
             made, error = _call(make)
             items = [(None, error)] * self.world_size if made is None else [(item, None) for item in made]
-        received: list[Any] = [None]
+        received: Any = [None]
         with Awaiting("its part of what rank 0 has read"):
-            distributed.scatter_object_list(received, items, group=cpu_group(timeout))
-        own: T = _value_of(received[0])
-        return own
+            distributed.scatter_object_list(received, items, group=cpu_group(self.timeout))
+        return _value_of(received[0])
 
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
         """Gather the rows of all processes, in the order of ranks.
@@ -324,7 +301,7 @@ def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _value_of(outcome: Any) -> Any:
+def _value_of(outcome: tuple[T, Exception | None]) -> T:
     """The value that `_call` returned in rank 0; its error is raised here too."""
     value, error = outcome
     if error is not None:
@@ -376,9 +353,11 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
             f"Processes can only gather tensors, not {type(leaf).__name__}: return a list with one item per "
             "sample, and set eval_use_gather_object=True."
         )
-    return _joined(gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::every], pad_index).to(
-        leaf.device
-    )
+    parts = gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::every]
+    if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
+        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # ignore empty parts
+        parts = [_padded(part[:, :longest], 1, longest, pad_index, False) for part in parts]
+    return torch.cat(parts).to(leaf.device)
 
 
 def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
@@ -390,13 +369,6 @@ def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
     if kind is not None:
         return tensor.to(torch.device(kind, device_module(kind).current_device()))
     return tensor.cpu() if tensor.device.type == "xla" else tensor
-
-
-def _joined(parts: list[torch.Tensor], pad_index: int) -> torch.Tensor:
-    if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
-        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # ignore empty parts
-        parts = [_padded(part[:, :longest], 1, longest, pad_index, False) for part in parts]
-    return torch.cat(parts)
 
 
 def _padded(tensor: torch.Tensor, dim: int, length: int, pad_index: int, pad_first: bool) -> torch.Tensor:

@@ -37,9 +37,7 @@ class FsdpStrategy(Strategy):
         super().__init__(plan)
         self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
         if self.plugin is None:
-            self.argument = "tensor parallelism"
-            self.card = ""
-            self.flags = ()
+            self.argument, self.card, self.flags = "tensor parallelism", "", ()
         self._prepared: nn.Module | None = None
 
     @property

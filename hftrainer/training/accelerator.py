@@ -7,13 +7,15 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.devices import device_module
-from hftrainer.parallel.process_state import GradientState, LoaderConfig, ProcessState
+from hftrainer.parallel.process_group import disconnect
+from hftrainer.parallel.process_state import GradientState, ProcessState
 from hftrainer.parallel.processes import Processes
 
 if TYPE_CHECKING:
@@ -24,16 +26,16 @@ if TYPE_CHECKING:
 _LOADER_KEYS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-def _loader_setting(name: str) -> Any:
-    """A property for an attribute of `dataloader_config`, as accelerate's accelerator has it."""
+def _attribute_of(owner: str, name: str) -> Any:
+    """A property for an attribute of another object, as accelerate's accelerator has it."""
 
     def get(self: EngineAccelerator) -> Any:
-        return getattr(self.dataloader_config, name)
+        return getattr(getattr(self, owner), name)
 
     def set_(self: EngineAccelerator, value: Any) -> None:
-        setattr(self.dataloader_config, name, value)
+        setattr(getattr(self, owner), name, value)
 
-    return property(get, set_, doc=f"`dataloader_config.{name}`; a new value applies to loaders prepared later.")
+    return property(get, set_, doc=f"`{owner}.{name}`; a new value applies to loaders prepared later.")
 
 
 class EngineAccelerator(ProcessState):
@@ -79,8 +81,10 @@ class EngineAccelerator(ProcessState):
         self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
-        self.dataloader_config = LoaderConfig(
-            **{name: config[name] for name in _LOADER_KEYS}, data_seed=plan.read_once["data_seed"]
+        self.dataloader_config = SimpleNamespace(
+            **{name: config[name] for name in _LOADER_KEYS},
+            data_seed=plan.read_once["data_seed"],
+            use_stateful_dataloader=False,
         )
         self.device_placement = True
         self.processes: Processes = processes
@@ -95,21 +99,13 @@ class EngineAccelerator(ProcessState):
         instead = _ALTERNATIVES.get(name)
         raise AttributeError(f"accelerator.{name} does not exist" + (f": {instead}." if instead else "."))
 
-    split_batches = _loader_setting("split_batches")
-    dispatch_batches = _loader_setting("dispatch_batches")
-    even_batches = _loader_setting("even_batches")
-    use_seedable_sampler = _loader_setting("use_seedable_sampler")
-    non_blocking = _loader_setting("non_blocking")
-    use_stateful_dataloader = _loader_setting("use_stateful_dataloader")
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends an optimizer step."""
-        return self.gradient_state.sync_gradients
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync_gradients: bool) -> None:
-        self.gradient_state.sync_gradients = sync_gradients
+    split_batches = _attribute_of("dataloader_config", "split_batches")
+    dispatch_batches = _attribute_of("dataloader_config", "dispatch_batches")
+    even_batches = _attribute_of("dataloader_config", "even_batches")
+    use_seedable_sampler = _attribute_of("dataloader_config", "use_seedable_sampler")
+    non_blocking = _attribute_of("dataloader_config", "non_blocking")
+    use_stateful_dataloader = _attribute_of("dataloader_config", "use_stateful_dataloader")
+    sync_gradients = _attribute_of("gradient_state", "sync_gradients")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -381,7 +377,7 @@ class EngineAccelerator(ProcessState):
 
     def end_training(self) -> None:
         """Leave the process group, if there is one. The Trainer closes its trackers itself when training ends."""
-        self.processes.disconnect()
+        disconnect()
 
 
 _CHECKPOINTS = (

@@ -22,15 +22,8 @@ from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training.loader_factory import LoaderFactory
-from hftrainer.training.log_save_evaluate import LogSaveEvaluate
-from hftrainer.training.model_setup import ModelSetup
-from hftrainer.training.publisher import Publisher
+from hftrainer.training import loader_factory, log_save_evaluate, model_setup, publisher, runner, saver, setup, steps
 from hftrainer.training.run import Run
-from hftrainer.training.runner import TrainingRunner
-from hftrainer.training.saver import CheckpointSaver
-from hftrainer.training.setup import TrainerSetup
-from hftrainer.training.steps import TrainingSteps
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
@@ -95,15 +88,15 @@ class Components:
     _log_folder: Any = None
 
     def __post_init__(self) -> None:
-        self.setup = TrainerSetup(self)
-        self.model_setup = ModelSetup(self)
-        self.loaders = LoaderFactory(self)
-        self.steps = TrainingSteps(self)
-        self.saver = CheckpointSaver(self)
-        self.log_save_evaluate = LogSaveEvaluate(self)
+        self.setup = setup.TrainerSetup(self)
+        self.model_setup = model_setup.ModelSetup(self)
+        self.loaders = loader_factory.LoaderFactory(self)
+        self.steps = steps.TrainingSteps(self)
+        self.saver = saver.CheckpointSaver(self)
+        self.log_save_evaluate = log_save_evaluate.LogSaveEvaluate(self)
         self.evaluation = EvaluationRunner(self)
-        self.publisher = Publisher(self)
-        self.runner = TrainingRunner(self)
+        self.publisher = publisher.Publisher(self)
+        self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}

@@ -6,39 +6,31 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
 from hftrainer.data import collators
-from hftrainer.data.loader_plan import DataCollectives
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.randomness import seed_worker
 from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
+from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class LoaderFactory:
+class LoaderFactory(Component):
     """Makes data loaders with the batches of this process, on its device."""
 
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
-        #: A dataset without the columns that the model does not take, and the original dataset.
-        self._with_all_columns: tuple[Any, Any] = None, None
-        self._prepares_training_data = False
+    #: A dataset without the columns that the model does not take, and the original dataset.
+    _with_all_columns: tuple[Any, Any] = None, None
+    _prepares_training_data = False
 
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
 
@@ -55,8 +47,8 @@ class LoaderFactory:
         dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             dataset = trainer.eval_dataset[eval_dataset]
-        size = trainer.args.eval_batch_size
-        loader = trainer._get_dataloader(dataset, "evaluation", size, trainer._get_eval_sampler)
+        size, sampler = trainer.args.eval_batch_size, trainer._get_eval_sampler
+        loader = trainer._get_dataloader(dataset, "evaluation", size, sampler)
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
@@ -75,10 +67,8 @@ class LoaderFactory:
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
     ) -> DataLoader[Any]:
         """See `Trainer._get_dataloader`."""
-        trainer = self.trainer
-        args = trainer.args
-        given = dataset
-        collator = trainer.data_collator
+        trainer, args = self.trainer, self.trainer.args
+        given, collator = dataset, trainer.data_collator
         _check_dataset(dataset, description)
         if peers.is_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
@@ -96,7 +86,9 @@ class LoaderFactory:
         }
         if not isinstance(dataset, IterableDataset):
             self._with_all_columns = dataset, given  # samplers may need what the model does not
-            sampler = _call_sampler(sampler_fn, dataset)
+            sampler = None
+            if sampler_fn is not None:
+                sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
             if peers.is_rebalanced(sampler):  # it yields whole batches
                 settings["batch_sampler"] = sampler
                 del settings["batch_size"]
@@ -109,9 +101,8 @@ class LoaderFactory:
                     num_workers=args.dataloader_num_workers,
                     rank=trainer.accelerator.processes.data_rank if by_rank else 0,
                 )
-        loader: DataLoader[Any]
         with self.preparing_training_data() if is_training else contextlib.nullcontext():
-            loader = trainer.accelerator.prepare(DataLoader(dataset, **settings))
+            loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
 
     def training_sampler(self, dataset: Any) -> Sampler[Any] | None:
@@ -121,7 +112,8 @@ class LoaderFactory:
             return None
         # `sortish_sampler` is the old argument for it.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
-            return self._length_grouped_sampler(dataset, self.run.train_batch_size * args.gradient_accumulation_steps)
+            size = self.run.train_batch_size * args.gradient_accumulation_steps
+            return LengthGroupedSampler(size, lengths=self._lengths(dataset))
         if args.train_sampling_strategy == "batch_rebalance":
             return self._rebalanced_batches(dataset)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
@@ -132,7 +124,7 @@ class LoaderFactory:
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
             seed = args.data_seed if args.data_seed is not None else args.seed
             order = self.components.policy.evaluation_generator(seed)
-            return self._length_grouped_sampler(dataset, args.eval_batch_size, order)
+            return LengthGroupedSampler(args.eval_batch_size, lengths=self._lengths(dataset), generator=order)
         return _sequential_sampler(dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
@@ -151,9 +143,8 @@ class LoaderFactory:
 
     def without_unused_keys(self, collator: Any, description: str | None) -> Any:
         """See `Trainer._get_collator_with_removed_columns`."""
-        return collators.RemoveColumnsCollator(
-            collator, self._columns(), type(self.trainer.model).__name__, description
-        )
+        columns = frozenset(self._columns())
+        return collators.RemoveColumnsCollator(collator, columns, type(self.trainer.model).__name__, description)
 
     def _columns(self) -> list[str]:
         self.trainer._set_signature_columns_if_needed()
@@ -196,14 +187,7 @@ class LoaderFactory:
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes, timeout = trainer.accelerator.processes, trainer.args.ddp_timeout_delta
-        collectives = DataCollectives(
-            processes.from_main,
-            functools.partial(processes.scatter, timeout=timeout),
-            functools.partial(processes.max_over_ranks, timeout=timeout),
-        )
-        training = self._prepares_training_data
-        config = self.config()
+        processes, training, config = trainer.accelerator.processes, self._prepares_training_data, self.config()
         dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if training and dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
@@ -217,7 +201,7 @@ class LoaderFactory:
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
             shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_processes),
-            collectives=collectives if training else None,
+            processes=processes if training else None,
         )
 
     def config(self) -> AcceleratorConfig:
@@ -237,22 +221,10 @@ class LoaderFactory:
         keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
         return AcceleratorConfig.read(keys)
 
-    def _length_grouped_sampler(
-        self, dataset: Any, batch_size: int, generator: torch.Generator | None = None
-    ) -> LengthGroupedSampler:
-        """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
-        return LengthGroupedSampler(batch_size, lengths=self._lengths(dataset), generator=generator)
-
     def _rebalanced_batches(self, dataset: Any) -> Sampler[Any]:
-        """The batches of this process, of about the same cost as those of the other ranks.
-
-        Raises:
-            MissingPackage: when the installed transformers does not have this sampler.
-        """
-        args = self.trainer.args
-        processes = self.trainer.accelerator.processes
-        accumulation = args.gradient_accumulation_steps
-        ranks = processes.data_processes
+        """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
+        args, processes = self.trainer.args, self.trainer.accelerator.processes
+        accumulation, ranks = args.gradient_accumulation_steps, processes.data_processes
         sampler: Sampler[Any] = peers.batch_rebalance_sampler()(
             lengths=self._lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
@@ -287,13 +259,6 @@ class LoaderFactory:
 def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
     """The order of the dataset; None leaves it to a dataset without a length."""
     return SequentialSampler(dataset) if has_length(dataset) else None
-
-
-def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
-    """Call a sampler method; overrides of v4.54 and before take no dataset."""
-    if sampler_fn is None:
-        return None
-    return sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
 
 
 def _check_dataset(dataset: Any, description: str) -> None:

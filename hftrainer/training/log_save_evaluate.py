@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,18 +17,11 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import follows_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import mean_loss, metric_named
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+from hftrainer.training.component import Component
 
 
-class LogSaveEvaluate:
+class LogSaveEvaluate(Component):
     """Logs, evaluates and saves as the control flags request."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def do_what_is_due(
         self,
@@ -152,8 +145,7 @@ class LogSaveEvaluate:
         value = metric_named(metrics, args.metric_for_best_model)
         if state.best_metric is None:
             state.best_metric = -math.inf if args.greater_is_better else math.inf
-        is_better = value > state.best_metric if args.greater_is_better else value < state.best_metric
-        if not is_better:
+        if not (value > state.best_metric if args.greater_is_better else value < state.best_metric):
             return False
         state.best_metric = value
         if not self.components.policy.records_best_step:

@@ -16,14 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.progress import RunProgress, as_dict
-from hftrainer.compat.overrides import (
-    call_with_accepted,
-    is_overridden,
-    log_save_evaluate_arguments,
-    runs_backward,
-    with_accepted,
-)
+from hftrainer.checkpointing.progress import RunProgress
+from hftrainer.compat import overrides
 from hftrainer.data.accumulation import MicroBatchIterator, TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.data.reading import EpochReader, ResumePoint
@@ -41,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class TrainingLoop:
     """One call of `train()`, from its first event to its last.
 
@@ -53,42 +48,33 @@ class TrainingLoop:
         resume_folder: the checkpoint that the run resumes from, if any.
         first_epoch: epochs done.
         position: micro-batches of the next epoch that are done.
-        progress: the checkpoint's further progress data; None for checkpoints of transformers.
     """
 
-    def __init__(
-        self,
-        components: Components,
-        schedule: TrainingSchedule,
-        train_dataloader: Any,
-        *,
-        trial: Any = None,
-        ignore_keys: list[str] | None = None,
-        resume_folder: str | None = None,
-        first_epoch: int = 0,
-        position: int = 0,
-        progress: RunProgress | None = None,
-    ) -> None:
-        self.components = components
-        self.trainer = trainer = components.trainer
-        self.run = components.run
-        self.loss = components.steps.loss
-        self.saver = components.saver
-        self.schedule = schedule
+    components: Components
+    schedule: TrainingSchedule
+    train_dataloader: dataclasses.InitVar[Any]
+    trial: Any
+    ignore_keys: list[str] | None
+    resume_folder: str | None
+    first_epoch: int
+    position: int
+
+    def __post_init__(self, train_dataloader: Any) -> None:
+        self.trainer = trainer = self.components.trainer
+        self.run = self.components.run
+        self.loss = self.components.steps.loss
+        self.saver = self.components.saver
         self.reader = EpochReader(train_dataloader)
-        self.trial = trial
-        self.ignore_keys = ignore_keys
-        self.resume_folder = resume_folder
-        self.first_epoch = self.epoch = first_epoch
-        self.position = position
-        self.progress = progress
+        self.epoch = self.first_epoch
+        #: The checkpoint's further progress data; None for checkpoints of transformers.
+        self.progress = self.run.progress
         self._epoch_ended = False
         self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.loss_sum = LossSum(trainer, self.run)
-        self.control_sync = ControlSync(components, functools.partial(self.saver.save_if_needed, trial))
+        self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
         self._stepped = False  # the optimizer has stepped, and the step is not counted yet
@@ -97,25 +83,24 @@ class TrainingLoop:
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
         self.between_steps = True  # no data read and no random number drawn for the next step
         self.micro_batches = MicroBatchIterator(
-            schedule,
+            self.schedule,
             planned=lambda: self.components.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
+            position=self.position,
         )
-        self.micro_batches.position = position
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         # Inspect the signature of an override once, not at each step.
-        self._get_batch_samples = with_accepted(trainer.get_batch_samples, "device")
+        self._get_batch_samples = overrides.with_accepted(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
     def load_optimizer(self) -> None:
         """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
-        optimizer = self.components.made_optimizer()
-        scheduler = self.trainer.lr_scheduler
+        optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
@@ -183,8 +168,7 @@ class TrainingLoop:
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        parts = self._parts_of_epoch
-        self._parts_of_epoch = ()
+        parts, self._parts_of_epoch = self._parts_of_epoch, ()
         for run in parts:
             run()
 
@@ -285,15 +269,15 @@ class TrainingLoop:
         window = self.micro_batches.window
         assert window is not None
         local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
-        loss: torch.Tensor
+        step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
-            loss = call_with_accepted(self.trainer.training_step, model, inputs, num_items_in_batch=window.num_items)
+            loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
         return loss
 
     @property
     def runs_backward(self) -> bool:
         """Whether the next optimizer step calls `training_step`, rather than `loss`."""
-        return runs_backward(self.trainer)
+        return overrides.runs_backward(self.trainer)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
@@ -359,23 +343,21 @@ class TrainingLoop:
         self.control_sync.stop_if_signalled()
 
     def _epoch_after_step(self) -> float:
-        assert self.micro_batches.window is not None
-        return self.epoch + (self.micro_batches.window.index + 1) / self.schedule.steps_in_epoch
+        return self.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
     def own_state(self) -> dict[str, Any]:
         """The Trainer's entry in a Lightning checkpoint."""
         self.trainer.store_flos()
         self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
-        state = dataclasses.asdict(self.trainer.state)
+        state, scaler = dataclasses.asdict(self.trainer.state), self.trainer.accelerator.scaler
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
-            state |= {"global_step": self.trainer.state.global_step + 1, "epoch": self._epoch_after_step()}
-        scaler = self.trainer.accelerator.scaler
+            state |= {"global_step": state["global_step"] + 1, "epoch": self._epoch_after_step()}
         return {
             "trainer_state": state,
             "scheduler": self.trainer.lr_scheduler.state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
             "rng": rng_state(),
-            "progress": as_dict(self.current_progress()),
+            "progress": vars(self.current_progress()),
         }
 
     def failed(self, error: Exception) -> None:
@@ -402,7 +384,7 @@ class TrainingLoop:
         """Log, evaluate and save as requested; an override is called at every step."""
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
-        if is_due or is_overridden(self.trainer, "_maybe_log_save_evaluate"):
+        if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_sum.check_before_log()
             values = {
                 "tr_loss": self.run.loss,
@@ -415,7 +397,7 @@ class TrainingLoop:
                 "learning_rate": self.learning_rate,
             }
             method = self.trainer._maybe_log_save_evaluate
-            positional, keywords = log_save_evaluate_arguments(method, values)
+            positional, keywords = overrides.log_save_evaluate_arguments(method, values)
             with self.control_sync.abandoning():
                 method(*positional, **keywords)
         if self.components.search is not None and self.trial is not None:

@@ -21,6 +21,7 @@ from hftrainer.model import inspection
 from hftrainer.optimization import follows_metric, get_scheduler
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -55,13 +56,11 @@ def _class_and_keywords(given: Any) -> tuple[Any, dict[str, Any]]:
     return given[0], dict(given[1])
 
 
-class ModelSetup:
+class ModelSetup(Component):
     """Sets up the model that the script passes, or that `model_init` makes, with its optimizer and its schedule."""
 
     def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
+        super().__init__(components)
         #: Attributes of the Trainer that are derived from its model, with the values that we set.
         self._inferred: dict[str, Any] = {}
 
@@ -108,12 +107,9 @@ class ModelSetup:
 
     def set_model(self, model: nn.Module) -> None:
         """Set the model: move it to its device, and inspect what it accepts and returns."""
-        for reason in (
-            check_model_layout(self.components.engine.plan.layout, model),
-            inspection.check_quantization(model),
-        ):
-            if reason is not None:
-                raise InvalidArgument(reason)
+        layout = self.components.engine.plan.layout
+        if (reason := check_model_layout(layout, model) or inspection.check_quantization(model)) is not None:
+            raise InvalidArgument(reason)
         self.trainer.model = self.trainer.model_wrapped = model
         self.set_inferred(self._inspect(model))
         sharded = self.trainer.is_distributed_loading_by_transformers
@@ -198,9 +194,8 @@ class ModelSetup:
             kind, kwargs = _class_and_keywords(self.trainer.optimizer_cls_and_kwargs)
         else:
             kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, self.trainer.args, model=model)
-        optimizer: torch.optim.Optimizer
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
-            optimizer = kind()(model, **kwargs)
+            optimizer: torch.optim.Optimizer = kind()(model, **kwargs)
             return optimizer
         # GaLore, LOMO and layer-wise optimizers pass their own parameters.
         for name in ("params", "model", "optimizer_dict"):
@@ -262,7 +257,11 @@ class ModelSetup:
         with self._keeping_count_of_flos():
             self.components.strategy.prepare_model(trainer, load)
         freezes = self.components.engine.freeze_before_training(trainer.model)
-        self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=self._makes_both)
+        # As in v4. v5 calls the two others alone, so an override of one of them is written for that.
+        apart = self.components.policy.calls_create_scheduler
+        others = apart and is_overridden(trainer, "create_optimizer", "create_scheduler")
+        makes_both = not others and is_overridden(trainer, "create_optimizer_and_scheduler")
+        self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=makes_both)
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             raise UnsupportedArgument(
                 "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trained parameters: with "
@@ -271,9 +270,7 @@ class ModelSetup:
         if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
             self.components.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         handler = trainer.callback_handler
-        handler.model = trainer.model
-        handler.optimizer = trainer.optimizer
-        handler.lr_scheduler = trainer.lr_scheduler
+        handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         return trainer.model_wrapped
 
     def prepare_for_evaluation(self) -> None:
@@ -304,16 +301,6 @@ class ModelSetup:
                 f"gradient_accumulation_steps was changed to {steps} in a run with {strategy.argument}, whose "
                 f"configuration has {planned}: change it before the Trainer is made."
             )
-
-    @property
-    def _makes_both(self) -> bool:
-        """Whether an override of `create_optimizer_and_scheduler` is called, as in v4.
-
-        v5 calls the two others alone, so an override of one of them is written for that.
-        """
-        apart = self.components.policy.calls_create_scheduler
-        others = apart and is_overridden(self.trainer, "create_optimizer", "create_scheduler")
-        return not others and is_overridden(self.trainer, "create_optimizer_and_scheduler")
 
     def finds_unused_parameters(self) -> bool:
         """Whether DDP looks for parameters that a step has not used, unless an argument sets it."""

@@ -16,6 +16,7 @@ from hftrainer.compat.overrides import has_length, make_scheduler, positional_co
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.training.component import Component
 from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
@@ -25,13 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Planner:
+class Planner(Component):
     """Plans a run from its arguments and its training loader."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """The lengths of the run, from `set_initial_training_values`, called with the signature of its release."""
@@ -56,25 +52,19 @@ class Planner:
             return schedule
         return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
 
-    def _schedule(self) -> TrainingSchedule:
-        """The lengths of the run, which is planned by now.
+    def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
+        """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next.
 
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
         """
-        if self.run.schedule is None:
+        trainer, schedule, progress = self.trainer, self.run.schedule, self.run.progress
+        if schedule is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
                 "Put code for before or after it around super()._inner_training_loop(...), and override "
                 "training_step, get_batch_samples or _maybe_log_save_evaluate for the rest."
             )
-        return self.run.schedule
-
-    def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next."""
-        trainer = self.trainer
-        schedule = self._schedule()
-        progress = self.run.progress
         trainer.state = TrainerState(stateful_callbacks=self.components.stateful_callbacks())
         trainer.state.is_hyper_param_search = trial is not None
         trainer.state.train_batch_size = self.run.train_batch_size

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from hftrainer.arguments.choices import HubStrategy, SaveStrategy
-from hftrainer.hub.references import card_parameters
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+from hftrainer.training.component import Component
 
 
-class Publisher:
+class Publisher(Component):
     """Opens the repository of a Trainer, and pushes its model and checkpoints."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
         """See `Trainer.init_hf_repo`; in the main process."""
-        from hftrainer.hub.repository import open_repository, repository_name
+        from hftrainer.hub.repository import open_repository
         from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.uploads import Uploads
 
         args = self.trainer.args
         self.trainer._finish_current_push()
         repository = open_repository(
-            repository_name(args.hub_model_id, str(args.output_dir)),
+            args.hub_model_id or Path(str(args.output_dir)).absolute().name,
             token=args.hub_token if token is None else token,
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision,
@@ -56,7 +49,13 @@ class Publisher:
             trainer.init_hf_repo(token=token, private=private)
         if self.components.uploads is None:  # not the main process
             return None
-        trainer.create_model_card(**card_parameters(card, trainer.args, getattr(trainer.model, "model_tags", None)))
+        name = (trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name).split("/")[-1]
+        card["model_name"] = card.get("model_name") or name
+        if (model_tags := getattr(trainer.model, "model_tags", None)) is not None:
+            tags = card.get("tags", [])
+            own = [tags] if isinstance(tags, str) else list(tags or [])
+            card["tags"] = [*own, *(tag for tag in model_tags if tag not in own)]
+        trainer.create_model_card(**card)
         return self.components.uploads.push_folder(
             str(trainer.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
         )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.training.steps import LoggedMetrics
@@ -75,17 +76,11 @@ class Run:
         self.checkpoints_written = []
         self.flos = 0.0
 
-    def start_at(self, step: int, tokens: int) -> None:
-        """Set the counts at which the run starts.
-
-        Args:
-            step: optimizer steps done.
-            tokens: input tokens seen.
-        """
-        self.total_loss = 0.0
-        self.last_saved_step = self.initial_step = self.last_logged = step
-        self.tokens = 0
-        self.initial_tokens = tokens
+    def start_at(self, state: TrainerState) -> None:
+        """Set the counts at which the run starts."""
+        self.total_loss, self.tokens = 0.0, 0
+        self.last_saved_step = self.initial_step = self.last_logged = state.global_step
+        self.initial_tokens = state.num_input_tokens_seen
 
 
 class OfRun:

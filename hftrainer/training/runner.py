@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
@@ -23,31 +22,30 @@ from hftrainer.compat.overrides import has_length, is_overridden, runs_backward
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.hub.references import is_reference
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting.tracker_callbacks import reporting_callbacks
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
+from hftrainer.training.component import Component
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
 from hftrainer.training.stopping import Interruption
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
     from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class TrainingRunner:
+class TrainingRunner(Component):
     """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects."""
 
     def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
+        super().__init__(components)
         self.planner = Planner(components)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
@@ -85,8 +83,16 @@ class TrainingRunner:
                 model_setup.align_special_tokens()
             model_setup.remake_model(trial)
         self.components.setup.take_changes()
-        self._refuse_callbacks()
-        self._load_weights_and_batch_size(folder)
+        if refused := self.components.engine.check_callbacks(
+            finds_batch_size=self.trainer.args.auto_find_batch_size,
+            evaluates=self.trainer.args.eval_strategy != "no",
+            automatic_optimization=not runs_backward(self.trainer),
+            knows_epochs=has_length(self.trainer.train_dataset),
+        ):
+            raise UnsupportedArgument("\n".join(refused))
+        self.run.resumed_from = folder
+        if folder is not None:
+            self._load_weights_and_batch_size(folder)
         return folder
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
@@ -97,7 +103,7 @@ class TrainingRunner:
             clear_stale(output_dir)
         processes.barrier()
         folder: str | None
-        if not is_reference(resume_from_checkpoint):
+        if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
             return folder
         from hftrainer.hub.download import download_checkpoint
@@ -105,7 +111,7 @@ class TrainingRunner:
         # The other ranks of a node find it in the cache.
         with processes.in_turn(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
-                str(resume_from_checkpoint),
+                resume_from_checkpoint,
                 self.trainer.args.hub_token,
                 hub_model_id=self.trainer.args.hub_model_id,
                 hub_revision=self.trainer.args.hub_revision,
@@ -113,25 +119,12 @@ class TrainingRunner:
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
 
-    def _refuse_callbacks(self) -> None:
+    def _load_weights_and_batch_size(self, folder: str) -> None:
         """Refuse Lightning callbacks that cannot work in this run.
 
         Raises:
             UnsupportedArgument: the error names each.
         """
-        if refused := self.components.engine.check_callbacks(
-            finds_batch_size=self.trainer.args.auto_find_batch_size,
-            evaluates=self.trainer.args.eval_strategy != "no",
-            automatic_optimization=not runs_backward(self.trainer),
-            knows_epochs=has_length(self.trainer.train_dataset),
-        ):
-            raise UnsupportedArgument("\n".join(refused))
-
-    def _load_weights_and_batch_size(self, folder: str | None) -> None:
-        """Load from the checkpoint what the run needs first: an unsharded model's weights, and the batch size."""
-        self.run.resumed_from = folder
-        if folder is None:
-            return
         if not self.components.strategy.shards:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
@@ -150,7 +143,7 @@ class TrainingRunner:
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._running():
-            start = self._starting_point() if self.trainer.args.auto_find_batch_size else None
+            start = StartingPoint(self.trainer) if self.trainer.args.auto_find_batch_size else None
             while True:
                 try:
                     return self.trainer._inner_training_loop(
@@ -204,17 +197,6 @@ class TrainingRunner:
             if watcher is not None:
                 watcher.remove()
 
-    def _starting_point(self) -> StartingPoint:
-        """The state from which attempts with smaller batches start."""
-        trainer = self.trainer
-        optim = spelled(trainer.args.optim)
-        if optim in ("lomo", "adalomo"):
-            raise InvalidArgument(
-                f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
-                "set per_device_train_batch_size yourself instead of auto_find_batch_size."
-            )
-        return StartingPoint(trainer.model, trainer.accelerator.scaler, trainer.optimizer, trainer.lr_scheduler)
-
     def _halve_batches(self, start: StartingPoint) -> None:
         """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
         self.run.train_batch_size //= 2
@@ -232,10 +214,16 @@ class TrainingRunner:
     ) -> TrainOutput:
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
-        self._begin_attempt(args, batch_size, folder)
+        self.components.setup.take_changes_in(args)  # an override may pass its own
+        trainer.accelerator.free_memory()
+        if args.auto_find_batch_size and batch_size is not None:
+            trainer._update_auto_batch_size(batch_size)
+        self.run.begin()
+        if folder is None:
+            self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
         self._begin_reports(trial)
-        self.run.start_at(trainer.state.global_step, trainer.state.num_input_tokens_seen)
+        self.run.start_at(trainer.state)
         if loop.progress is not None:
             loop.loss_sum.restore(loop.progress)
         is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
@@ -275,27 +263,9 @@ class TrainingRunner:
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log(schedule, None if folder is None else (first_epoch, position))
         self.run.loop = loop = TrainingLoop(
-            self.components,
-            schedule,
-            dataloader,
-            trial=trial,
-            ignore_keys=ignore_keys,
-            resume_folder=folder,
-            first_epoch=first_epoch,
-            position=position,
-            progress=self.run.progress,
+            self.components, schedule, dataloader, trial, ignore_keys, folder, first_epoch, position
         )
         return loop, model
-
-    def _begin_attempt(self, args: TrainingArguments, batch_size: int | None, folder: str | None) -> None:
-        """Take the arguments and the batch size of this attempt."""
-        self.components.setup.take_changes_in(args)  # an override may pass its own
-        self.trainer.accelerator.free_memory()
-        if args.auto_find_batch_size and batch_size is not None:
-            self.trainer._update_auto_batch_size(batch_size)
-        self.run.begin()
-        if folder is None:
-            self.planner.find_batch_size()
 
     def _begin_reports(self, trial: Any) -> None:
         """Notify trackers and the checkpoint writer that a run begins."""
@@ -355,14 +325,13 @@ class TrainingRunner:
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
         run.total_loss += run.loss.item()
-        train_loss = run.total_loss / max(steps, 0.001)
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
         logger.info("Training is complete.")
         self.trainer.store_flos()
         metrics["total_flos"] = state.total_flos
-        metrics["train_loss"] = train_loss
+        metrics["train_loss"] = run.total_loss / max(steps, 0.001)
         self.trainer._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -406,13 +375,18 @@ class StartingPoint:
         stateful: the user's optimizer and scheduler; None is ignored.
     """
 
-    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None, *stateful: Any) -> None:
-        self._model = model
+    def __init__(self, trainer: Trainer) -> None:
+        if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
+            raise InvalidArgument(
+                f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
+                "set per_device_train_batch_size yourself instead of auto_find_batch_size."
+            )
+        self._model = trainer.model
         self._tensors = {name: _copied(tensor) for name, tensor in self._changing().items()}
-        self._scaler = scaler
-        self._scale = None if scaler is None else scaler.state_dict()
-        self.stateful = stateful
-        self._others = [(thing, nested_apply(_copied, thing.state_dict())) for thing in stateful if thing is not None]
+        self._scaler = trainer.accelerator.scaler
+        self._scale = None if self._scaler is None else self._scaler.state_dict()
+        self.stateful = trainer.optimizer, trainer.lr_scheduler
+        self._others = [(each, nested_apply(_copied, each.state_dict())) for each in self.stateful if each is not None]
         self._random = rng_state()
         if torch.cuda.is_available():  # the model may be on several devices
             self._random["cuda"] = torch.cuda.get_rng_state_all()

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,33 +18,25 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
-from hftrainer.checkpointing.progress import RunProgress, as_dict, load_progress, position_settings, save_progress
+from hftrainer.checkpointing.progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.strategies.strategy import MakeOptimizer
+from hftrainer.training.component import Component
 from hftrainer.training_args import without_tokens
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointSaver:
+class CheckpointSaver(Component):
     """Fills checkpoints, announces them, and reads the progress that `trainer_state.json` does not hold."""
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
-        rank = self.trainer.args.process_index
-        size = self.trainer.args.world_size
+        rank, size = self.trainer.args.process_index, self.trainer.args.world_size
         if size == 1:
             return {}
         if self.trainer.args.save_only_model:
@@ -52,7 +44,7 @@ class CheckpointSaver:
             return {}
         own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own[names.progress_name(rank, size)] = as_dict(self.run.loop.current_progress())
+            own[names.progress_name(rank, size)] = vars(self.run.loop.current_progress())
         of_all = self.trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
@@ -119,15 +111,11 @@ class CheckpointSaver:
 
     def wait(self) -> None:
         """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
-        state = self.trainer.state
-        writer = self.components.checkpoint_writer
+        state, writer = self.trainer.state, self.components.checkpoint_writer
         from_main = self.trainer.accelerator.processes.from_main
-        if not writer.in_background:
-            return
-        from_main(writer.wait)
-        failed, best = from_main(lambda: (writer.failed, state.best_model_checkpoint))
-        writer.failed = failed
-        state.best_model_checkpoint = best
+        if writer.in_background:
+            from_main(writer.wait)
+            writer.failed, state.best_model_checkpoint = from_main(lambda: (writer.failed, state.best_model_checkpoint))
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
@@ -167,7 +155,7 @@ class CheckpointSaver:
         # Within a step, resuming uses the step count alone.
         if self.run.loop is not None and self.run.loop.between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            save_progress(self.run.loop.current_progress(), os.path.join(output_dir, name))
+            torch.save(vars(self.run.loop.current_progress()), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
@@ -188,9 +176,15 @@ class CheckpointSaver:
 
     def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
         """The settings that decide which samples a position in the data means."""
-        processes = self.trainer.accelerator.processes.data_processes
-        config = self.components.resolved.accelerator_config
-        return position_settings(self.trainer.args, schedule, self.run.train_batch_size, processes, config)
+        args = self.trainer.args
+        return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
+            "per_device_train_batch_size": self.run.train_batch_size,
+            "world_size": self.trainer.accelerator.processes.data_processes,
+            "samples in the data": schedule.num_examples,
+            "max_steps": schedule.max_steps,
+            "train_sampling_strategy": str(args.train_sampling_strategy),
+            "accelerator_config": self.components.resolved.accelerator_config.of_data(),
+        }
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 
@@ -256,7 +250,10 @@ class CheckpointSaver:
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
-        self._record_best_checkpoint(run_dir)
+        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        if state.best_global_step == state.global_step or there:
+            state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._rotation(run_dir, path)
 
@@ -321,14 +318,6 @@ class CheckpointSaver:
         finally:
             strategy.finish()
         writer.failed = any(processes.gather_objects([writer.failed]))
-
-    def _record_best_checkpoint(self, run_dir: str) -> None:
-        """Record the folder of the best checkpoint, if it is this one or still exists."""
-        state = self.trainer.state
-        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
-        if state.best_global_step == state.global_step or there:
-            state.best_model_checkpoint = best
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""

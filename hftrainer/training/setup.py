@@ -38,12 +38,12 @@ from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
+from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
-    from hftrainer.training.components import Components
     from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -68,17 +68,12 @@ PER_RANK = frozenset(
 )
 
 
-class TrainerSetup:
+class TrainerSetup(Component):
     """Builds what follows from the arguments: for a new Trainer, for each trial, and for each run.
 
     Args:
         components: the parts of the Trainer; those that follow from the arguments are set here.
     """
-
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
 
     def begin_again(self) -> None:
         """Rebuild everything that follows from the arguments, for a trial or after a search."""
@@ -168,9 +163,8 @@ class TrainerSetup:
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
-        if _is_of_lightning(callback):
-            return pop_matching(self.components.lightning_callbacks, callback)
-        return pop_matching(self.trainer.callback_handler.callbacks, callback)
+        known = self.trainer.callback_handler.callbacks
+        return pop_matching(self.components.lightning_callbacks if _is_of_lightning(callback) else known, callback)
 
     def build_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
@@ -291,7 +285,11 @@ class TrainerSetup:
     def validate_args(self) -> None:
         """Refuse invalid arguments before anything is built; they may have changed since they were made."""
         args = self.trainer.args
-        self._check_values()
+        resolved = self.components.resolved
+        set_accumulation_steps(resolved)  # before DeepSpeed's configuration is completed with it
+        is_ours = isinstance(args, TrainingArguments)
+        if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
+            raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
                 f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
@@ -300,15 +298,6 @@ class TrainerSetup:
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         self._check_memmap()
         self._check_data()
-
-    def _check_values(self) -> None:
-        """Check each argument by itself, and arguments that contradict each other."""
-        resolved = self.components.resolved
-        # Before DeepSpeed's configuration is completed with it.
-        set_accumulation_steps(resolved)
-        is_ours = isinstance(resolved.args, TrainingArguments)
-        if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
-            raise InvalidArgument("\n".join(found))
 
     def _check_optimizer(self) -> None:
         """Check that only one of several arguments sets the optimizer."""
@@ -403,15 +392,14 @@ def check_consistency(args: Any, processes: Processes) -> None:
     if not processes.several:
         return
     compared = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
-    names = [field.name for field in dataclasses.fields(args) if field.name in compared]
     texts = {}
-    for name in names:
+    for name in [field.name for field in dataclasses.fields(args) if field.name in compared]:
         value = getattr(args, name)
         text = repr(value.value if isinstance(value, enum.Enum) else value)
         texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)  # processes have objects at different addresses
     of_all: list[dict[str, str]] = processes.gather_objects([texts])
     found = []
-    for name in names:
+    for name in texts:
         ranks: dict[str, list[str]] = {}
         for rank, values in enumerate(of_all):
             ranks.setdefault(values.get(name, "nothing"), []).append(str(rank))

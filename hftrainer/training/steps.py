@@ -26,10 +26,10 @@ from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuilt
 from hftrainer.trainer_utils import speed_metrics
+from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
-    from hftrainer.training.components import Components
     from hftrainer.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -129,8 +129,7 @@ class LoggedMetrics:
             loss: the loss summed so far, shape `()`.
             steps: optimizer steps since the last call; values without their own count are divided by it.
         """
-        last = self._last
-        self._last = {}
+        last, self._last = self._last, {}
         if not self._sums:
             return loss.item(), last
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
@@ -256,8 +255,7 @@ class StepDetails:
 
     def pop(self) -> dict[str, Any]:
         """The requested values of the step that ends; then reset."""
-        values = self._values
-        self._values = {}
+        values, self._values = self._values, {}
         return values
 
 
@@ -267,18 +265,14 @@ def _takes_items(function: Callable[..., Any]) -> bool:
     return named or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
-class TrainingSteps:
+class TrainingSteps(Component):
     """Prepares micro-batches, computes their losses, and counts their tokens and operations.
 
     Attributes:
         flos_per_token: a model, and its floating-point operations per token.
     """
 
-    def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.run = components.run
-        self.flos_per_token: tuple[Any, int] | None = None
+    flos_per_token: tuple[Any, int] | None = None
 
     def prepare_inputs(self, inputs: Any) -> Any:
         """The batch on the device; with `past_index` also the model's memory of earlier batches."""
@@ -434,10 +428,9 @@ class TrainingSteps:
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
         """The sum of a count over all ranks with distinct batches."""
-        counts: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(
-            count.to(self.trainer.args.device), distinct=True
-        )
-        return counts.sum()
+        count = count.to(self.trainer.args.device)
+        total: torch.Tensor = self.trainer.accelerator.processes.gather_numbers(count, distinct=True).sum()
+        return total
 
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""

@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -193,8 +192,7 @@ class ControlSync:
     def _vote(self, requests: list[int]) -> Callable[[], list[int]]:
         """Begin to exchange requests; whether some rank has none comes first."""
         processes: Processes = self.engine.plan.processes
-        timeout = timedelta(seconds=self.engine.plan.timeout)
-        return processes.start_max_over_ranks([int(not any(requests)), *requests], timeout)
+        return processes.start_max_over_ranks([int(not any(requests)), *requests])
 
     def _act_on(self, requests: list[int]) -> None:
         control = self.trainer.control

@@ -72,13 +72,12 @@ class Boxes(Trainer):
         return loss, logits, [{"box": row} for row in labels]
 
 
-def torchmetrics(**settings):
+def torchmetrics():
     metrics = {"acc": MulticlassAccuracy(3, average="micro"), "auroc": MulticlassAUROC(3), "best": SumMetric()}
     metrics["matrix"] = MulticlassConfusionMatrix(3)
     return TorchMetrics(
         MetricCollection(metrics),
         adapter=lambda p: {"preds": p.predictions, "target": p.label_ids, "value": p.predictions.argmax(-1)},
-        **settings,
     )
 
 
@@ -102,9 +101,8 @@ CASES = {
     "varied lengths": (VARIED, tiny.varied_language_data),
     "nested": ({"make_model": tiny.make_detector}, tiny.detection_data, SOME),
     "torchmetrics": ({"compute_metrics": torchmetrics()}, plain_data, SOME),
-    "torchmetrics, drawn": ({"compute_metrics": torchmetrics(plot=True)}, plain_data, (1, 4, 7)),
-    "drawn without a cache": (
-        {"compute_metrics": TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False), plot=True)},
+    "without a cache": (
+        {"compute_metrics": TorchMetrics(MulticlassAccuracy(3, average="micro", compute_with_cache=False))},
         plain_data,
         (1, 2, 3),
     ),

@@ -64,9 +64,9 @@ def evaluate(folder, victim):
 ALONE = {
     "connecting": lambda processes: processes.barrier(),  # they have connected before the other stopped
     "barrier": lambda processes: processes.barrier(),
-    "vote": lambda processes: processes.max_over_ranks([1], TIMEOUT),
+    "vote": lambda processes: processes.start_max_over_ranks([1])(),
     "decision": lambda processes: processes.from_main(lambda: 1),
-    "scatter": lambda processes: processes.scatter(lambda: [1, 2], TIMEOUT),
+    "scatter": lambda processes: processes.scatter(lambda: [1, 2]),
     "rows": lambda processes: processes.gather(torch.ones(2)),
     "numbers": lambda processes: processes.gather_numbers(torch.ones(1)),
     "objects": lambda processes: processes.gather_objects([1]),
@@ -84,7 +84,7 @@ def main(folder, settings):
     if kind in TOGETHER:
         TOGETHER[kind](folder, victim)
         return
-    processes = Processes.at(find_rank_info({}, lambda: 0))
+    processes = Processes.at(find_rank_info({}, lambda: 0), timeout=TIMEOUT)
     if kind == "meeting" and processes.rank == victim:
         stop()
     if kind == "connecting" and processes.rank == victim:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix, MulticlassF1Score
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from hftrainer import PredictionOutput, TorchMetrics, Trainer, TrainerCallback
 from hftrainer.data.samplers import LengthGroupedSampler, ShardedBatchSampler, ShardSpec, batches_of_rank
@@ -92,14 +92,6 @@ def test_torchmetrics_without_labels(make_trainer):
     assert trainer.predict(unlabelled).metrics["test_MulticlassAccuracy"] == 1
 
 
-def test_torchmetrics_are_drawn(make_trainer, tmp_path):
-    metrics = MetricCollection({"acc": MulticlassAccuracy(3), "f1": MulticlassF1Score(3)})
-    make_trainer(trainer={"compute_metrics": TorchMetrics(metrics, plot=True)}, **EVALUATED).train()
-    for step in (2, 4):
-        drawn = {path.name: path.read_bytes()[:4] for path in (tmp_path / "out" / f"plots-{step}").iterdir()}
-        assert drawn == dict.fromkeys(["eval_acc.png", "eval_f1.png"], b"\x89PNG")
-
-
 def test_several_outputs_need_an_adapter(make_trainer):
     trainer = make_trainer(make_detector(), detection_data(), trainer={"compute_metrics": MulticlassAccuracy(6)})
     with pytest.raises(InvalidArgument, match=r"outputs are a tuple.*adapter="):
@@ -123,12 +115,6 @@ def test_wrong_metrics(make_trainer, wrong, arguments, message):
 def test_batch_eval_metrics(make_trainer):
     trainer = make_trainer(trainer={"compute_metrics": MulticlassAccuracy(3)}, batch_eval_metrics=True)
     assert "eval_MulticlassAccuracy" in trainer.evaluate()
-
-
-def test_plots_need_matplotlib(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidArgument, match="pip install matplotlib"):
-        TorchMetrics(MulticlassAccuracy(3), plot=True)
 
 
 @st.composite

@@ -1,0 +1,17 @@
+"""`Component`: the base of the parts of a Trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
+
+
+class Component:
+    """A part of a Trainer; it asks `components` for the others when it needs them, since a trial replaces some."""
+
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self.trainer = components.trainer
+        self.run = components.run
