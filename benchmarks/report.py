@@ -2,7 +2,7 @@
 
     make bench BENCH=report     # or, for some: python benchmarks/report.py --python .venv-bench/bin/python data startup
 
-All of them take half an hour on two idle cores. The figures of earlier runs are kept in `results.json` beside it, so that
+All of them take half an hour on two idle cores. Figures of earlier runs are kept in `results.json` beside it, so that
 single benchmarks can be run again.
 """
 
