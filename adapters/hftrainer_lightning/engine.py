@@ -24,10 +24,12 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
+from hftrainer.reporting.tracking import LogFolder
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks, finders
 from hftrainer_lightning.callbacks import find_callback, has_progress_bar, is_lightning_callback
 from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes
+from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
@@ -48,13 +50,6 @@ from hftrainer_lightning.private_api.trainer import (
 )
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, accelerator
-from hftrainer_lightning.trackers.tracker import (
-    CallbackMetricsLogger,
-    LogFolder,
-    is_lightning_logger,
-    make_tracker,
-    make_trackers,
-)
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -67,8 +62,6 @@ __all__ = [
     "has_progress_bar",
     "is_lightning_callback",
     "is_lightning_logger",
-    "make_tracker",
-    "make_trackers",
     "start_other_processes",
 ]
 
