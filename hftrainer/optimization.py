@@ -16,30 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hftrainer.arguments.choices import SchedulerType
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
-from hftrainer.optimizers.greedy_lr import GreedyLR
-from hftrainer.optimizers.per_parameter import Adafactor, AdafactorSchedule, get_adafactor_schedule
+from hftrainer.optimizers.greedy_lr import GreedyLR as GreedyLR
+from hftrainer.optimizers.per_parameter import (
+    Adafactor as Adafactor,
+    AdafactorSchedule as AdafactorSchedule,
+    get_adafactor_schedule as get_adafactor_schedule,
+)
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "Adafactor",
-    "AdafactorSchedule",
-    "GreedyLR",
-    "get_adafactor_schedule",
-    "get_constant_schedule",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_cosine_with_hard_restarts_schedule_with_warmup",
-    "get_cosine_with_min_lr_schedule_with_warmup",
-    "get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
-    "get_greedy_schedule",
-    "get_inverse_sqrt_schedule",
-    "get_linear_schedule_with_warmup",
-    "get_polynomial_decay_schedule_with_warmup",
-    "get_reduce_on_plateau_schedule",
-    "get_scheduler",
-    "get_wsd_schedule",
-]
 
 
 def _warming_up(step: int, num_warmup_steps: int) -> float:
@@ -69,17 +53,13 @@ def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaL
     return LambdaLR(optimizer, _constant, last_epoch)
 
 
-def _constant(_: int) -> int:
+def _constant(_: float) -> int:
     return 1
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """Rise linearly from 0 over `num_warmup_steps` optimizer steps, then stay constant."""
-    return LambdaLR(optimizer, partial(_rising, num_warmup_steps), last_epoch)
-
-
-def _rising(num_warmup_steps: int, step: int) -> float:
-    return _warming_up(step, num_warmup_steps) if step < num_warmup_steps else 1.0
+    return _warmup_then(_constant, optimizer, num_warmup_steps, num_warmup_steps, last_epoch)
 
 
 def get_linear_schedule_with_warmup(

@@ -23,14 +23,16 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import get_partial_state, initialize_state
 from hftrainer.arguments.accelerator_config import as_accelerator_config
-from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
+from hftrainer.arguments.choices import (
+    IntervalStrategy as IntervalStrategy,
+    OptimizerNames as OptimizerNames,
+    ParallelMode as ParallelMode,
+)
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
 from hftrainer.plugins import load
-
-__all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
 if TYPE_CHECKING:
     from hftrainer.arguments.explain import Explanation

@@ -26,12 +26,13 @@ from lightning.pytorch.loggers import Logger
 from hftrainer.parallel.environment import cluster_environment
 from hftrainer.reporting.tracking import LogFolder
 from hftrainer.strategies.strategy import Strategy
-from hftrainer_lightning import callbacks as lightning_callbacks, finders
+from hftrainer_lightning import callbacks as lightning_callbacks
 from hftrainer_lightning.callbacks import find_callback, has_progress_bar, is_lightning_callback
 from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api import finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
 from hftrainer_lightning.private_api.evaluation import (
     SeenBatches,
@@ -305,7 +306,7 @@ class LightningEngine:
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run; False when there was no run."""
-        if self.trainer is None or self.module is None or not self.module.was_fitted:
+        if self.trainer is None or self.module is None or self.module.own_state is None:
             return False
         self.trainer.save_checkpoint(path)
         return True

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.trainer_pt_utils import nested_apply
 
 logger = logging.getLogger(__name__)
 
@@ -270,13 +271,12 @@ def share_of(outputs: Any, rank: int, processes: int) -> Any:
         rank: the rank of the process.
         processes: their number.
     """
-    if isinstance(outputs, Mapping):
-        return {name: share_of(value, rank, processes) for name, value in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        return type(outputs)(share_of(value, rank, processes) for value in outputs)
-    size = -(-len(outputs) // processes)
-    chosen = torch.arange(rank * size, (rank + 1) * size, device=outputs.device).clamp(max=len(outputs) - 1)
-    return outputs[chosen]
+
+    def share(rows: torch.Tensor) -> torch.Tensor:
+        size = -(-len(rows) // processes)
+        return rows[torch.arange(rank * size, (rank + 1) * size, device=rows.device).clamp(max=len(rows) - 1)]
+
+    return nested_apply(share, outputs)
 
 
 class BatchLoader(DataLoader[Any]):

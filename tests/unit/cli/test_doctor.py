@@ -128,7 +128,7 @@ def test_variables_that_the_sources_read_are_shown(monkeypatch):
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch):
-    monkeypatch.setattr(doctor, "_nvidia", lambda: ["NVIDIA H100, 81559 MiB"])
+    monkeypatch.setattr("torch.utils.collect_env.get_gpu_info", lambda run: "NVIDIA H100, 81559 MiB")
     monkeypatch.setattr(devices, "detect_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
     assert any("this torch is built without CUDA: install one" in problem for problem in doctor.examine().problems)
