@@ -162,7 +162,9 @@ def _is_available(name: str) -> bool:
     if name == "azure_ml":  # skipped if MLflow is used, which writes to Azure too
         return not _is_available("mlflow")
     if name == "comet_ml":
-        return _comet_is_configured()
+        from comet_ml.config import get_config  # type: ignore[attr-defined]
+
+        return get_config("comet.api_key") is not None  # without a key it would prompt for one
     return _is_written_to(name)
 
 
@@ -173,13 +175,6 @@ def _is_written_to(name: str) -> bool:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     return name in INTEGRATION_TO_CALLBACK
-
-
-def _comet_is_configured() -> bool:
-    """Whether Comet has an API key; without one it would prompt for it."""
-    from comet_ml.config import get_config  # type: ignore[attr-defined]
-
-    return get_config("comet.api_key") is not None
 
 
 def callback_classes(names: Sequence[str]) -> list[Any]:

@@ -24,12 +24,16 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
-from hftrainer.reporting.tracking import LogFolder
+from hftrainer.reporting.tracking import LogFolder as LogFolder
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
-from hftrainer_lightning.callbacks import find_callback, has_progress_bar, is_lightning_callback
-from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes
-from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger
+from hftrainer_lightning.callbacks import (
+    find_callback,
+    has_progress_bar,
+    is_lightning_callback as is_lightning_callback,
+)
+from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes as start_other_processes
+from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api import finders
@@ -56,15 +60,6 @@ if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.planner import TrialSteps
-
-__all__ = [
-    "LightningEngine",
-    "LogFolder",
-    "has_progress_bar",
-    "is_lightning_callback",
-    "is_lightning_logger",
-    "start_other_processes",
-]
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]

@@ -226,7 +226,11 @@ class TrainerModule(WithoutBatchTransfer):
         loss = hooks.training_step(self.model, batch)
         hooks.end_micro_batch(loss.detach(), batch)
         if window.is_last:
-            self._step_manually()
+            assert self._optimizer is not None
+            self._precision.unscale(self._optimizer)
+            hooks.before_optimizer_step(self.model)
+            self.optimizers().step()  # type: ignore[union-attr]
+            self._after_optimizer_step()
         return loss
 
     def on_after_backward(self) -> None:
@@ -236,13 +240,6 @@ class TrainerModule(WithoutBatchTransfer):
             assert loss is not None
             self._last_loss = self._last_batch = None
             self.hooks.end_micro_batch(loss.detach(), batch)
-
-    def _step_manually(self) -> None:
-        assert self._optimizer is not None
-        self._precision.unscale(self._optimizer)
-        self.hooks.before_optimizer_step(self.model)
-        self.optimizers().step()  # type: ignore[union-attr]
-        self._after_optimizer_step()
 
     @property
     def _precision(self) -> PlainPrecision:

@@ -25,7 +25,7 @@ from hftrainer.errors import (
     UnsupportedArgument,
 )
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
-from hftrainer.search.packing import PackedTrainer, pack
+from hftrainer.search.jobs import PackedTrainer, pack
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 

@@ -45,9 +45,8 @@ class BaseArguments(OldArguments):
     """The fields, and the values derived from them."""
 
     #: Fields that accept a JSON object as text. Subclasses extend this list, which has its name in transformers.
-    _VALID_DICT_FIELDS = [
-        name for name, about in ARGUMENTS.items() if about.json
-    ]  # without an annotation it is not a field
+    #: Without an annotation it is not a field.
+    _VALID_DICT_FIELDS = [name for name, about in ARGUMENTS.items() if about.json]
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 

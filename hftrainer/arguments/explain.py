@@ -66,7 +66,8 @@ class Explanation:
         for kind, title in TITLES.items():
             lines = [line for line in self.lines if line.kind == kind]
             if lines:
-                parts += [title, *(text for line in lines for text in _wrapped(line)), ""]
+                shown = (f"{line.argument}={line.value!r}: {line.detail}" for line in lines)
+                parts += [title, *(text for sentence in shown for text in _indented(sentence)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
         if self.refused:
@@ -112,10 +113,6 @@ def _shown(policy: ReleasePolicy) -> list[str]:
         return shown
     heading = f"Behaves as transformers {policy.release}, where it differs from {NEWEST}:"
     return [heading, *(line for name, text in differences.items() for line in _indented(f"{name}: {text}"))]
-
-
-def _wrapped(line: Line) -> list[str]:
-    return _indented(f"{line.argument}={line.value!r}: {line.detail}")
 
 
 def _indented(text: str) -> list[str]:

@@ -80,18 +80,13 @@ class ProgressCallback(TrainerCallback):
             self.prediction_bar = _bar(total=total, leave=self.training_bar is None)
         self.prediction_bar.update(1)
 
-    def _close_prediction_bar(self) -> None:
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Close the evaluation bar."""
         if self.prediction_bar is not None:
             self.prediction_bar.close()
             self.prediction_bar = None
 
-    def on_evaluate(self, args, state, control, **kwargs):
-        """Close the evaluation bar."""
-        self._close_prediction_bar()
-
-    def on_predict(self, args, state, control, metrics=None, **kwargs):
-        """Close the evaluation bar."""
-        self._close_prediction_bar()
+    on_predict = on_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""

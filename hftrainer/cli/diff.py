@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
     from hftrainer.checkpointing.progress import RunProgress
@@ -103,7 +103,7 @@ def add(commands: Any) -> None:
         "epoch, counted tokens, and, in checkpoints of the same step, what the order of samples depends on.",
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(execute=functools.partial(_diff, parser))
 
 

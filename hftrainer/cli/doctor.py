@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hftrainer.arguments.accelerate import find_variable
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
 from hftrainer.parallel.environment import WrongEnvironment, detect
 from hftrainer.releases.followed import newer_than_known
@@ -84,7 +84,7 @@ def add(commands: Any) -> None:
         description="Show what this machine has for training. Secrets are named as set, and never printed. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(execute=functools.partial(_doctor, parser))
 
 

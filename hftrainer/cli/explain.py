@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
     )
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # A script comes first and takes all words after it. Training arguments are unknown here: argparse returns those
     # before the first value apart from it, and `main` puts them together again.
