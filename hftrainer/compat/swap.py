@@ -293,7 +293,7 @@ def _add_tensorflow_names(package: ModuleType) -> None:
         try:
             return kind.__getattr__(self, name)
         except AttributeError:
-            made = load("tensorflow", "model_names").torch_class(self, name)
+            made = load("tensorflow", "h5_weights").torch_class(self, name)
             if made is None:
                 raise
             return made

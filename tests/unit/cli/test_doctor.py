@@ -83,7 +83,9 @@ def test_a_folder_that_is_not_installed(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", absent)
-    assert any("not installed by pip, so its requirements are not" in problem for problem in doctor.examine()["problems"])
+    assert any(
+        "not installed by pip, so its requirements are not" in problem for problem in doctor.examine()["problems"]
+    )
 
 
 def test_each_extra_says_what_it_is_for():
