@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
 from hftrainer.parallel.config_files import env_flag
@@ -21,9 +21,7 @@ from hftrainer.reporting.tracker_callbacks import (
     WandbCallback as WandbCallback,
 )
 from hftrainer.reporting.tracking import TABLE
-
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 

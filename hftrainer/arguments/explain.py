@@ -6,15 +6,13 @@ import dataclasses
 import json
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.releases.followed import installed_release
 from hftrainer.releases.policy import NEWEST, ReleasePolicy
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
 
 WIDTH = 80
 TITLES = {

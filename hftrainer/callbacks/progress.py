@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.compat import swap
 from hftrainer.compat.overrides import has_length
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
 
 
 def in_notebook() -> bool:

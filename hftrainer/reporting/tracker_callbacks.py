@@ -16,10 +16,11 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import peers
 from hftrainer.parallel.config_files import env_flag
@@ -34,9 +35,6 @@ from hftrainer.reporting.tracking import (
     renamed,
     reporting_callbacks as reporting_callbacks,
 )
-
-if TYPE_CHECKING:
-    from hftrainer.callbacks.state import TrainerState
 
 logger = logging.getLogger(__name__)
 

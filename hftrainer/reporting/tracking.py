@@ -10,16 +10,13 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hftrainer.callbacks.state import TrainerCallback
+from hftrainer.arguments.base import BaseArguments
+from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
 from hftrainer.errors import MissingPackage
 from hftrainer.plugins import load
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
-    from hftrainer.callbacks.state import TrainerState
 
 logger = logging.getLogger(__name__)
 
