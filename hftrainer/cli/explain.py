@@ -8,14 +8,12 @@ import dataclasses
 import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
-
-if TYPE_CHECKING:
-    from hftrainer.hf_argparser import HfArgumentParser
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.hf_argparser import HfArgumentParser
+from hftrainer.training_args import TrainingArguments
 
 _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
@@ -40,9 +38,6 @@ def add(commands: Any) -> None:
 
 def arguments_parser() -> HfArgumentParser:
     """The parser of training arguments."""
-    from hftrainer.hf_argparser import HfArgumentParser
-    from hftrainer.training_args import TrainingArguments
-
     return HfArgumentParser(
         TrainingArguments,
         prog="python -m hftrainer explain",
@@ -73,8 +68,6 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _arguments(words: list[str]) -> TrainingArguments:
-    from hftrainer.training_args import TrainingArguments
-
     parser = arguments_parser()
     try:
         args: TrainingArguments
@@ -101,7 +94,6 @@ def _arguments_of_script(
     """The arguments that the script gives to its first Trainer, or made last; and an error that ended it before."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before these libraries are imported
     from hftrainer.cli.run import run_script
-    from hftrainer.training_args import TrainingArguments
 
     made, failure = _patch_trainer_to_stop(), None
     try:
@@ -125,7 +117,6 @@ def _arguments_of_script(
 def _patch_trainer_to_stop() -> list[TrainingArguments]:
     """From now on, making a Trainer raises `_Stop`; returns the list in which all arguments are kept once made."""
     from hftrainer.trainer import Trainer
-    from hftrainer.training_args import TrainingArguments
 
     made: list[TrainingArguments] = []
     check = TrainingArguments.__post_init__

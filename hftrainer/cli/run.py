@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hftrainer.cli.parser import Parser
+from hftrainer.parallel import devices
 from hftrainer.plugins import load
 
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
@@ -168,8 +169,6 @@ def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
     """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
     import torch
 
-    from hftrainer.parallel import devices
-
     if not devices.torch_tpu.is_available():
         return False
     processes = cores or devices.torch_tpu.device_count()
@@ -184,8 +183,6 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
     Raises:
         SystemExit: when the script ends with it.
     """
-    from hftrainer.parallel import devices
-
     if not devices.has_torch_xla():
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
