@@ -284,19 +284,17 @@ class TrainerModule(WithoutBatchTransfer):
         assert evaluation is not None, "no evaluation is attached"
         return evaluation
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """One batch; returns the predictions, for Lightning's prediction writers.
-
-        The Trainer's `prediction_step` decides about gradients itself, and overrides may need them.
-        """
-        with torch.enable_grad():
-            return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """One batch, as in a prediction; Lightning would keep what is returned."""
-        self.predict_step(batch, batch_idx)
+        """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
+        with torch.enable_grad():
+            self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     test_step = validation_step
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
+        with torch.enable_grad():
+            return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
         """Remember that the start of validation has been announced to callbacks."""
