@@ -154,10 +154,6 @@ class RaySearch(SearchBackend):
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
 
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
-        """The trial itself, which is a dict of hyperparameters."""
-        return trial
-
     def run_id(self, trial: Any) -> str:
         """Ray's id of the current trial."""
         from ray import tune

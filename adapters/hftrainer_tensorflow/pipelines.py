@@ -169,11 +169,6 @@ def arrays(dataset: Any) -> Iterator[Any]:
     return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)
 
 
-def count_instances(labels: Any) -> int:
-    """Labels that are not -100. A dict of labels counts as one, as in TFTrainer, so that its loss is a sum."""
-    return 1 if isinstance(labels, Mapping) else int((np.asarray(labels) != -100).sum())
-
-
 def to_torch(values: Any, part: slice) -> Any:
     """Arrays as tensors; integers as int64.
 
@@ -239,7 +234,8 @@ class Batches(IterableDataset[Any]):
         self._begun = self.epoch + 1
         for batch in itertools.islice(arrays(self.pipeline), self.count):
             features, labels = as_pair(batch)
-            instances = count_instances(labels)
+            # A dict of labels counts as one, as in TFTrainer, so that its loss is a sum.
+            instances = 1 if isinstance(labels, Mapping) else int((np.asarray(labels) != -100).sum())
             for part in self._parts(number_of_rows(labels)):
                 yield {
                     "features": to_torch(features, part),
