@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from typing import Any
 
@@ -21,7 +20,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--accept", metavar="FOLDER", required=True, help="the checkpoint-xxx folder")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=functools.partial(_accept, parser))
+    parser.set_defaults(execute=_accept, parser=parser)
 
 
 def _accept(parser: Parser, options: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 from collections.abc import Iterator
@@ -104,7 +103,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=functools.partial(_diff, parser))
+    parser.set_defaults(execute=_diff, parser=parser)
 
 
 def _diff(parser: Parser, options: argparse.Namespace) -> None:

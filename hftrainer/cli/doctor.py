@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import os
@@ -85,7 +84,7 @@ def add(commands: Any) -> None:
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=functools.partial(_doctor, parser))
+    parser.set_defaults(execute=_doctor, parser=parser)
 
 
 def _doctor(parser: Parser, options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 from typing import Any, NoReturn
@@ -33,7 +32,7 @@ def add(commands: Any) -> None:
     # A script comes first and takes all words after it. Training arguments are unknown here: argparse returns those
     # before the first value apart from it, and `main` puts them together again.
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
-    parser.set_defaults(execute=functools.partial(_explain, parser))
+    parser.set_defaults(execute=_explain, parser=parser)
 
 
 def arguments_parser() -> HfArgumentParser:

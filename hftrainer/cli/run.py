@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import runpy
@@ -30,7 +29,7 @@ def add(commands: Any) -> None:
         "run", help="run an unmodified Trainer script, in one process or in several", usage=_USAGE, add_help=False
     )
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="options, and a script")
-    parser.set_defaults(execute=functools.partial(_run, parser))
+    parser.set_defaults(execute=_run, parser=parser)
 
 
 def _run(parser: Parser, options: argparse.Namespace) -> None:
