@@ -85,7 +85,7 @@ class WandbCallback(TrackerCallback):
     def _is_writing(self, state: TrainerState) -> bool:
         return super()._is_writing(state) and self._wandb is not None
 
-    def open(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: Any) -> list[Any]:
         """Use the open run, or start one, named after `run_name` or the hyperparameter trial."""
         naming: dict[str, Any] = {"name": args.run_name}
         if self._trial is not None:
@@ -104,9 +104,9 @@ class WandbCallback(TrackerCallback):
         self._opened = None
         super().start_trial(args, name)
 
-    def describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
-        run = self.logger(args).experiment
+        run = self._tracker_logger(args).experiment
         run.config.update({**adapters_of(model), **config_of(model), **arguments_of(args)}, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
@@ -119,9 +119,9 @@ class WandbCallback(TrackerCallback):
             with tempfile.TemporaryDirectory() as folder:
                 self._upload(args, _with_structure(folder, model), metadata, ["base_model"])
 
-    def write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line; values of the whole run go into its summary."""
-        logger = self.logger(args)
+        logger = self._tracker_logger(args)
         for name in SUMMARY_METRICS & logs.keys():
             logger.experiment.summary[name] = logs[name]
         curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
@@ -131,12 +131,12 @@ class WandbCallback(TrackerCallback):
         """Write the metrics of a prediction."""
         self._set_up_once(args, state, model)
         if self._is_writing(state):
-            self.logger(args).log_metrics(renamed(metrics))
+            self._tracker_logger(args).log_metrics(renamed(metrics))
 
     def on_save(self, args, state, control, **kwargs):
         """Upload the checkpoint if WANDB_LOG_MODEL=checkpoint."""
         if self._is_writing(state) and self._log_model == "checkpoint":
-            run = self.logger(args).experiment
+            run = self._tracker_logger(args).experiment
             aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
             metadata = {**_summary(run), _SIZE: run.config.get(_SIZE)}
             self._upload(args, self._checkpoint(args, state), metadata, aliases)
@@ -146,7 +146,7 @@ class WandbCallback(TrackerCallback):
         super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
         if not self._is_writing(state) or self._log_model == "false":
             return
-        run = self.logger(args).experiment
+        run = self._tracker_logger(args).experiment
         metadata = _summary(run)
         if args.load_best_model_at_end:
             metadata = {
@@ -165,7 +165,7 @@ class WandbCallback(TrackerCallback):
 
     def _upload(self, args: Any, folder: str, metadata: Mapping[str, Any], aliases: list[str]) -> None:
         """Log a folder as a version of the run's model."""
-        run = self.logger(args).experiment
+        run = self._tracker_logger(args).experiment
         unnamed = args.run_name is None or args.run_name == args.output_dir
         name = re.sub(r"[^\w.-]", "-", run.id if unnamed else run.name)  # W&B refuses others in an artifact's name
         artifact = self._wandb.Artifact(f"model-{name}", type="model", metadata=dict(metadata))
@@ -211,7 +211,7 @@ class MLflowCallback(TrackerCallback):
     def _is_writing(self, state: TrainerState) -> bool:
         return super()._is_writing(state) and self._ml_flow is not None
 
-    def open(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: Any) -> list[Any]:
         """Use the active run, or start one."""
         nested, experiment = env_flag("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
         run = self._ml_flow.active_run()
@@ -234,7 +234,7 @@ class MLflowCallback(TrackerCallback):
         super().setup(args, state, model, **kwargs)
         self._auto_end_run = self._begun is not None
 
-    def describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the parameters that MLflow can hold, and the tags of MLFLOW_TAGS."""
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
@@ -252,14 +252,14 @@ class MLflowCallback(TrackerCallback):
             )
         most = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
         items = list(values.items())[: int(most) if most.isdigit() else None]
-        client, run_id = self.logger(args).experiment, self.logger(args).run_id
+        client, run_id = self._tracker_logger(args).experiment, self._tracker_logger(args).run_id
         for first in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
             batch = items[first : first + MAX_PARAMS_TAGS_PER_BATCH]
             client.log_batch(run_id, params=[Param(name, str(value)) for name, value in batch])
         if tags := os.environ.get("MLFLOW_TAGS"):
             client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
 
-    def write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers, with the characters replaced that MLflow does not allow in names."""
         from mlflow.entities import Metric
 
@@ -268,7 +268,7 @@ class MLflowCallback(TrackerCallback):
             {name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in logs.items()}
         )
         metrics = [Metric(_NOT_IN_NAMES.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
-        self.logger(args).experiment.log_batch(self.logger(args).run_id, metrics=metrics)
+        self._tracker_logger(args).experiment.log_batch(self._tracker_logger(args).run_id, metrics=metrics)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Set up; reopens a run that an earlier training ended."""
@@ -312,7 +312,7 @@ class CometCallback(TrackerCallback):
         """Comet's experiment, once it is open."""
         return self._opened[0].experiment if self._opened else None
 
-    def open(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: Any) -> list[Any]:
         """Start or continue an experiment, depending on COMET_MODE; each hyperparameter trial gets its own."""
         import comet_ml
 
@@ -334,18 +334,18 @@ class CometCallback(TrackerCallback):
         self._log_assets = env_flag("COMET_LOG_ASSETS")
         super().setup(args, state, model, **kwargs)
 
-    def describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the model's structure, the arguments and the configuration."""
-        logger = self.logger(args)
+        logger = self._tracker_logger(args)
         logger.experiment.set_model_graph(str(model))
         config = {"config": config_of(model)} if config_of(model) else {}
         logger.log_hyperparams({"args": arguments_of(args), **config, **adapters_of(model)})
         if state.is_hyper_param_search:
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
-    def write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line with its step and epoch."""
-        self.logger(args).experiment.log_metrics(renamed(logs), step=state.global_step, epoch=state.epoch)
+        self._tracker_logger(args).experiment.log_metrics(renamed(logs), step=state.global_step, epoch=state.epoch)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""
@@ -355,7 +355,7 @@ class CometCallback(TrackerCallback):
         """Upload the output folder if COMET_LOG_ASSETS is set. The experiment stays open for later log lines."""
         super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
         if self._is_writing(state) and self._log_assets:
-            self.logger(args).experiment.log_asset_folder(
+            self._tracker_logger(args).experiment.log_asset_folder(
                 str(args.output_dir), recursive=True, log_file_name=True, step=state.global_step
             )
 

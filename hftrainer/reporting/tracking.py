@@ -58,7 +58,7 @@ class ReportingCallback(TrainerCallback):
     """
 
     #: Whether an evaluation without training writes the hyperparameters too.
-    describes_evaluations = True
+    _describes_evaluations = True
 
     def __init__(self, loggers: Sequence[Any] = ()) -> None:
         self._given = list(loggers)
@@ -87,14 +87,14 @@ class ReportingCallback(TrainerCallback):
 
     def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
         """The Lightning loggers; this opens their runs."""
-        return self._open(args) if self._is_writing(state) else []
+        return self._opened_loggers(args) if self._is_writing(state) else []
 
-    def _open(self, args: Any) -> list[Any]:
+    def _opened_loggers(self, args: Any) -> list[Any]:
         if self._opened is None:
-            self._opened = self.open(args)
+            self._opened = self._make_loggers(args)
         return self._opened
 
-    def open(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: Any) -> list[Any]:
         """Make the loggers."""
         make_table = load("lightning", "loggers").CSVLogger
         return [make_table(self._path(args), name="csv") if each == TABLE else each for each in self._given]
@@ -120,20 +120,20 @@ class ReportingCallback(TrainerCallback):
         """Open the run, and write the hyperparameters. Called once, before anything else is written."""
         self._initialized = True
         if self._is_writing(state):
-            self.describe(args, state, model)
+            self._describe(args, state, model)
 
     def _set_up_once(self, args: Any, state: TrainerState, model: Any) -> None:
         if not self._initialized:
             self.setup(args, state, model)
 
-    def describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the hyperparameters: the arguments, and the model's configuration."""
-        for each in self._open(args):
+        for each in self._opened_loggers(args):
             each.log_hyperparams({**config_of(model), **arguments_of(args)})
 
-    def write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers of a log line."""
-        for each in self._open(args):
+        for each in self._opened_loggers(args):
             each.log_metrics(self._numbers(renamed(logs)), step=state.global_step)
             each.save()
 
@@ -143,15 +143,15 @@ class ReportingCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         """Write the line."""
-        if self.describes_evaluations:
+        if self._describes_evaluations:
             self._set_up_once(args, state, model)
         if self._is_writing(state):
-            self.write(args, state, logs)
+            self._write(args, state, logs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """End the run; later events, such as an evaluation, are still written."""
         if self._is_writing(state):
-            for each in self._open(args):
+            for each in self._opened_loggers(args):
                 each.finalize("success")
 
     def _numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,13 +183,13 @@ class TrackerCallback(ReportingCallback):
 
     def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
         """The Lightning logger; this calls `setup`."""
-        if self.describes_evaluations:
+        if self._describes_evaluations:
             self._set_up_once(args, state, model)
         return super().loggers(args, state, model)
 
-    def logger(self, args: Any) -> Any:
+    def _tracker_logger(self, args: Any) -> Any:
         """The Lightning logger, opened if it is not."""
-        return self._open(args)[0]
+        return self._opened_loggers(args)[0]
 
     def _checkpoint(self, args: Any, state: TrainerState) -> str:
         """The checkpoint of this step."""
@@ -209,7 +209,7 @@ class TensorBoardCallback(TrackerCallback):
     """
 
     name = "tensorboard"
-    describes_evaluations = False
+    _describes_evaluations = False
 
     def __init__(self, tb_writer: Any = None) -> None:
         super().__init__()
@@ -229,12 +229,16 @@ class TensorBoardCallback(TrackerCallback):
         """Whether this process writes: not if a script has set the writer class to None."""
         return super()._is_writing(state) and (self.tb_writer is not None or self._SummaryWriter is not None)
 
-    def open(self, args: Any) -> list[Any]:
+    def _make_loggers(self, args: Any) -> list[Any]:
         """Write directly to the folder, with the callback's writer."""
         return [load("lightning", "loggers").WriterLogger(functools.partial(self._writer, args), self._path(args))]
 
     def _path(self, args: Any) -> str:
         return super()._path(args) if self.logging_dir is None else self.logging_dir
+
+    def _set_up_once(self, args: Any, state: TrainerState, model: Any) -> None:
+        if not self._initialized:  # a subclass may have a `setup` of its own: transformers' callback has none
+            super().setup(args, state, model)
 
     def _writer(self, args: Any, *, make: bool = True) -> Any:
         """The writer, created if needed. None if a script has set the writer class to None."""
@@ -252,9 +256,9 @@ class TensorBoardCallback(TrackerCallback):
         super().start_trial(args, name)
         self.tb_writer = self.logging_dir = None
 
-    def describe(self, args: Any, state: TrainerState, model: Any) -> None:
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the arguments and the configuration as JSON."""
-        logger = self.logger(args)
+        logger = self._tracker_logger(args)
         logger.hparams.update(args.to_sanitized_dict())
         logger.experiment.add_text("args", args.to_json_string())
         config: Any = getattr(model, "config", None)
@@ -265,9 +269,9 @@ class TensorBoardCallback(TrackerCallback):
                 text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=repr)
             logger.experiment.add_text("model_config", text)
 
-    def write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line, and flush the file."""
-        writer = self.logger(args).experiment
+        writer = self._tracker_logger(args).experiment
         for name, value in renamed(logs).items():
             if isinstance(value, str):
                 writer.add_text(name, value, state.global_step)
