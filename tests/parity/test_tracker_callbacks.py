@@ -308,8 +308,9 @@ def test_in_a_list_without_its_trainer(tmp_path, monkeypatch):
             if aliases == ["final_model"]:
                 saved.append(type(trainer.model).from_pretrained(folder))
 
-    tracking.WandB(tmp_path, monkeypatch)
+    tracker = tracking.WandB(tmp_path, monkeypatch)
     trainer.callback_handler.callbacks.append(Keeps())
     trainer.train()
+    tracker.close()
     assert folders[1] == str(tmp_path / "run" / "checkpoint-2")
     assert_same_weights(saved[0].state_dict(), trainer.model.state_dict())
