@@ -10,7 +10,7 @@ from hftrainer.compat.version import __version__
 
 
 def make_parser() -> Parser:
-    """The parser with all subcommands; each sets `execute`, which takes the parsed options."""
+    """The parser with all subcommands; each sets `execute`, which takes its own parser and the parsed options."""
     parser = Parser(
         prog="python -m hftrainer", description="The Hugging Face Trainer API, with PyTorch Lightning as its engine."
     )
@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None) -> None:
         options.words = remaining + options.words
     elif remaining:
         parser.error(f"unrecognized arguments: {' '.join(remaining)}")
-    options.execute(options)
+    options.execute(options.parser, options)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.state import hyperparameters
@@ -15,9 +15,7 @@ from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import NO_SIGOPT, BestRun, default_compute_objective
-
-if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 

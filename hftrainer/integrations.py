@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument, suggest
 from hftrainer.parallel.config_files import env_flag
@@ -20,9 +20,8 @@ from hftrainer.reporting.tracker_callbacks import (
     TensorBoardCallback as TensorBoardCallback,
     WandbCallback as WandbCallback,
 )
-
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.reporting.tracking import TABLE
+from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +160,9 @@ def _is_available(name: str) -> bool:
     if name == "azure_ml":  # skipped if MLflow is used, which writes to Azure too
         return not _is_available("mlflow")
     if name == "comet_ml":
-        return _comet_is_configured()
+        from comet_ml.config import get_config  # type: ignore[attr-defined]
+
+        return get_config("comet.api_key") is not None  # without a key it would prompt for one
     return _is_written_to(name)
 
 
@@ -172,13 +173,6 @@ def _is_written_to(name: str) -> bool:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     return name in INTEGRATION_TO_CALLBACK
-
-
-def _comet_is_configured() -> bool:
-    """Whether Comet has an API key; without one it would prompt for it."""
-    from comet_ml.config import get_config  # type: ignore[attr-defined]
-
-    return get_config("comet.api_key") is not None
 
 
 def callback_classes(names: Sequence[str]) -> list[Any]:
@@ -195,29 +189,24 @@ def callback_classes(names: Sequence[str]) -> list[Any]:
     return found
 
 
-def further_trackers(
-    names: Sequence[str], loggers: Any, args: TrainingArguments, folder: Callable[[], Any]
-) -> list[Any]:
-    """The trackers without a callback class: the table of 'csv', and the script's loggers; on the main process only.
+def further_loggers(names: Sequence[str], loggers: Any, args: TrainingArguments) -> list[Any]:
+    """What a `ReportingCallback` writes to: the table of 'csv', and the script's loggers; on the main process only.
 
     Args:
         names: names of trackers.
         loggers: the script's `loggers`.
         args: the run's arguments.
-        folder: returns the folder in which trackers write files.
 
     Raises:
         InvalidArgument: for an object in `loggers` that is not a Lightning logger.
     """
     if loggers is not None and not isinstance(loggers, (list, tuple)):
         raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): give a list of Lightning loggers.")
-    tables = [name for name in names if name == "csv"]
-    if not tables and not loggers:
-        return []
     for each in loggers or ():
         if isinstance(each, type) or not adapter().is_lightning_logger(each):
             raise InvalidArgument(
                 f"loggers holds {each!r} ({type(each).__name__}): give instances of Lightning's loggers, such as "
                 "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."
             )
-    return adapter().make_trackers(tables, loggers or (), args, folder()) if args.process_index == 0 else []
+    tables = [name for name in names if name == TABLE]
+    return [*tables, *(loggers or ())] if args.process_index == 0 else []

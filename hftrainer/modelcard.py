@@ -116,6 +116,7 @@ class TrainingSummary:
         """
         model, folder = trainer._hftrainer.bare_model, Path(str(trainer.args.output_dir))
         finetuned_from = finetuned_from or provenance.base_model_of(model)
+        best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
         summary = cls(
             model_name=model_name or folder.name or finetuned_from or folder.resolve().name,
             language=language,
@@ -127,7 +128,7 @@ class TrainingSummary:
             dataset_tags=dataset_tags,
             dataset_args=dataset_args,
             dataset_metadata=dataset_metadata,
-            eval_results=final_results(trainer.state.log_history, _step_of_best(trainer)),
+            eval_results=final_results(trainer.state.log_history, best),
             eval_lines=evaluation_rows(trainer.state.log_history),
             hyperparameters=hyperparameters(trainer._hftrainer),
             library_name="peft" if peers.is_peft(model) else "transformers" if peers.is_pretrained(model) else None,
@@ -188,9 +189,7 @@ class TrainingSummary:
 
     def create_metadata(self) -> dict[str, Any]:
         """The metadata at the top of the card, which the Hub uses for its search."""
-        data: Any = self._card_data()
-        metadata: dict[str, Any] = data.to_dict()
-        return metadata
+        return dict(self._card_data().to_dict())
 
     def _card_data(self) -> ModelCardData:
         from huggingface_hub import ModelCardData
@@ -303,10 +302,6 @@ def _as_list(value: Any) -> list[Any]:
 
 def _bullets(values: dict[str, Any] | None) -> str:
     return "\n".join(f"- {name}: {format_value(value)}" for name, value in (values or {}).items())
-
-
-def _step_of_best(trainer: Trainer) -> int | None:
-    return trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
 
 
 def _count_samples(trainer: Trainer) -> dict[str, int]:

@@ -16,52 +16,26 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hftrainer.arguments.choices import SchedulerType
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
-from hftrainer.optimizers.greedy_lr import GreedyLR
-from hftrainer.optimizers.per_parameter import Adafactor, AdafactorSchedule, get_adafactor_schedule
+from hftrainer.optimizers.greedy_lr import GreedyLR as GreedyLR
+from hftrainer.optimizers.per_parameter import (
+    Adafactor as Adafactor,
+    AdafactorSchedule as AdafactorSchedule,
+    get_adafactor_schedule as get_adafactor_schedule,
+)
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "Adafactor",
-    "AdafactorSchedule",
-    "GreedyLR",
-    "get_adafactor_schedule",
-    "get_constant_schedule",
-    "get_constant_schedule_with_warmup",
-    "get_cosine_schedule_with_warmup",
-    "get_cosine_with_hard_restarts_schedule_with_warmup",
-    "get_cosine_with_min_lr_schedule_with_warmup",
-    "get_cosine_with_min_lr_schedule_with_warmup_lr_rate",
-    "get_greedy_schedule",
-    "get_inverse_sqrt_schedule",
-    "get_linear_schedule_with_warmup",
-    "get_polynomial_decay_schedule_with_warmup",
-    "get_reduce_on_plateau_schedule",
-    "get_scheduler",
-    "get_wsd_schedule",
-]
-
-
-def _warming_up(step: int, num_warmup_steps: int) -> float:
-    return step / max(1, num_warmup_steps)
-
 
 def _warmup_then(
-    shape: Callable[[float], float],
-    optimizer: Optimizer,
-    num_warmup_steps: int,
-    num_training_steps: int,
-    last_epoch: int,
+    shape: Callable[[int], float], optimizer: Optimizer, num_warmup_steps: int, last_epoch: int
 ) -> LambdaLR:
-    """Rise linearly, then follow `shape`, a function of the completed share of the remaining steps."""
+    """Rise linearly, then follow `shape`, a function of the steps since the warm-up."""
     # A partial object, as in transformers' scheduler.pt; of named functions, so that a schedule can be pickled.
-    return LambdaLR(optimizer, partial(_rising_then, shape, num_warmup_steps, num_training_steps), last_epoch)
+    return LambdaLR(optimizer, partial(_rising_then, shape, num_warmup_steps), last_epoch)
 
 
-def _rising_then(shape: Callable[[float], float], num_warmup_steps: int, num_training_steps: int, step: int) -> float:
-    if step < num_warmup_steps:
-        return _warming_up(step, num_warmup_steps)
-    return shape((step - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps))
+def _rising_then(shape: Callable[[int], float], num_warmup_steps: int, step: int) -> float:
+    return step / max(1, num_warmup_steps) if step < num_warmup_steps else shape(step - num_warmup_steps)
 
 
 def get_constant_schedule(optimizer: Optimizer, last_epoch: int = -1) -> LambdaLR:
@@ -75,48 +49,44 @@ def _constant(_: int) -> int:
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
     """Rise linearly from 0 over `num_warmup_steps` optimizer steps, then stay constant."""
-    return LambdaLR(optimizer, partial(_rising, num_warmup_steps), last_epoch)
-
-
-def _rising(num_warmup_steps: int, step: int) -> float:
-    return _warming_up(step, num_warmup_steps) if step < num_warmup_steps else 1.0
+    return _warmup_then(_constant, optimizer, num_warmup_steps, last_epoch)
 
 
 def get_linear_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly over `num_warmup_steps`, then fall linearly to 0 at `num_training_steps`."""
-    return LambdaLR(optimizer, partial(_linear, num_warmup_steps, num_training_steps), last_epoch)
+    shape = partial(_linear, num_training_steps - num_warmup_steps)
+    return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _linear(num_warmup_steps: int, num_training_steps: int, step: int) -> float:
-    if step < num_warmup_steps:
-        return _warming_up(step, num_warmup_steps)
-    return max(0.0, (num_training_steps - step) / max(1, num_training_steps - num_warmup_steps))
+def _linear(steps: int, step: int) -> float:
+    return max(0.0, (steps - step) / max(1, steps))
 
 
 def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then follow `num_cycles` waves of a cosine; the default half wave falls to 0."""
-    return _warmup_then(partial(_wave, num_cycles), optimizer, num_warmup_steps, num_training_steps, last_epoch)
+    shape = partial(_wave, num_cycles, num_training_steps - num_warmup_steps)
+    return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _wave(num_cycles: float, progress: float) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)))
+def _wave(num_cycles: float, steps: int, step: int) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * (step / max(1, steps)))))
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then fall `num_cycles` times along half a cosine, each time from the peak."""
-    return _warmup_then(partial(_waves, num_cycles), optimizer, num_warmup_steps, num_training_steps, last_epoch)
+    shape = partial(_waves, num_cycles, num_training_steps - num_warmup_steps)
+    return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _waves(num_cycles: int, progress: float) -> float:
-    if progress >= 1.0:
-        return 0.0
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+def _waves(num_cycles: int, steps: int, step: int) -> float:
+    progress = step / max(1, steps)
+    return 0.0 if progress >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
 
 def get_polynomial_decay_schedule_with_warmup(
@@ -131,19 +101,14 @@ def get_polynomial_decay_schedule_with_warmup(
     peak = optimizer.defaults["lr"]
     if not peak > lr_end:
         raise InvalidArgument(f"lr_scheduler_kwargs: lr_end={lr_end} must be below the learning rate, {peak}.")
-    shape = partial(_polynomial, peak, lr_end, power, num_warmup_steps, num_training_steps)
-    return LambdaLR(optimizer, shape, last_epoch)
+    shape = partial(_polynomial, peak, lr_end, power, num_training_steps - num_warmup_steps)
+    return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _polynomial(
-    peak: float, lr_end: float, power: float, num_warmup_steps: int, num_training_steps: int, step: int
-) -> float:
-    if step < num_warmup_steps:
-        return _warming_up(step, num_warmup_steps)
-    if step > num_training_steps:
+def _polynomial(peak: float, lr_end: float, power: float, steps: int, step: int) -> float:
+    if step > steps:
         return lr_end / peak
-    left = 1 - (step - num_warmup_steps) / (num_training_steps - num_warmup_steps)
-    fallen: float = left**power
+    fallen: float = (1 - step / steps) ** power
     return ((peak - lr_end) * fallen + lr_end) / peak
 
 
@@ -152,13 +117,11 @@ def get_inverse_sqrt_schedule(
 ) -> LambdaLR:
     """Rise linearly, then decay with the inverse square root of the step; `timescale` defaults to the warm-up steps."""
     scale = timescale if timescale is not None else num_warmup_steps or 10_000
-    return LambdaLR(optimizer, partial(_inverse_root, scale, num_warmup_steps), last_epoch)
+    return _warmup_then(partial(_inverse_root, scale), optimizer, num_warmup_steps, last_epoch)
 
 
-def _inverse_root(scale: int, num_warmup_steps: int, step: int) -> float:
-    if step < num_warmup_steps:
-        return _warming_up(step, num_warmup_steps)
-    return 1.0 / math.sqrt((step + scale - num_warmup_steps) / scale)
+def _inverse_root(scale: int, step: int) -> float:
+    return 1.0 / math.sqrt((step + scale) / scale)
 
 
 def _least_rate(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
@@ -179,12 +142,12 @@ def get_cosine_with_min_lr_schedule_with_warmup(
 ) -> LambdaLR:
     """As `get_cosine_schedule_with_warmup`, but down to `min_lr`, or to `min_lr_rate` of the peak."""
     least = _least_rate(optimizer, min_lr, min_lr_rate)
-    shape = partial(_wave_above, least, num_cycles)
-    return _warmup_then(shape, optimizer, num_warmup_steps, num_training_steps, last_epoch)
+    shape = partial(_wave_above, least, num_cycles, num_training_steps - num_warmup_steps)
+    return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _wave_above(least: float, num_cycles: float, progress: float) -> float:
-    return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress)) * (1 - least) + least)
+def _wave_above(least: float, num_cycles: float, steps: int, step: int) -> float:
+    return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * (step / max(1, steps)))) * (1 - least) + least)
 
 
 def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
@@ -277,7 +240,7 @@ def _wsd(
     """The factor at `step`; `steps` has the lengths of warm-up, stable phase and decay."""
     warmup, stable, decay = steps
     if step < warmup:
-        shape = _RISES[warmup_type](_warming_up(step, warmup))
+        shape = _RISES[warmup_type](step / max(1, warmup))
     elif step < warmup + stable:
         return 1.0
     elif step < warmup + stable + decay:

@@ -10,8 +10,6 @@ from typing import Any
 
 from hftrainer.errors import UnknownKey
 
-__all__ = ["AdamWeightDecay", "PolynomialDecay", "WarmUp", "create_optimizer"]
-
 #: Names of the parameters that are not decayed.
 NOT_DECAYED = ("LayerNorm", "layer_norm", "bias")
 #: Settings by which a Keras optimizer clips gradients.

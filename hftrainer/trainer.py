@@ -198,7 +198,7 @@ class Trainer(EarlierMethods):
         self._validate_args()
         integrations.in_kubeflow(self.args)
         reports = integrations.chosen(self.args.report_to)
-        trackers = integrations.further_trackers(reports, loggers, self.args, components.log_folder)
+        further_loggers = integrations.further_loggers(reports, loggers, self.args)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
         components.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
@@ -206,7 +206,7 @@ class Trainer(EarlierMethods):
         components.setup.init_attributes()
         if not isinstance(callbacks, (list, tuple, type(None))):
             raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        components.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], trackers)
+        components.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], further_loggers)
         components.setup.end_init()
         self._memory_tracker.stop_and_update_metrics()
 

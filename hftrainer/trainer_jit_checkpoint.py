@@ -71,19 +71,14 @@ class JITCheckpointCallback(TrainerCallback):
             self.jit_manager = CheckpointManager(trainer)
             self.jit_manager.setup_signal_handler()
 
-    def _save_and_stop(self, control: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save the completed step or epoch, and stop, if SIGTERM has come."""
         if self.jit_manager is not None and self.jit_manager.is_checkpoint_requested:
             control.should_save = False
             control.should_training_stop = True
             self.jit_manager.execute_jit_checkpoint()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the completed step."""
-        self._save_and_stop(control)
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the completed epoch."""
-        self._save_and_stop(control)
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop listening."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -121,21 +122,16 @@ class Request:
         return values
 
     def _converted(self, name: str, convert: Callable[[str], Any]) -> Any:
-        text = self.options[name]
-        try:
-            return _flag(text) if convert is bool else convert(text)
-        except ValueError:
+        text, value = self.options[name], None
+        with contextlib.suppress(ValueError):
+            value = parse_bool(text) if convert is bool else convert(text)
+        if value is None:
             expected = "flag" if convert is bool else convert.__name__
-            raise InvalidArgument(f"optim_args: {name}={text!r} is not a valid {expected}.") from None
+            raise InvalidArgument(f"optim_args: {name}={text!r} is not a valid {expected}.")
+        return value
 
 
 Made = tuple[Any, dict[str, Any]]
-
-
-def _flag(text: str) -> bool:
-    if (flag := parse_bool(text)) is None:
-        raise ValueError(text)
-    return flag
 
 
 def _load(name: str, module: str, attribute: str) -> Any:
@@ -167,12 +163,10 @@ def _of(module: str, attribute: str, *, has_betas: bool = True, **kinds: Any) ->
     return make
 
 
-def dtype(name: str) -> torch.dtype:
-    """The dtype of that name in torch; ValueError for none."""
+def dtype(name: str) -> torch.dtype | None:
+    """The dtype of that name in torch; None if there is none."""
     found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(name)
-    return found
+    return found if isinstance(found, torch.dtype) else None
 
 
 def _adamw_torch_fused(request: Request) -> Made:

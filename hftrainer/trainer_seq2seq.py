@@ -66,9 +66,8 @@ class Seq2SeqTrainer(Trainer):
         **gen_kwargs: Any,
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate`; the rest goes to `model.generate`, of which v4.15 took two by position."""
-        self.gather_function = make_full_gather(
-            self.accelerator, self.args
-        )  # an incomplete last batch counts as a full one
+        # An incomplete last batch counts as a full one.
+        self.gather_function = make_full_gather(self.accelerator, self.args)
         self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
@@ -148,11 +147,8 @@ def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[
     strategy = trainer._hftrainer.strategy
     # Ranks with shards of the model must all run until the longest sequence is complete.
     wanted.setdefault("synced_gpus", strategy.gathers_in_forward)
-    made_of_labels = (
-        "labels" in inputs
-        and "decoder_input_ids" in inputs
-        and inputs["labels"].shape == inputs["decoder_input_ids"].shape
-    )
+    labels, decoded = inputs.get("labels"), inputs.get("decoder_input_ids")
+    made_of_labels = labels is not None and decoded is not None and labels.shape == decoded.shape
     hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
     with strategy.whole_parameters():
         tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)

@@ -10,54 +10,26 @@ import numpy as np
 import torch
 
 from hftrainer.arguments.choices import (
-    ExplicitEnum,
-    HPSearchBackend,
-    HubStrategy,
-    IntervalStrategy,
-    OptimizerNames,
-    ParallelMode,
-    SaveStrategy,
-    SchedulerType,
-    spelled,
+    ExplicitEnum as ExplicitEnum,
+    HPSearchBackend as HPSearchBackend,
+    HubStrategy as HubStrategy,
+    IntervalStrategy as IntervalStrategy,
+    OptimizerNames as OptimizerNames,
+    ParallelMode as ParallelMode,
+    SaveStrategy as SaveStrategy,
+    SchedulerType as SchedulerType,
+    spelled as spelled,
 )
-from hftrainer.checkpointing.folder import get_last_checkpoint
-from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
-from hftrainer.compat.overrides import has_length, is_measured, number_of_arguments
-from hftrainer.data.randomness import enable_full_determinism, seed_worker, set_seed
+from hftrainer.checkpointing.folder import get_last_checkpoint as get_last_checkpoint
+from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
+from hftrainer.compat.overrides import has_length as has_length, is_measured, number_of_arguments as number_of_arguments
+from hftrainer.data.randomness import (
+    enable_full_determinism as enable_full_determinism,
+    seed_worker as seed_worker,
+    set_seed as set_seed,
+)
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.trainer_pt_utils import nested_apply
-
-__all__ = [
-    "PREFIX_CHECKPOINT_DIR",
-    "BestRun",
-    "EvalLoopOutput",
-    "EvalPrediction",
-    "ExplicitEnum",
-    "HPSearchBackend",
-    "HubStrategy",
-    "IntervalStrategy",
-    "OptimizerNames",
-    "ParallelMode",
-    "PredictionOutput",
-    "SaveStrategy",
-    "SchedulerType",
-    "TrainOutput",
-    "default_compute_objective",
-    "default_hp_space_optuna",
-    "default_hp_space_ray",
-    "default_hp_space_sigopt",
-    "default_hp_space_wandb",
-    "denumpify_detensorize",
-    "enable_full_determinism",
-    "get_last_checkpoint",
-    "has_length",
-    "is_main_process",
-    "number_of_arguments",
-    "seed_worker",
-    "set_seed",
-    "speed_metrics",
-    "spelled",
-]
 
 #: Why no search uses SigOpt.
 NO_SIGOPT = "backend='sigopt': SigOpt's service was shut down. Use backend='optuna'."

@@ -23,14 +23,17 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import get_partial_state, initialize_state
 from hftrainer.arguments.accelerator_config import as_accelerator_config
-from hftrainer.arguments.choices import IntervalStrategy, OptimizerNames, ParallelMode
+from hftrainer.arguments.choices import (
+    IntervalStrategy as IntervalStrategy,
+    OptimizerNames as OptimizerNames,
+    ParallelMode as ParallelMode,
+)
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
+from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
-
-__all__ = ["IntervalStrategy", "OptimizerNames", "ParallelMode", "TrainingArguments"]
 
 if TYPE_CHECKING:
     from hftrainer.arguments.explain import Explanation
@@ -154,7 +157,6 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.self_started:
             return
         from hftrainer.arguments.support import check_supported, process_group_backend
-        from hftrainer.parallel.processes import Processes
 
         resolved = ResolvedArguments.of(self)
         if self.device.type == "xla" or torch.distributed.is_initialized() or check_supported(resolved):
@@ -176,7 +178,6 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
             UnsupportedArgument: if the launcher has not set how the processes connect.
         """
         from hftrainer.arguments.support import check_launch
-        from hftrainer.parallel.processes import Processes
 
         processes = Processes.at(self._rank_info)
         if not processes.several or (processes.self_started and not torch.distributed.is_initialized()):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -88,97 +89,58 @@ class RunFacts(NamedTuple):
     knows_epochs: bool
 
 
-def _waits_for_evaluations(callback: Any, run: RunFacts) -> bool:
-    return not run.evaluates and str(callback.monitor).startswith("eval_")
-
-
-#: Kind of callback, when it cannot work, and the message. The first that holds for a callback is shown.
-_CHECKS: tuple[tuple[Any, Callable[[Any, RunFacts], bool], str], ...] = (
-    (
-        (ModelPruning, *TRAINING_ONLY),
-        lambda _, run: run.strategy.shards,
-        "{name} changes full weights, and {strategy} shards them: train without {strategy}, or without {name}.",
-    ),
-    (
-        GradientAccumulationScheduler,
-        lambda _, run: run.strategy.fixes_accumulation,
-        "{name} cannot tell {strategy} how many micro-batches a step has: set gradient_accumulation_steps instead.",
-    ),
-    (
-        ModelPruning,
-        lambda pruning, _: leaves_masks(pruning),
-        "{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
-        "from_pretrained cannot read: leave it at True.",
-    ),
-    (
-        GradientAccumulationScheduler,
-        lambda _, run: not run.automatic_optimization,
-        "{name} cannot work with a training_step of your own: set gradient_accumulation_steps instead.",
-    ),
-    (
-        GradientAccumulationScheduler,
-        lambda _, run: run.accumulate_grad_batches != 1,
-        "gradient_accumulation_steps={accumulation} and {name} both set the accumulation: leave the argument at 1.",
-    ),
-    (
-        StochasticWeightAveraging,
-        lambda averaging, run: starts_at_fraction(averaging) and not run.knows_epochs,
-        "{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer.",
-    ),
-    (
-        EarlyStopping,
-        lambda stopping, run: not (run.evaluates or checks_on_train_epoch_end(stopping)),
-        "{name}(monitor={monitor!r}) reads evaluations, and the run has none: set eval_strategy.",
-    ),
-    (
-        ModelCheckpoint,
-        _waits_for_evaluations,
-        "{name}(monitor={monitor!r}) waits for evaluations, and the run has none: set eval_strategy.",
-    ),
-    (
-        FINDERS,
-        lambda _, run: run.has_several_processes,
-        "{name} is not supported yet in several processes: run it in one, and set its result.",
-    ),
-    (
-        BatchSizeFinder,
-        lambda _, run: run.finds_batch_size,
-        "auto_find_batch_size and {name} both search for the batch size: use only one of them.",
-    ),
-    (
-        FINDERS,
-        lambda finder, _: bool(_own_hooks(finder)),
-        "{name}.{hook} would run trial steps during training, which would be counted and logged: a {finder} searches "
-        "once, before training.",
-    ),
-)
-
-
 def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
     """An error message for each callback that cannot work."""
-    found = [message for callback in callbacks for message in _problems(callback, run)[:1]]
+    # One message for each callback: the first.
+    found = [message for callback in callbacks for message in itertools.islice(_problems(callback, run), 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):
         found.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
     return found
 
 
-def _problems(callback: Callback, run: RunFacts) -> list[str]:
-    words = {
-        "name": type(callback).__name__,
-        "strategy": run.strategy.argument,
-        "accumulation": run.accumulate_grad_batches,
-        "monitor": getattr(callback, "monitor", None),
-        "hook": next(iter(_own_hooks(callback)), None),
-        "finder": next((kind.__name__ for kind in FINDERS if isinstance(callback, kind)), None),
-    }
-    return [
-        text.format(**words) for kind, fails, text in _CHECKS if isinstance(callback, kind) and fails(callback, run)
-    ]
+def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
+    name, strategy = type(callback).__name__, run.strategy.argument
+    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards:
+        yield f"{name} changes full weights, and {strategy} shards them: train without {strategy}, or without {name}."
+    if isinstance(callback, ModelPruning) and leaves_masks(callback):
+        yield (
+            f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
+            "from_pretrained cannot read: leave it at True."
+        )
+    if isinstance(callback, GradientAccumulationScheduler):
+        instead = "set gradient_accumulation_steps instead."
+        if run.strategy.fixes_accumulation:
+            yield f"{name} cannot tell {strategy} how many micro-batches a step has: {instead}"
+        if not run.automatic_optimization:
+            yield f"{name} cannot work with a training_step of your own: {instead}"
+        if (steps := run.accumulate_grad_batches) != 1:
+            yield f"gradient_accumulation_steps={steps} and {name} both set the accumulation: leave the argument at 1."
+    if isinstance(callback, StochasticWeightAveraging) and starts_at_fraction(callback) and not run.knows_epochs:
+        yield f"{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer."
+    if not run.evaluates:
+        yield from _problems_without_evaluations(callback, name)
+    if isinstance(callback, FINDERS):
+        yield from _problems_of_finder(callback, name, run)
 
 
-def _own_hooks(finder: Callback) -> list[str]:
-    """Hooks that a subclass of a finder overrides."""
-    return [hook for hook in _HOOKS if _overrides(finder, hook, *FINDERS)]
+def _problems_without_evaluations(callback: Callback, name: str) -> Iterator[str]:
+    if isinstance(callback, EarlyStopping) and not checks_on_train_epoch_end(callback):
+        yield f"{name}(monitor={callback.monitor!r}) reads evaluations, and the run has none: set eval_strategy."
+    if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
+        yield f"{name}(monitor={callback.monitor!r}) waits for evaluations, and the run has none: set eval_strategy."
+
+
+def _problems_of_finder(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:
+    if run.has_several_processes:
+        yield f"{name} is not supported yet in several processes: run it in one, and set its result."
+    if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
+        yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
+    for hook in [hook for hook in _HOOKS if _overrides(finder, hook, *FINDERS)]:
+        kind = next(kind.__name__ for kind in FINDERS if isinstance(finder, kind))
+        yield (
+            f"{name}.{hook} would run trial steps during training, which would be counted and logged: a {kind} "
+            "searches once, before training."
+        )
 
 
 def _overrides(callback: Callback, hook: str, *besides: type) -> bool:

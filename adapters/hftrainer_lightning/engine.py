@@ -24,12 +24,19 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
+from hftrainer.reporting.tracking import LogFolder as LogFolder
 from hftrainer.strategies.strategy import Strategy
-from hftrainer_lightning import callbacks as lightning_callbacks, finders
-from hftrainer_lightning.callbacks import find_callback, has_progress_bar, is_lightning_callback
-from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes
+from hftrainer_lightning import callbacks as lightning_callbacks
+from hftrainer_lightning.callbacks import (
+    find_callback,
+    has_progress_bar,
+    is_lightning_callback as is_lightning_callback,
+)
+from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes as start_other_processes
+from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
+from hftrainer_lightning.private_api import finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
 from hftrainer_lightning.private_api.evaluation import (
     SeenBatches,
@@ -48,29 +55,11 @@ from hftrainer_lightning.private_api.trainer import (
 )
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, accelerator
-from hftrainer_lightning.trackers.tracker import (
-    CallbackMetricsLogger,
-    LogFolder,
-    is_lightning_logger,
-    make_tracker,
-    make_trackers,
-)
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.training.loop import TrainingLoop
     from hftrainer.training.planner import TrialSteps
-
-__all__ = [
-    "LightningEngine",
-    "LogFolder",
-    "has_progress_bar",
-    "is_lightning_callback",
-    "is_lightning_logger",
-    "make_tracker",
-    "make_trackers",
-    "start_other_processes",
-]
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]
@@ -312,7 +301,7 @@ class LightningEngine:
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run; False when there was no run."""
-        if self.trainer is None or self.module is None or not self.module.was_fitted:
+        if self.trainer is None or self.module is None or self.module.own_state is None:
             return False
         self.trainer.save_checkpoint(path)
         return True

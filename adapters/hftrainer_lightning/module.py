@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Attributes that change with every hook and are not parameters, buffers or modules.
 _PLAIN_ATTRIBUTES = frozenset({CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes of the run, not of the model: copies of the module, which callbacks make, leave them out.
-_RUN_ATTRIBUTES = ("hooks", "_own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+_RUN_ATTRIBUTES = ("hooks", "own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -58,7 +58,8 @@ class TrainerModule(WithoutBatchTransfer):
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
-        self._own_state: Callable[[], dict[str, Any]] | None = None
+        #: What a Lightning checkpoint of the run that is or was attached holds for the Trainer.
+        self.own_state: Callable[[], dict[str, Any]] | None = None
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 
@@ -80,7 +81,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Connect the training run that `fit` will drive, and the state that its callbacks resume from."""
         self.hooks = hooks
-        self._own_state = hooks.own_state
+        self.own_state = hooks.own_state
         self._resumed_from = resumed_from
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -95,11 +96,6 @@ class TrainerModule(WithoutBatchTransfer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **dict.fromkeys(_RUN_ATTRIBUTES), "active_evaluation": (None, None)}
-
-    @property
-    def was_fitted(self) -> bool:
-        """Whether a training run is or was attached."""
-        return self._own_state is not None
 
     @property
     def backbone(self) -> torch.nn.Module:
@@ -193,8 +189,8 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to a Lightning checkpoint what the Trainer needs to resume from it."""
-        if self._own_state is not None:
-            checkpoint["hftrainer"] = self._own_state()
+        if self.own_state is not None:
+            checkpoint["hftrainer"] = self.own_state()
 
     def on_train_start(self) -> None:
         """Begin the run. When it resumes within an epoch, Lightning does not announce that epoch, so this does."""
@@ -230,7 +226,11 @@ class TrainerModule(WithoutBatchTransfer):
         loss = hooks.training_step(self.model, batch)
         hooks.end_micro_batch(loss.detach(), batch)
         if window.is_last:
-            self._step_manually()
+            assert self._optimizer is not None
+            self._precision.unscale(self._optimizer)
+            hooks.before_optimizer_step(self.model)
+            self.optimizers().step()  # type: ignore[union-attr]
+            self._after_optimizer_step()
         return loss
 
     def on_after_backward(self) -> None:
@@ -240,13 +240,6 @@ class TrainerModule(WithoutBatchTransfer):
             assert loss is not None
             self._last_loss = self._last_batch = None
             self.hooks.end_micro_batch(loss.detach(), batch)
-
-    def _step_manually(self) -> None:
-        assert self._optimizer is not None
-        self._precision.unscale(self._optimizer)
-        self.hooks.before_optimizer_step(self.model)
-        self.optimizers().step()  # type: ignore[union-attr]
-        self._after_optimizer_step()
 
     @property
     def _precision(self) -> PlainPrecision:
@@ -317,9 +310,7 @@ class TrainerModule(WithoutBatchTransfer):
             # Each rank already has the metrics of all ranks, so there is nothing to synchronize.
             self.log_dict(numbers, logger=False, batch_size=1)
 
-    def on_test_epoch_end(self) -> None:
-        """Compute and log the metrics, as after validation."""
-        self.on_validation_epoch_end()
+    on_test_epoch_end = on_validation_epoch_end
 
     def on_predict_epoch_end(self) -> None:
         """Compute the metrics."""
@@ -329,11 +320,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_validation_model_train(self) -> None:
         """Nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""
 
-    def on_test_model_train(self) -> None:
-        """Nothing, as after validation."""
-
-    def on_predict_model_train(self) -> None:
-        """Nothing, as after validation."""
+    on_test_model_train = on_predict_model_train = on_validation_model_train
 
     def on_validation_model_zero_grad(self) -> None:
         """Nothing: an evaluation within an accumulation window must leave its gradients alone."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer_lightning.private_api.trainer import announce_gradients, has_listeners
 
 
@@ -102,7 +103,7 @@ class ForwardAutocast(PlainPrecision, MixedPrecision):
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self.autocast(dtype):
                 outputs = original(*args, **kwargs)
-            return _to_float32(outputs)
+            return nested_apply(_to_float32, outputs)
 
         model.forward = forward
         return module
@@ -123,16 +124,9 @@ class ForwardAutocast(PlainPrecision, MixedPrecision):
             model.forward = own
 
 
-def _to_float32(outputs: Any) -> Any:
-    if isinstance(outputs, torch.Tensor):
-        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
-    if isinstance(outputs, Mapping):
-        return type(outputs)({name: _to_float32(value) for name, value in outputs.items()})  # type: ignore[call-arg]
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(_to_float32(value) for value in outputs))
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(_to_float32(value) for value in outputs)
-    return outputs
+def _to_float32(output: Any) -> Any:
+    is_half = isinstance(output, torch.Tensor) and output.dtype in (torch.bfloat16, torch.float16)
+    return output.float() if is_half else output
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:

@@ -25,7 +25,7 @@ from hftrainer.errors import (
     UnsupportedArgument,
 )
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
-from hftrainer.search.packing import PackedTrainer, pack
+from hftrainer.search.jobs import PackedTrainer, pack
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_ray
 
@@ -153,10 +153,6 @@ class RaySearch(SearchBackend):
         return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
-
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
-        """The trial itself, which is a dict of hyperparameters."""
-        return trial
 
     def run_id(self, trial: Any) -> str:
         """Ray's id of the current trial."""

@@ -18,10 +18,6 @@ def is_keras(model: Any) -> bool:
     return any(kind.__module__.split(".")[0] in ("keras", "tf_keras") for kind in type(model).__mro__)
 
 
-def _is_of_transformers(model: Any) -> bool:
-    return type(model).__name__.startswith("TF") and hasattr(model, "config") and hasattr(model, "get_weights")
-
-
 def torch_model(model: Any) -> nn.Module:
     """The model to train.
 
@@ -31,7 +27,7 @@ def torch_model(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     name = type(model).__name__
-    if _is_of_transformers(model):
+    if name.startswith("TF") and hasattr(model, "config") and hasattr(model, "get_weights"):  # of transformers 4
         return _twin(model)
     if is_keras(model):
         raise UnsupportedArgument(

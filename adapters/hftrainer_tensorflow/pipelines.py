@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.errors import InvalidArgument
+from hftrainer.trainer_pt_utils import nested_apply
 
 logger = logging.getLogger(__name__)
 
@@ -168,11 +169,6 @@ def arrays(dataset: Any) -> Iterator[Any]:
     return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)
 
 
-def count_instances(labels: Any) -> int:
-    """Labels that are not -100. A dict of labels counts as one, as in TFTrainer, so that its loss is a sum."""
-    return 1 if isinstance(labels, Mapping) else int((np.asarray(labels) != -100).sum())
-
-
 def to_torch(values: Any, part: slice) -> Any:
     """Arrays as tensors; integers as int64.
 
@@ -238,7 +234,8 @@ class Batches(IterableDataset[Any]):
         self._begun = self.epoch + 1
         for batch in itertools.islice(arrays(self.pipeline), self.count):
             features, labels = as_pair(batch)
-            instances = count_instances(labels)
+            # A dict of labels counts as one, as in TFTrainer, so that its loss is a sum.
+            instances = 1 if isinstance(labels, Mapping) else int((np.asarray(labels) != -100).sum())
             for part in self._parts(number_of_rows(labels)):
                 yield {
                     "features": to_torch(features, part),
@@ -270,13 +267,12 @@ def share_of(outputs: Any, rank: int, processes: int) -> Any:
         rank: the rank of the process.
         processes: their number.
     """
-    if isinstance(outputs, Mapping):
-        return {name: share_of(value, rank, processes) for name, value in outputs.items()}
-    if isinstance(outputs, (tuple, list)):
-        return type(outputs)(share_of(value, rank, processes) for value in outputs)
-    size = -(-len(outputs) // processes)
-    chosen = torch.arange(rank * size, (rank + 1) * size, device=outputs.device).clamp(max=len(outputs) - 1)
-    return outputs[chosen]
+
+    def share(rows: torch.Tensor) -> torch.Tensor:
+        size = -(-len(rows) // processes)
+        return rows[torch.arange(rank * size, (rank + 1) * size, device=rows.device).clamp(max=len(rows) - 1)]
+
+    return nested_apply(share, outputs)
 
 
 class BatchLoader(DataLoader[Any]):

@@ -34,23 +34,6 @@ def load() -> Any:
     return torch_xla
 
 
-def sync() -> None:
-    """Compile and run the recorded operations, without waiting for them.
-
-    XLA records operations, and compiles as one graph those recorded between two calls: this ends a step.
-    """
-    import torch_xla
-
-    torch_xla.sync()
-
-
-def seed(number: int) -> None:
-    """Seed the generator of this process's device."""
-    import torch_xla
-
-    torch_xla.manual_seed(number)
-
-
 def print_metrics() -> None:
     """Print torch_xla's counters: compilations, executions, transfers."""
     from torch_xla.debug import metrics
@@ -106,7 +89,7 @@ def to_host(data: Any) -> Any:
         if isinstance(item, torch.Tensor):
             if item.device.type != "xla":
                 return item
-            key = _identity(item)
+            key = int(load()._XLAC._xla_get_tensor_id(item))
             if key not in moved:
                 moved[key] = item.detach().cpu()
             return moved[key]
@@ -120,9 +103,3 @@ def to_host(data: Any) -> Any:
         return item
 
     return move(data)
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    import torch_xla
-
-    return int(torch_xla._XLAC._xla_get_tensor_id(tensor))

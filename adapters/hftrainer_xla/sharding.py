@@ -15,6 +15,7 @@ from torch import distributed, nn
 
 from hftrainer.errors import WrongConfig
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, nearest
+from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_xla import devices as xla
 
@@ -64,16 +65,8 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if is_sharded:
         return model
     if plan.processes.several:
-        from hftrainer.parallel.fsdp_sharding import broadcast_weights
-
         broadcast_weights(model, torch.device("cpu"))
     return _wrapped(model, settings, settings.xla).to(xla.device())
-
-
-def _units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    from hftrainer.parallel.fsdp_sharding import find_units
-
-    return find_units(model, settings)
 
 
 # ---- One process per device -----------------------------------------------------------------------------------------
@@ -84,7 +77,7 @@ def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> n
 
     keywords = _keywords(of_xla)
     wrap = functools.partial(XlaFullyShardedDataParallel, **keywords)
-    units = set(_units(model, settings))
+    units = set(find_units(model, settings))
     if model in units:
         raise WrongConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
     for parent in list(model.modules()):
@@ -141,7 +134,7 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
     from torch_xla.distributed.fsdp import checkpoint_module
     from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-    units = [unit for unit in _units(model, settings) if unit is not model]
+    units = [unit for unit in find_units(model, settings) if unit is not model]
     for unit in units:
         SpmdFullyShardedDataParallel(checkpoint_module(unit) if of_xla.grad_ckpt else unit, shard_output=_nothing)
         unit.register_forward_hook(_shard_output)

@@ -49,11 +49,14 @@ class XlaStrategy(ReplicasStrategy):
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator."""
-        devices.seed(seed)
+        devices.load().manual_seed(seed)
 
     def end_batch(self) -> None:
-        """Run the recorded operations."""
-        devices.sync()
+        """Compile and run the recorded operations, without waiting for them.
+
+        XLA records operations, and compiles as one graph those recorded between two calls: this ends a step.
+        """
+        devices.load().sync()
 
     def to_cpu(self, state: Any) -> Any:
         """A copy of the state in CPU memory."""

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,10 +26,8 @@ from hftrainer.arguments.resolved import ResolvedArguments, requested_precision
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.parallel import devices
 from hftrainer.parallel.config_files import env_flag
+from hftrainer.parallel.environment import RankInfo
 from hftrainer.plugins import load
-
-if TYPE_CHECKING:
-    from hftrainer.parallel.environment import RankInfo
 
 _SHOWN = object()
 #: Arguments that the newest transformers does not have → the value with which they are not serialized.
@@ -45,9 +43,8 @@ class BaseArguments(OldArguments):
     """The fields, and the values derived from them."""
 
     #: Fields that accept a JSON object as text. Subclasses extend this list, which has its name in transformers.
-    _VALID_DICT_FIELDS = [
-        name for name, about in ARGUMENTS.items() if about.json
-    ]  # without an annotation it is not a field
+    #: Without an annotation it is not a field.
+    _VALID_DICT_FIELDS = [name for name, about in ARGUMENTS.items() if about.json]
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import suggest
 from hftrainer.parallel import devices
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
 from hftrainer.plugins import load
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
-    from hftrainer.arguments.resolved import ResolvedArguments
 
 #: Devices that are not supported → why.
 _UNSUPPORTED_DEVICES = {

@@ -6,15 +6,13 @@ import dataclasses
 import json
 import textwrap
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.releases.followed import installed_release
 from hftrainer.releases.policy import NEWEST, ReleasePolicy
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
 
 WIDTH = 80
 TITLES = {
@@ -66,7 +64,8 @@ class Explanation:
         for kind, title in TITLES.items():
             lines = [line for line in self.lines if line.kind == kind]
             if lines:
-                parts += [title, *(text for line in lines for text in _wrapped(line)), ""]
+                shown = (f"{line.argument}={line.value!r}: {line.detail}" for line in lines)
+                parts += [title, *(text for sentence in shown for text in _indented(sentence)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
         if self.refused:
@@ -112,10 +111,6 @@ def _shown(policy: ReleasePolicy) -> list[str]:
         return shown
     heading = f"Behaves as transformers {policy.release}, where it differs from {NEWEST}:"
     return [heading, *(line for name, text in differences.items() for line in _indented(f"{name}: {text}"))]
-
-
-def _wrapped(line: Line) -> list[str]:
-    return _indented(f"{line.argument}={line.value!r}: {line.detail}")
 
 
 def _indented(text: str) -> list[str]:

@@ -6,6 +6,7 @@ Under `install()`, arguments have the fields of the installed release, and the v
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import inspect
 import os
@@ -87,8 +88,11 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     # These have values only in arguments that were made before.
     is_copy = all(getattr(args, name, None) is not None for name in KEPT)
     given = []
-    for name in (name for name in RENAMED if name in pending and _is_given(name, pending[name])):
-        rename, value, now = RENAMED[name], pending[name], getattr(args, RENAMED[name].new)
+    for name, rename in RENAMED.items():
+        value = pending.get(name)
+        if not _is_given(name, value):
+            continue
+        now = getattr(args, rename.new)
         if is_copy and (rename.read(now) == value or rename.write(now, value) == now):
             continue
         _translate_one(args, name, value, now if is_copy else defaults[rename.new])
@@ -152,11 +156,8 @@ def _translate_one(args: BaseArguments, name: str, value: Any, before: Any) -> N
 
 #: The default of `fsdp_config` until v5.9.
 _FSDP_CONFIG = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fsdp_grad_ckpt": False}
-#: Tables of fields, and attributes of classes, as they were.
-_tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-_attributes: list[tuple[type, str, Any]] = []
-#: Functions whose signature was changed.
-_shown: list[Any] = []
+#: Undoes what `follow_fields` has changed.
+_undo = contextlib.ExitStack()
 
 
 def follow_fields(ours: Any, for_generation: Any) -> None:
@@ -171,6 +172,8 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
     if not (wanted := _installed_fields()):
         return
     known = ours.__dataclass_fields__
+    _undo.callback(CURRENT.clear)
+    _undo.callback(HIDDEN.clear)
     CURRENT.update(FIELDS.keys() & wanted)
     HIDDEN.update(
         {name: field for name, field in known.items() if name not in wanted and ARGUMENTS[name].since != OURS}
@@ -178,14 +181,19 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
     without_value = FIELDS.keys() & HIDDEN.keys()
     for kind in for_generation.__mro__:
         if (fields := vars(kind).get("__dataclass_fields__")) is not None:
-            _tables.append((fields, dict(fields)))
+            _undo.callback(fields.update, dict(fields))
+            _undo.callback(fields.clear)  # before, so that their order is as it was
             for name in HIDDEN.keys() & fields.keys():
                 del fields[name]
         for name in without_value & vars(kind).keys():
-            _attributes.append((kind, name, vars(kind)[name]))
+            _undo.callback(setattr, kind, name, vars(kind)[name])
             delattr(kind, name)
-    for kind in (ours, for_generation):
-        _show_parameters(kind.__init__)
+    for initialize in (ours.__init__, for_generation.__init__):
+        # Scripts read which parameters there are.
+        signature = inspect.signature(initialize)
+        shown = [each for name, each in signature.parameters.items() if name not in HIDDEN]
+        initialize.__signature__ = signature.replace(parameters=shown)
+        _undo.callback(delattr, initialize, "__signature__")
 
 
 def earlier_defaults() -> dict[str, Any]:
@@ -201,18 +209,7 @@ def earlier_defaults() -> dict[str, Any]:
 
 def forget_fields() -> None:
     """Undo `follow_fields`."""
-    CURRENT.clear()
-    HIDDEN.clear()
-    for fields, before in _tables:
-        fields.clear()
-        fields.update(before)
-    for kind, name, value in _attributes:
-        setattr(kind, name, value)
-    for initialize in _shown:
-        del initialize.__signature__
-    _shown.clear()
-    _tables.clear()
-    _attributes.clear()
+    _undo.close()
 
 
 def _installed_fields() -> set[str]:
@@ -224,14 +221,6 @@ def _installed_fields() -> set[str]:
     kinds = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     body = next(node.body for node in kinds if node.name == "TrainingArguments")
     return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
-
-
-def _show_parameters(initialize: Any) -> None:
-    """Show in a signature, which scripts read, the parameters that are fields."""
-    signature = inspect.signature(initialize)
-    _shown.append(initialize)
-    shown = [each for name, each in signature.parameters.items() if name not in HIDDEN]
-    initialize.__signature__ = signature.replace(parameters=shown)
 
 
 def set_values(args: BaseArguments) -> None:

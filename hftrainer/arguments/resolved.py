@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.parallel.config_files import env_flag
+from hftrainer.errors import WrongConfig
+from hftrainer.parallel.config_files import env_flag, read_config
+from hftrainer.parallel.environment import RankInfo, find_rank_info
+from hftrainer.parallel.fsdp_settings import FsdpSettings, read_fsdp
+from hftrainer.parallel.plan import Layout, read_layout
 from hftrainer.plugins import load
 from hftrainer.releases import followed
 from hftrainer.releases.policy import ReleasePolicy
 
 if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
-    from hftrainer.parallel.environment import RankInfo
-    from hftrainer.parallel.fsdp_settings import FsdpSettings
-    from hftrainer.parallel.plan import Layout
 
 
 def asks_for_deepspeed(args: BaseArguments) -> bool:
@@ -57,15 +58,11 @@ class ResolvedArguments:
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`."""
-        from hftrainer.parallel.config_files import read_config
-
         return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
     @functools.cached_property
     def readable_config(self) -> Mapping[str, Any]:
         """The keywords in `lightning_config`; empty if it cannot be read, which the checks report."""
-        from hftrainer.errors import WrongConfig
-
         try:
             return self.lightning_config
         except (OSError, WrongConfig):
@@ -79,8 +76,6 @@ class ResolvedArguments:
     @functools.cached_property
     def rank_info(self) -> RankInfo:
         """Rank and world size of this process."""
-        from hftrainer.parallel.environment import find_rank_info
-
         # Arguments of transformers do not count GPUs: several would mean DataParallel.
         return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
@@ -102,22 +97,16 @@ class ResolvedArguments:
     @functools.cached_property
     def layout(self) -> Layout:
         """How the processes share the model and the batches, by `parallelism_config` or the loaded model."""
-        from hftrainer.parallel.plan import read_layout
-
         return read_layout(self.args.parallelism_config, self.model)
 
     @functools.cached_property
     def fsdp(self) -> FsdpSettings | None:
         """FSDP's settings, from `fsdp` and `fsdp_config` or from the launcher; None without FSDP."""
-        from hftrainer.parallel.fsdp_settings import read_fsdp
-
         return read_fsdp(self.args.fsdp, self.args.fsdp_config)
 
     @property
     def sharding(self) -> FsdpSettings | None:
         """How the model is sharded; `dp_shard_size` alone means FSDP2 with the defaults of `fsdp_config`."""
-        from hftrainer.parallel.fsdp_settings import FsdpSettings
-
         return self.fsdp or (FsdpSettings() if self.layout.shards else None)
 
     @functools.cached_property

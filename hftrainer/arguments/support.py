@@ -9,13 +9,15 @@ import os
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import check_launched, unknown_variables
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
+from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import out_of_range
 from hftrainer.errors import InvalidArgument, WrongConfig, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
@@ -23,11 +25,7 @@ from hftrainer.parallel.environment import LAUNCHERS, can_start_again, check_cho
 from hftrainer.parallel.plan import LightningPlan, check_layout
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
-    from hftrainer.arguments.resolved import ResolvedArguments
-    from hftrainer.releases.policy import ReleasePolicy
+from hftrainer.releases.policy import ReleasePolicy
 
 logger = logging.getLogger(__name__)
 

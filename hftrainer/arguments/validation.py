@@ -170,9 +170,8 @@ def _parse_json(args: BaseArguments, name: str) -> str | None:
 def _typed(value: Any) -> Any:
     """Convert numbers and booleans that are strings, as a command line gives them."""
     if isinstance(value, dict):
-        return {
-            name: item if name == "behaviour" else _typed(item) for name, item in value.items()
-        }  # '5.10' is not a number
+        # The release '5.10' is not a number.
+        return {name: item if name == "behaviour" else _typed(item) for name, item in value.items()}
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

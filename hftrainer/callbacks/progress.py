@@ -5,16 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.compat import swap
 from hftrainer.compat.overrides import has_length
-
-if TYPE_CHECKING:
-    from hftrainer.arguments.base import BaseArguments
 
 
 def in_notebook() -> bool:
@@ -80,18 +78,13 @@ class ProgressCallback(TrainerCallback):
             self.prediction_bar = _bar(total=total, leave=self.training_bar is None)
         self.prediction_bar.update(1)
 
-    def _close_prediction_bar(self) -> None:
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        """Close the evaluation bar."""
         if self.prediction_bar is not None:
             self.prediction_bar.close()
             self.prediction_bar = None
 
-    def on_evaluate(self, args, state, control, **kwargs):
-        """Close the evaluation bar."""
-        self._close_prediction_bar()
-
-    def on_predict(self, args, state, control, metrics=None, **kwargs):
-        """Close the evaluation bar."""
-        self._close_prediction_bar()
+    on_predict = on_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""

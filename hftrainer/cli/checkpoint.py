@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from typing import Any
 
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 
 
 def add(commands: Any) -> None:
@@ -20,8 +19,8 @@ def add(commands: Any) -> None:
         "and changes nothing.",
     )
     parser.add_argument("--accept", metavar="FOLDER", required=True, help="the checkpoint-xxx folder")
-    add_json(parser)
-    parser.set_defaults(execute=functools.partial(_accept, parser))
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(execute=_accept, parser=parser)
 
 
 def _accept(parser: Parser, options: argparse.Namespace) -> None:

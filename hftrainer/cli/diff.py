@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hftrainer.callbacks.state import TrainerState
     from hftrainer.checkpointing.progress import RunProgress
 
 #: Subject → the entries of log lines that belong to it; 'metrics' has all others.
@@ -33,7 +31,7 @@ _NOT_RECORDED = "not recorded in both"
 class Parting:
     """Where two runs part: an optimizer step, the name of a value, and the value of each."""
 
-    step: int
+    step: float
     name: str
     values: tuple[Any, Any]
 
@@ -104,8 +102,8 @@ def add(commands: Any) -> None:
         "epoch, counted tokens, and, in checkpoints of the same step, what the order of samples depends on.",
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
-    add_json(parser)
-    parser.set_defaults(execute=functools.partial(_diff, parser))
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(execute=_diff, parser=parser)
 
 
 def _diff(parser: Parser, options: argparse.Namespace) -> None:
@@ -125,10 +123,13 @@ def compare(a: str, b: str) -> Difference:
         InvalidArgument: for a folder without a run.
         DamagedCheckpoint: for a file that cannot be read.
     """
-    from hftrainer.reporting.plot import read_state
+    from hftrainer.reporting.plot import logged, read_state
 
     states = read_state(a), read_state(b)
-    logs = _values(states[0]), _values(states[1])
+    logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}  # name → optimizer step → value
+    for values, state in zip(logs, states, strict=True):
+        for step, name, value in logged(state):
+            values.setdefault(name, {})[step] = value
     partings: dict[str, Parting] = {}
     compared = dict.fromkeys(SUBJECTS, 0)
     for subject, part in [*_log_pairs(*logs), *(("data", part) for part in _data_pairs(a, b))]:
@@ -145,24 +146,7 @@ def compare(a: str, b: str) -> Difference:
     )
 
 
-def _values(state: TrainerState) -> dict[str, dict[int, Any]]:
-    """Name → optimizer step → value, of all that is logged but the summary at the end and measurements."""
-    from hftrainer.compat.overrides import is_measured
-
-    found: dict[str, dict[int, Any]] = {}
-    step = 0
-    for line in state.log_history:
-        if isinstance(line.get("step"), int):  # lines that a script has added may have none
-            step = line["step"]
-        if "train_runtime" in line and "train_loss" in line:
-            continue
-        for name, value in line.items():
-            if name != "step" and not is_measured(name):
-                found.setdefault(name, {})[step] = value
-    return found
-
-
-def _log_pairs(a: dict[str, dict[int, Any]], b: dict[str, dict[int, Any]]) -> Iterator[tuple[str, Parting]]:
+def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -> Iterator[tuple[str, Parting]]:
     for name in sorted(a.keys() & b.keys()):
         subject = next((subject for subject, shown in SUBJECTS.items() if name in shown), "metrics")
         for step in a[name].keys() & b[name].keys():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib.metadata
 import json
 import os
@@ -13,11 +12,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from hftrainer.arguments.accelerate import find_variable
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
 from hftrainer.parallel.environment import WrongEnvironment, detect
 from hftrainer.releases.followed import newer_than_known
@@ -47,57 +45,34 @@ LAUNCHERS = {
 }
 #: Libraries whose versions matter besides those of pyproject.toml.
 _OTHERS = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton")
-#: Bytes below which a folder is reported as small. Loader workers pass batches through /dev/shm; Docker gives it 64 MB.
-_SMALL = {"/dev/shm": 1 << 30, "folder": 5 << 30, "temporary": 1 << 30}
-_LOW_SPACE_ADVICE = {
-    "folder": "checkpoints may not fit; set output_dir on another disk, or save_total_limit",
-    "temporary": "set TMPDIR to a folder on another disk",
-    "/dev/shm": "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
+#: Folder → bytes below which it is reported as small, and what to do. Docker gives /dev/shm 64 MB.
+_SMALL = {
+    "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
+    "temporary": (1 << 30, "set TMPDIR to a folder on another disk"),
+    "/dev/shm": (
+        1 << 30,
+        "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
+    ),
 }
 
 
-@dataclass(frozen=True)
-class Report:
-    """What was found.
-
-    Attributes:
-        versions: of Python and of libraries, None for those that are not installed.
-        devices: what a run uses here, by `use_cpu=False`.
-        launchers: name → path, or None.
-        disks: 'folder', 'temporary' and '/dev/shm' → path, free and total bytes.
-        missing: feature → packages that are missing or too old, and the command that installs them.
-        environment: variables that change behaviour; secrets are only named as set.
-        problems: what stops or slows training, each with what to do.
-        ready: whether a Trainer can train here.
-    """
-
-    versions: dict[str, str | None]
-    devices: dict[str, Any]
-    launchers: dict[str, str | None]
-    disks: dict[str, dict[str, Any]]
-    missing: dict[str, dict[str, Any]]
-    environment: dict[str, str]
-    problems: list[str]
-    ready: bool
-
-    def __str__(self) -> str:
-        parts = ["Versions", *(f"  {name} {version or 'not installed'}" for name, version in self.versions.items())]
-        parts += ["", "Devices", *(f"  {name}: {value}" for name, value in self.devices.items())]
-        parts += ["", "Launchers"]
-        parts += [f"  {name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in self.launchers.items()]
-        parts += ["", "Free space"]
-        parts += [
-            f"  {where}: {_gb(at['free'])} of {_gb(at['total'])} at {at['path']}" for where, at in self.disks.items()
-        ]
-        if self.missing:
-            parts += ["", "Not installed, and needed only for"]
-            parts += [
-                f"  {what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in self.missing.items()
-            ]
-        if self.environment:
-            parts += ["", "Environment variables", *(f"  {name}: {text}" for name, text in self.environment.items())]
-        parts += ["", "Problems", *(f"  {problem}" for problem in self.problems or ["none was found"])]
-        return "\n".join(parts)
+def _text(report: dict[str, Any]) -> str:
+    """What `examine` has found, for people."""
+    versions = {name: version or "not installed" for name, version in report["versions"].items()}
+    parts = ["Versions", *(f"  {name} {version}" for name, version in versions.items())]
+    parts += ["", "Devices", *(f"  {name}: {value}" for name, value in report["devices"].items())]
+    launchers = {name: path or f"not found; {LAUNCHERS[name]}" for name, path in report["launchers"].items()}
+    parts += ["", "Launchers", *(f"  {name}: {path}" for name, path in launchers.items())]
+    spaces = {
+        where: f"{_gb(at['free'])} of {_gb(at['total'])} at {at['path']}" for where, at in report["disks"].items()
+    }
+    parts += ["", "Free space", *(f"  {where}: {space}" for where, space in spaces.items())]
+    if missing := report["missing"]:
+        gaps = [f"  {what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in missing.items()]
+        parts += ["", "Not installed, and needed only for", *gaps]
+    if variables := report["environment"]:
+        parts += ["", "Environment variables", *(f"  {name}: {text}" for name, text in variables.items())]
+    return "\n".join([*parts, "", "Problems", *(f"  {each}" for each in report["problems"] or ["none was found"])])
 
 
 def add(commands: Any) -> None:
@@ -108,18 +83,29 @@ def add(commands: Any) -> None:
         description="Show what this machine has for training. Secrets are named as set, and never printed. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
-    add_json(parser)
-    parser.set_defaults(execute=functools.partial(_doctor, parser))
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(execute=_doctor, parser=parser)
 
 
 def _doctor(parser: Parser, options: argparse.Namespace) -> None:
     report = examine()
-    print(json.dumps(asdict(report), indent=2) if options.json else report)
-    parser.exit(0 if report.ready else 1)
+    print(json.dumps(report, indent=2) if options.json else _text(report))
+    parser.exit(0 if report["ready"] else 1)
 
 
-def examine() -> Report:
-    """Look at this machine; imports torch at most, and nothing is allocated on a device."""
+def examine() -> dict[str, Any]:
+    """Look at this machine; imports torch at most, and nothing is allocated on a device.
+
+    Returns:
+        versions: of Python and of libraries, None for those that are not installed.
+        devices: what a run uses here, by `use_cpu=False`.
+        launchers: name → path, or None.
+        disks: 'folder', 'temporary' and '/dev/shm' → path, free and total bytes.
+        missing: feature → packages that are missing or too old, and the command that installs them.
+        environment: variables that change behaviour; secrets are only named as set.
+        problems: what stops or slows training, each with what to do.
+        ready: whether a Trainer can train here.
+    """
     gaps = dict(_find_missing_packages())
     broken = gaps.pop("", None)
     problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
@@ -137,15 +123,21 @@ def examine() -> Report:
         problems.append(str(error))
     disks = dict(_disks())
     problems += [
-        f"{where} has {_gb(at['free'])} free at {at['path']}: {_LOW_SPACE_ADVICE[where]}"
+        f"{where} has {_gb(at['free'])} free at {at['path']}: {_SMALL[where][1]}"
         for where, at in disks.items()
-        if at["free"] < _SMALL[where]
+        if at["free"] < _SMALL[where][0]
     ]
-    launchers = {name: _program(name) for name in LAUNCHERS}
-    missing = {f"{EXTRAS[extra]} [{extra}]": gap for extra, gap in gaps.items()}
-    return Report(
-        _versions(), found, launchers, disks, missing, environment(), problems, broken is None and bool(found)
-    )
+    beside = os.path.dirname(sys.executable)  # the programs that belong to this Python
+    return {
+        "versions": _versions(),
+        "devices": found,
+        "launchers": {name: shutil.which(name) or shutil.which(name, path=beside) for name in LAUNCHERS},
+        "disks": disks,
+        "missing": {f"{EXTRAS[extra]} [{extra}]": gap for extra, gap in gaps.items()},
+        "environment": environment(),
+        "problems": problems,
+        "ready": broken is None and bool(found),
+    }
 
 
 def _version(name: str) -> str | None:
@@ -201,6 +193,7 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
 def _devices() -> tuple[dict[str, Any], list[str]]:
     """What a run uses here, as `TrainingArguments.device` chooses, and what is wrong with it."""
     import torch
+    from torch.utils import collect_env
 
     from hftrainer.parallel import devices
 
@@ -213,7 +206,8 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processes by": detect(),
     }
-    names, problems = _nvidia(), []
+    # By nvidia-smi: torch would start a context on the first GPU to name it.
+    names, problems = (collect_env.get_gpu_info(collect_env.run) or "").splitlines(), []
     if names:
         shown["NVIDIA GPUs"] = names
     if names and kind == "cpu":
@@ -225,19 +219,6 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
     if kind == "cpu" and (unused := devices.unused_tpu()):
         problems.append(unused)
     return shown, problems
-
-
-def _nvidia() -> list[str]:
-    """NVIDIA's GPUs by nvidia-smi: torch would start a context on the first to name them."""
-    from torch.utils import collect_env
-
-    found: str | None = collect_env.get_gpu_info(collect_env.run)
-    return (found or "").splitlines()
-
-
-def _program(name: str) -> str | None:
-    """The path of a program, on the PATH or beside this Python."""
-    return shutil.which(name) or shutil.which(name, path=os.path.dirname(sys.executable))
 
 
 def _disks() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -306,9 +287,7 @@ _NAMED = re.compile(
 
 def environment() -> dict[str, str]:
     """The variables that are set: value and effect of those in the table, 'set' for the others."""
-    shown = {name: f"{os.environ[name]} ({effect})" for name, effect in EFFECTS.items() if name in os.environ}
-    launched = {
-        name: f"{os.environ[name]} ({row.effect})" for name in os.environ if (row := find_variable(name)) is not None
-    }
-    shown = launched | shown
+    launched = {name: row.effect for name in os.environ if (row := find_variable(name)) is not None}
+    effects = {**launched, **{name: effect for name, effect in EFFECTS.items() if name in os.environ}}
+    shown = {name: f"{os.environ[name]} ({effect})" for name, effect in effects.items()}
     return shown | {name: "set" for name in sorted(os.environ) if name not in shown and _NAMED.search(name)}

@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 from hftrainer.errors import suggest
-
-if TYPE_CHECKING:
-    from hftrainer.hf_argparser import HfArgumentParser
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.hf_argparser import HfArgumentParser
+from hftrainer.training_args import TrainingArguments
 
 _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
@@ -30,19 +27,16 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
     )
-    add_json(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # A script comes first and takes all words after it. Training arguments are unknown here: argparse returns those
     # before the first value apart from it, and `main` puts them together again.
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
-    parser.set_defaults(execute=functools.partial(_explain, parser))
+    parser.set_defaults(execute=_explain, parser=parser)
 
 
 def arguments_parser() -> HfArgumentParser:
     """The parser of training arguments."""
-    from hftrainer.hf_argparser import HfArgumentParser
-    from hftrainer.training_args import TrainingArguments
-
     return HfArgumentParser(
         TrainingArguments,
         prog="python -m hftrainer explain",
@@ -73,8 +67,6 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _arguments(words: list[str]) -> TrainingArguments:
-    from hftrainer.training_args import TrainingArguments
-
     parser = arguments_parser()
     try:
         args: TrainingArguments
@@ -101,7 +93,6 @@ def _arguments_of_script(
     """The arguments that the script gives to its first Trainer, or made last; and an error that ended it before."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before these libraries are imported
     from hftrainer.cli.run import run_script
-    from hftrainer.training_args import TrainingArguments
 
     made, failure = _patch_trainer_to_stop(), None
     try:
@@ -125,7 +116,6 @@ def _arguments_of_script(
 def _patch_trainer_to_stop() -> list[TrainingArguments]:
     """From now on, making a Trainer raises `_Stop`; returns the list in which all arguments are kept once made."""
     from hftrainer.trainer import Trainer
-    from hftrainer.training_args import TrainingArguments
 
     made: list[TrainingArguments] = []
     check = TrainingArguments.__post_init__

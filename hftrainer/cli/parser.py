@@ -19,8 +19,3 @@ class Parser(argparse.ArgumentParser):
     def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:
         """End with an error whose message says what to do."""
         self.exit(status, f"{self.prog}: error: {error}\n")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add `--json`."""
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")

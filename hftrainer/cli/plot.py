@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from hftrainer.cli.parser import Parser, add_json
+from hftrainer.cli.parser import Parser
 
 
 def add(commands: Any) -> None:
@@ -34,8 +33,8 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
     parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
-    add_json(parser)
-    parser.set_defaults(execute=functools.partial(_plot, parser))
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(execute=_plot, parser=parser)
 
 
 def _plot(parser: Parser, options: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import runpy
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hftrainer.cli.parser import Parser
+from hftrainer.parallel import devices
 from hftrainer.plugins import load
 
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         "run", help="run an unmodified Trainer script, in one process or in several", usage=_USAGE, add_help=False
     )
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="options, and a script")
-    parser.set_defaults(execute=functools.partial(_run, parser))
+    parser.set_defaults(execute=_run, parser=parser)
 
 
 def _run(parser: Parser, options: argparse.Namespace) -> None:
@@ -168,8 +168,6 @@ def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
     """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
     import torch
 
-    from hftrainer.parallel import devices
-
     if not devices.torch_tpu.is_available():
         return False
     processes = cores or devices.torch_tpu.device_count()
@@ -184,8 +182,6 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
     Raises:
         SystemExit: when the script ends with it.
     """
-    from hftrainer.parallel import devices
-
     if not devices.has_torch_xla():
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")

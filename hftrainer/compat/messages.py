@@ -93,18 +93,14 @@ class _Terminal(logging.Handler):
             return
         of_root = logging.getLogger().handlers if self._switches.propagate else []
         handlers = [handler for name in _MODULES for handler in logging.getLogger(name).handlers]
+        terminals = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
         for handler in theirs.handlers + handlers:
-            doubled = handler in of_root or (shown and _writes_to_terminal(handler))
+            doubled = handler in of_root or (shown and getattr(handler, "stream", None) in terminals)
             if record.levelno >= handler.level and not doubled:
                 handler.handle(record)
         last = logging.lastResort
         if not (shown or theirs.handlers) and last is not None and record.levelno >= last.level:
             last.handle(record)
-
-
-def _writes_to_terminal(handler: logging.Handler) -> bool:
-    streams = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
-    return getattr(handler, "stream", None) in streams
 
 
 def connect() -> None:

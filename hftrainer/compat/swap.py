@@ -73,8 +73,8 @@ NAMES: dict[str, tuple[str, ...]] = {
 #: Module of transformers → our module, if the names differ.
 _OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
 _PACKAGES = ("transformers", "transformers.integrations")
-#: Module → tables in it whose values are such classes.
-_TABLES = {"transformers.integrations.integration_utils": ("INTEGRATION_TO_CALLBACK",)}
+#: A table in one of these modules whose values are such classes.
+_TABLE = "INTEGRATION_TO_CALLBACK"
 #: Module of transformers → names that it imports from those above.
 ALSO_IN: dict[str, tuple[str, ...]] = {
     "transformers.trainer": (
@@ -114,7 +114,8 @@ def end() -> None:
     """Restore the original names of transformers."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for package in _packages():
-        _remove_tensorflow_names(package)
+        if hasattr(type(package), "_original_class"):
+            package.__class__ = vars(type(package))["_original_class"]
     for name in _OF_TENSORFLOW:
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if isinstance(getattr(spec, "loader", None), _MissingModuleLoader):
@@ -153,17 +154,18 @@ def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
 def _swap(module: ModuleType) -> None:
     replaced: list[tuple[Any, Any]] = []
     for name, ours in _names_in(module.__name__):
-        # The package loads a name at its first access: names not accessed yet must not be loaded now.
-        if _has_own_name(sys.modules.get("transformers", module), name):
+        # A release that has a name for optimizers of Keras keeps its own. The package loads a name at its first access:
+        # names not accessed yet must not be loaded now.
+        package = sys.modules.get("transformers", module)
+        if name in _OF_TENSORFLOW["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {}):
             continue
         before = vars(module).get(name, _ABSENT)
         if before is _ABSENT and module.__name__ not in _PACKAGES:
             continue  # this release does not have the name
         replaced.append((before, _put(module, name, getattr(importlib.import_module(ours), name))))
-    for table in _TABLES.get(module.__name__, ()):
+    if module.__name__ in _OURS and (table := vars(module).get(_TABLE)) is not None:
         ours_of = {before: ours for before, ours in replaced if isinstance(before, type)}
-        _put(module, table, {key: ours_of.get(kind, kind) for key, kind in vars(module)[table].items()})
-
+        _put(module, _TABLE, {key: ours_of.get(kind, kind) for key, kind in table.items()})
     if module.__name__ == "transformers":
         _add_tensorflow_names(module)
     if module.__name__ == _TOKENIZERS:
@@ -278,11 +280,6 @@ def _keep_picklable(kind: Any) -> None:
 # ---- TensorFlow's names, where this release of transformers has none -------------------------------------------------
 
 
-def _has_own_name(package: ModuleType, name: str) -> bool:
-    """Whether transformers has a name for optimizers of Keras itself."""
-    return name in _OF_TENSORFLOW["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {})
-
-
 def _add_tensorflow_names(package: ModuleType) -> None:
     """Add names to the package such as `TFAutoModelForCausalLM` and `TFBertModel`, of torch's models.
 
@@ -296,18 +293,12 @@ def _add_tensorflow_names(package: ModuleType) -> None:
         try:
             return kind.__getattr__(self, name)
         except AttributeError:
-            made = load("tensorflow", "model_names").torch_class(self, name)
+            made = load("tensorflow", "h5_weights").torch_class(self, name)
             if made is None:
                 raise
             return made
 
     package.__class__ = type(kind.__name__, (kind,), {"__getattr__": find, "_original_class": kind})
-
-
-def _remove_tensorflow_names(package: ModuleType) -> None:
-    """Undo `_add_tensorflow_names`."""
-    if hasattr(type(package), "_original_class"):
-        package.__class__ = vars(type(package))["_original_class"]
 
 
 class _MissingModuleLoader(importlib.abc.Loader):

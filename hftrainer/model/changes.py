@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,9 +17,7 @@ from torch import nn
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage
 from hftrainer.hf_argparser import string_to_bool
-
-if TYPE_CHECKING:
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import by_step, rotate_checkpoints, sort_checkpoints
 from hftrainer.checkpointing.resume import warn_of_changed
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.changes import add_noise_to_embeddings
 from hftrainer.trainer_pt_utils import nested_numpify
-
-if TYPE_CHECKING:
-    from hftrainer.callbacks.state import TrainerState
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.training_args import TrainingArguments
 
 
 class EarlierMethods:

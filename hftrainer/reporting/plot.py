@@ -64,19 +64,22 @@ def read_run(folder: str) -> TrainerState:
 def curves(state: TrainerState) -> Curves:
     """Panel → label → optimizer steps and values."""
     found: Curves = {panel: {} for panel in PANELS}
-    step: float = 0
-    for line in state.log_history:
-        if _is_number(line.get("step")):  # lines that a script has added may have none
-            step = line["step"]
-        if "train_runtime" in line and "train_loss" in line:  # the summary at the end
-            continue
-        for name, value in line.items():
-            if name in ("step", "epoch") or is_measured(name) or not _is_number(value):
-                continue
+    for step, name, value in logged(state):
+        if name != "epoch" and _is_number(value):
             steps, values = found[_panel_of(name)].setdefault(name, ([], []))
             steps.append(step)
             values.append(value)
     return found
+
+
+def logged(state: TrainerState) -> Iterator[tuple[float, str, Any]]:
+    """Optimizer step, name and value of all that is logged, but the summary at the end and measurements."""
+    step: float = 0
+    for line in state.log_history:
+        if _is_number(line.get("step")):  # lines that a script has added may have none
+            step = line["step"]
+        if not ("train_runtime" in line and "train_loss" in line):
+            yield from ((step, name, line[name]) for name in line if name != "step" and not is_measured(name))
 
 
 def _is_number(value: Any) -> bool:

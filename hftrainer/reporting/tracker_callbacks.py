@@ -1,7 +1,7 @@
 """The callbacks that write a run to trackers, with the names, attributes and methods of transformers' own.
 
-Scripts find them in `callback_handler.callbacks`, use their writer, subclass them, or remove them. What they write, and
-when, is in `hftrainer_lightning.trackers.tracker`: each has a Lightning logger, made when it is first needed.
+Scripts find them in `callback_handler.callbacks`, use their writer, subclass them, or remove them. Each opens a
+Lightning logger, with which Lightning's callbacks write too.
 """
 
 from __future__ import annotations
@@ -9,263 +9,34 @@ from __future__ import annotations
 import enum
 import functools
 import importlib
+import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
 
-from hftrainer.callbacks.state import TrainerCallback
-from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
+import torch
+
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.weights import save_weights
-from hftrainer.errors import MissingPackage
+from hftrainer.compat import peers
 from hftrainer.parallel.config_files import env_flag
-from hftrainer.plugins import adapter
-
-if TYPE_CHECKING:
-    from hftrainer.callbacks.state import TrainerState
-    from hftrainer.training_args import TrainingArguments
+from hftrainer.plugins import load
+from hftrainer.reporting.tracking import (
+    ReportingCallback as ReportingCallback,
+    TensorBoardCallback as TensorBoardCallback,
+    TrackerCallback as TrackerCallback,
+    adapters_of,
+    arguments_of,
+    config_of,
+    renamed,
+    reporting_callbacks as reporting_callbacks,
+)
 
 logger = logging.getLogger(__name__)
-
-
-class ReportingCallback(TrainerCallback):
-    """Writes a run to trackers.
-
-    Args:
-        trackers: the trackers to write to.
-    """
-
-    def __init__(self, trackers: Sequence[Any] = ()) -> None:
-        self._trackers = list(trackers)
-        self._save_model: Callable[[str], None] | None = None
-        self._run_folder: Callable[[], str] | None = None
-        self._log_folder: Any = None
-
-    def attach(self, save_model: Callable[[str], None], run_folder: Callable[[], str], log_folder: Any) -> None:
-        """Connect the callback to its Trainer.
-
-        Args:
-            save_model: writes the model into a folder, for trackers that upload it.
-            run_folder: returns the folder of the run's checkpoints.
-            log_folder: where trackers write files; the same for all trackers of a Trainer.
-        """
-        self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
-
-    def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The trackers of this callback, with the current arguments."""
-        for tracker in self._trackers:
-            tracker.args = args
-        return self._trackers
-
-    def _written_trackers(self, args: TrainingArguments, state: TrainerState) -> list[Any]:
-        """The trackers that this process writes to: none unless it is the main process."""
-        return self.trackers(args) if state.is_world_process_zero else []
-
-    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning loggers; this opens their runs."""
-        return [tracker.logger for tracker in self.trackers(args)]
-
-    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
-        """Start a new run for a hyperparameter trial."""
-        for tracker in self.trackers(args):
-            tracker.start_trial(name)
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Write the hyperparameters, unless they were written before."""
-        for tracker in self._written_trackers(args, state):
-            tracker.begin(model, state)
-
-    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Write the line."""
-        for tracker in self._written_trackers(args, state):
-            tracker.log(logs, model, state)
-
-    def on_predict(self, args, state, control, metrics, model=None, **kwargs):
-        """Write the metrics of a prediction, to the trackers for which transformers does so."""
-        for tracker in self._written_trackers(args, state):
-            tracker.predicted(metrics, model, state)
-
-    def on_save(self, args, state, control, **kwargs):
-        """Upload the checkpoint, if the tracker's settings ask for it."""
-        folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
-        for tracker in self._written_trackers(args, state):
-            tracker.saved(os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"), state)
-
-    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """End the run."""
-
-        def save(folder: str) -> None:
-            if self._save_model is not None:
-                self._save_model(folder)
-                return
-            save_weights(model, folder)
-            if processing_class is not None:
-                processing_class.save_pretrained(folder)
-
-        for tracker in self._written_trackers(args, state):
-            tracker.end(model, state, save)
-
-
-class TrackerCallback(ReportingCallback):
-    """Writes a run to one tracker.
-
-    Attributes:
-        name: its name in `report_to`.
-    """
-
-    name = ""
-
-    def __init__(self) -> None:
-        from hftrainer import integrations
-
-        super().__init__()
-        if missing := integrations.missing_packages(self.name):
-            raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {missing}")
-
-    def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker, made on first use: before that there are no arguments."""
-        if not self._trackers:
-            self._trackers = [adapter().make_tracker(self.name, args, self._log_folder)]
-        return super().trackers(args)
-
-
-class _SetUpCallback(TrackerCallback):
-    """A tracker with a `setup` that opens its run and writes the hyperparameters. Subclasses may override it."""
-
-    #: Attribute → name of the module in it. Modules cannot be pickled, so a copy imports it again.
-    _modules: dict[str, str] = {}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._initialized = False
-        self._find_modules()
-
-    def _find_modules(self) -> None:
-        for attribute, module in self._modules.items():
-            setattr(self, attribute, importlib.import_module(module))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in self._modules}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._find_modules()
-
-    def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker; none if a script has set its module to None, as transformers' callbacks allow."""
-        if any(getattr(self, attribute) is None for attribute in self._modules):
-            return []
-        return super().trackers(args)
-
-    def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
-        """Open the run, and write the hyperparameters. Called once, before anything else is written."""
-        self._initialized = True
-        for tracker in self._written_trackers(args, state):
-            tracker.describe_once(model, state)
-
-    def _set_up_once(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
-        if not self._initialized:
-            self.setup(args, state, model)
-        for tracker in self._trackers:
-            # A subclass's `setup` may have written the hyperparameters without the tracker.
-            tracker.described = True
-
-    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning logger; this calls `setup`."""
-        self._set_up_once(args, state, model)
-        return super().loggers(args, state, model)
-
-    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
-        """Start a new run for a hyperparameter trial."""
-        super().start_trial(args, name)
-        self._initialized = False
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Set up."""
-        self._set_up_once(args, state, model)
-        super().on_train_begin(args, state, control, model=model, **kwargs)
-
-    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Write the line."""
-        self._set_up_once(args, state, model)
-        super().on_log(args, state, control, logs=logs, model=model, **kwargs)
-
-
-class TensorBoardCallback(TrackerCallback):
-    """Writes a run to TensorBoard.
-
-    Args:
-        tb_writer: a `SummaryWriter` to write with; default one for `logging_dir`.
-
-    Attributes:
-        tb_writer: the writer, during training; it may be set.
-        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or once training begins one below `output_dir`.
-    """
-
-    name = "tensorboard"
-
-    def __init__(self, tb_writer: Any = None) -> None:
-        super().__init__()
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            from tensorboardX import SummaryWriter  # type: ignore[no-redef]
-        self._SummaryWriter: Any = SummaryWriter
-        self.tb_writer = tb_writer
-        given = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        self.logging_dir = None if given is None else os.path.expanduser(given)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "tb_writer": None}  # an open file of this process
-
-    def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker, which writes with `tb_writer`."""
-        (tracker,) = super().trackers(args)
-        tracker.directory, tracker.make_writer = self.logging_dir, functools.partial(self._writer, args)
-        return [tracker]
-
-    def loggers(self, args: TrainingArguments, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning logger; none if a script has set the writer class to None."""
-        there = self.tb_writer is not None or self._SummaryWriter is not None
-        return super().loggers(args, state, model) if there else []
-
-    def _writer(self, args: TrainingArguments, *, make: bool = True) -> Any:
-        """The writer, created if needed. None if a script has set the writer class to None."""
-        if self.tb_writer is None and make:
-            self._init_summary_writer(args)
-        return self.tb_writer
-
-    def _init_summary_writer(self, args: TrainingArguments) -> None:
-        """Make the writer. Subclasses may override it."""
-        if self._SummaryWriter is not None:
-            (tracker,) = self.trackers(args)
-            self.tb_writer = self._SummaryWriter(log_dir=tracker.path())
-
-    def start_trial(self, args: TrainingArguments, name: str | None) -> None:
-        """Write to a separate folder for a hyperparameter trial."""
-        super().start_trial(args, name)
-        self.tb_writer = self.logging_dir = None
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Open the writer, and write the arguments and the configuration."""
-        if not state.is_world_process_zero:
-            return
-        (tracker,) = self.trackers(args)
-        self.logging_dir = tracker.path()
-        if self._writer(args) is not None:
-            super().on_train_begin(args, state, control, model=model, **kwargs)
-
-    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Write the line."""
-        if state.is_world_process_zero and self._writer(args) is not None:
-            super().on_log(args, state, control, logs=logs, model=model, **kwargs)
-
-    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Close the writer; later values get a new one."""
-        if self.tb_writer is not None:
-            super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
-            self.tb_writer.close()
-            self.tb_writer = None
 
 
 class WandbLogModel(str, enum.Enum):
@@ -290,53 +61,245 @@ class WandbLogModel(str, enum.Enum):
         return cls.FALSE
 
 
-class WandbCallback(_SetUpCallback):
-    """Writes a run to Weights & Biases."""
+#: Metrics of a run's last log line: one number for the whole run, not a curve.
+SUMMARY_METRICS = frozenset(
+    {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
+)
+_SIZE = "model/num_parameters"
+
+
+class WandbCallback(TrackerCallback):
+    """Writes to a W&B run; an open one is reused, and stays open. `wandb.init` reads the `WANDB_*` variables."""
 
     name = "wandb"
-    _modules = {"_wandb": "wandb"}
 
     def __init__(self) -> None:
         super().__init__()
         self._log_model = WandbLogModel(os.environ.get("WANDB_LOG_MODEL", "false"))
 
-    def trackers(self, args: TrainingArguments) -> list[Any]:
-        """The tracker, which uploads models as `_log_model` sets."""
-        found = super().trackers(args)
-        for tracker in found:
-            tracker.uploads = str(self._log_model.value)
-        return found
+    @functools.cached_property
+    def _wandb(self) -> Any:
+        """The library; a script may set it to None, as in transformers' callback."""
+        return importlib.import_module("wandb")
+
+    def _is_writing(self, state: TrainerState) -> bool:
+        return super()._is_writing(state) and self._wandb is not None
+
+    def _make_loggers(self, args: Any) -> list[Any]:
+        """Use the open run, or start one, named after `run_name` or the hyperparameter trial."""
+        naming: dict[str, Any] = {"name": args.run_name}
+        if self._trial is not None:
+            naming = {"name": self._trial, "group": args.run_name or str(args.output_dir)}
+        run = self._wandb.run
+        if run is None:
+            project = os.environ.get("WANDB_PROJECT", "huggingface")
+            given = {key: value for key, value in naming.items() if value is not None}
+            run = self._wandb.init(project=project, **given)
+        return [load("lightning", "loggers").TrainStepLogger(run)]
+
+    def start_trial(self, args: Any, name: str | None) -> None:
+        """Start a new run for the trial, and end the previous one. In a sweep, the agent has started it already."""
+        if self._wandb is not None and (self._wandb.run is None or self._wandb.run.sweep_id is None):
+            self._wandb.finish()
+        self._opened = None
+        super().start_trial(args, name)
+
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
+        run = self._tracker_logger(args).experiment
+        run.config.update({**adapters_of(model), **config_of(model), **arguments_of(args)}, allow_val_change=True)
+        if hasattr(model, "num_parameters"):
+            run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
+        watched = os.environ.get("WANDB_WATCH", "false")
+        if watched in ("all", "parameters", "gradients"):
+            run.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))
+        if self._log_model != "false":
+            size = run.config.get(_SIZE)
+            metadata = {"model_config": config_of(model) or None, "num_parameters": size, "initial_model": True}
+            with tempfile.TemporaryDirectory() as folder:
+                self._upload(args, _with_structure(folder, model), metadata, ["base_model"])
+
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        """Write the line; values of the whole run go into its summary."""
+        logger = self._tracker_logger(args)
+        for name in SUMMARY_METRICS & logs.keys():
+            logger.experiment.summary[name] = logs[name]
+        curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
+        logger.log_metrics(renamed(curves), step=state.global_step)
+
+    def on_predict(self, args, state, control, metrics, model=None, **kwargs):
+        """Write the metrics of a prediction."""
+        self._set_up_once(args, state, model)
+        if self._is_writing(state):
+            self._tracker_logger(args).log_metrics(renamed(metrics))
+
+    def on_save(self, args, state, control, **kwargs):
+        """Upload the checkpoint if WANDB_LOG_MODEL=checkpoint."""
+        if self._is_writing(state) and self._log_model == "checkpoint":
+            run = self._tracker_logger(args).experiment
+            aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
+            metadata = {**_summary(run), _SIZE: run.config.get(_SIZE)}
+            self._upload(args, self._checkpoint(args, state), metadata, aliases)
+
+    def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        """Upload the model if WANDB_LOG_MODEL asks for it. The run stays open for later log lines."""
+        super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
+        if not self._is_writing(state) or self._log_model == "false":
+            return
+        run = self._tracker_logger(args).experiment
+        metadata = _summary(run)
+        if args.load_best_model_at_end:
+            metadata = {
+                f"eval/{args.metric_for_best_model}": state.best_metric,
+                "train/total_floss": state.total_flos,  # spelled so by transformers, whose users look for it
+                _SIZE: run.config.get(_SIZE),
+            }
+        with tempfile.TemporaryDirectory() as folder:
+            if self._save_model is not None:
+                self._save_model(folder)
+            else:
+                save_weights(model, folder)
+                if processing_class is not None:
+                    processing_class.save_pretrained(folder)
+            self._upload(args, _with_structure(folder, model), {**metadata, "final_model": True}, ["final_model"])
+
+    def _upload(self, args: Any, folder: str, metadata: Mapping[str, Any], aliases: list[str]) -> None:
+        """Log a folder as a version of the run's model."""
+        run = self._tracker_logger(args).experiment
+        unnamed = args.run_name is None or args.run_name == args.output_dir
+        name = re.sub(r"[^\w.-]", "-", run.id if unnamed else run.name)  # W&B refuses others in an artifact's name
+        artifact = self._wandb.Artifact(f"model-{name}", type="model", metadata=dict(metadata))
+        artifact.add_dir(folder)
+        run.log_artifact(artifact, aliases=aliases)
 
 
-class MLflowCallback(_SetUpCallback):
-    """Writes a run to MLflow."""
+def _summary(run: Any) -> dict[str, Any]:
+    """The numbers in the summary of a W&B run."""
+    return {k: v for k, v in dict(run.summary).items() if isinstance(v, (int, float)) and not k.startswith("_")}
+
+
+def _with_structure(folder: str, model: Any) -> str:
+    """Write the model's layers to a text file; returns the folder."""
+    with open(os.path.join(folder, "model_architecture.txt"), "w", encoding="utf-8") as file:
+        print(model, file=file)
+    return folder
+
+
+#: Characters that MLflow's servers do not accept in a metric's name.
+_NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
+
+
+class MLflowCallback(TrackerCallback):
+    """Writes to an MLflow run, with the log line's own names. An active run is reused, and stays active.
+
+    `mlflow` itself reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and decides where to write without them.
+    """
 
     name = "mlflow"
-    _modules = {"_ml_flow": "mlflow"}
 
     def __init__(self) -> None:
         super().__init__()
         self._auto_end_run = self._log_artifacts = False
+        #: The run, if this callback has started it.
+        self._begun: str | None = None
+
+    @functools.cached_property
+    def _ml_flow(self) -> Any:
+        """The library; a script may set it to None, as in transformers' callback."""
+        return importlib.import_module("mlflow")
+
+    def _is_writing(self, state: TrainerState) -> bool:
+        return super()._is_writing(state) and self._ml_flow is not None
+
+    def _make_loggers(self, args: Any) -> list[Any]:
+        """Use the active run, or start one."""
+        nested, experiment = env_flag("MLFLOW_NESTED_RUN"), os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        run = self._ml_flow.active_run()
+        if run is None or nested or os.environ.get("MLFLOW_RUN_ID"):
+            if experiment:
+                self._ml_flow.set_experiment(experiment)
+            run = self._ml_flow.start_run(run_name=args.run_name, nested=nested)
+            self._begun = run.info.run_id
+        make_logger = load("lightning", "loggers").MLFlowLogger
+        return [make_logger(tracking_uri=self._ml_flow.get_tracking_uri(), run_id=run.info.run_id)]
+
+    def start_trial(self, args: Any, name: str | None) -> None:
+        """Start a new run for the trial, unless the user's run is active."""
+        self._opened = None
+        super().start_trial(args, name)
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open a run, or use the active one, and write the hyperparameters."""
         self._log_artifacts = env_flag("HF_MLFLOW_LOG_ARTIFACTS")
         super().setup(args, state, model, **kwargs)
-        self._auto_end_run = any(tracker.has_begun for tracker in self._trackers)
+        self._auto_end_run = self._begun is not None
+
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Write the parameters that MLflow can hold, and the tags of MLFLOW_TAGS."""
+        from mlflow.entities import Param, RunTag
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+
+        values = {**config_of(model), **arguments_of(args)}
+        if env_flag("MLFLOW_FLATTEN_PARAMS"):
+            values = _flattened(values)
+        for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
+            del values[name]
+            logger.warning(
+                "MLflow does not get the parameter %s, which is longer than %d characters; of a dict, "
+                "MLFLOW_FLATTEN_PARAMS=1 writes each entry.",
+                name,
+                MAX_PARAM_VAL_LENGTH,
+            )
+        most = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
+        items = list(values.items())[: int(most) if most.isdigit() else None]
+        client, run_id = self._tracker_logger(args).experiment, self._tracker_logger(args).run_id
+        for first in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
+            batch = items[first : first + MAX_PARAMS_TAGS_PER_BATCH]
+            client.log_batch(run_id, params=[Param(name, str(value)) for name, value in batch])
+        if tags := os.environ.get("MLFLOW_TAGS"):
+            client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
+
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        """Write the numbers, with the characters replaced that MLflow does not allow in names."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        numbers = self._numbers(
+            {name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in logs.items()}
+        )
+        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
+        self._tracker_logger(args).experiment.log_batch(self._tracker_logger(args).run_id, metrics=metrics)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Set up; reopens a run that an earlier training ended."""
+        super().on_train_begin(args, state, control, model=model, **kwargs)
+        if self._is_writing(state) and self._begun is not None and self._ml_flow.active_run() is None:
+            self._ml_flow.start_run(run_id=self._begun)
 
     def on_save(self, args, state, control, **kwargs):
         """Log the checkpoint as a model if HF_MLFLOW_LOG_ARTIFACTS is set."""
-        if self._log_artifacts:
-            super().on_save(args, state, control, **kwargs)
+        if self._is_writing(state) and self._log_artifacts:
+            checkpoint, pyfunc = self._checkpoint(args, state), self._ml_flow.pyfunc
+            model = {"artifacts": {"model_path": checkpoint}, "python_model": pyfunc.PythonModel()}
+            pyfunc.log_model(name=os.path.basename(checkpoint), **model)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """End the run, unless the script started it."""
-        if self._auto_end_run:
-            super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
+        """End the run, unless the script started it; MLflow still accepts later values."""
+        if self._is_writing(state) and self._auto_end_run and self._ml_flow.active_run() is not None:
+            self._ml_flow.end_run()
 
 
-class CometCallback(_SetUpCallback):
-    """Writes a run to Comet."""
+def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The entries of nested dicts, with names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        flat |= _flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    return flat
+
+
+class CometCallback(TrackerCallback):
+    """Writes to a Comet experiment; a running one is reused. `comet_ml` itself reads the `COMET_*` variables."""
 
     name = "comet_ml"
 
@@ -347,25 +310,55 @@ class CometCallback(_SetUpCallback):
     @property
     def _experiment(self) -> Any:
         """Comet's experiment, once it is open."""
-        opened = [tracker.opened for tracker in self._trackers if tracker.opened is not None]
-        return opened[0].experiment if opened else None
+        return self._opened[0].experiment if self._opened else None
+
+    def _make_loggers(self, args: Any) -> list[Any]:
+        """Start or continue an experiment, depending on COMET_MODE; each hyperparameter trial gets its own."""
+        import comet_ml
+
+        asked = os.environ.get("COMET_MODE", "").lower()
+        mode = "create" if self._trial is not None else asked if asked in ("get_or_create", "get", "create") else None
+        online = {"online": True, "offline": False}.get(asked)
+        # Lightning's logger cannot start an experiment offline; it uses the running one.
+        comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=args.run_name))
+        return [load("lightning", "loggers").CometLogger(name=args.run_name)]
+
+    def start_trial(self, args: Any, name: str | None) -> None:
+        """Start a new experiment for the trial, and end the previous one."""
+        if self._experiment is not None:
+            self._experiment.end()
+        super().start_trial(args, name)
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Start or continue an experiment, and write the hyperparameters."""
         self._log_assets = env_flag("COMET_LOG_ASSETS")
         super().setup(args, state, model, **kwargs)
 
+    def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
+        """Write the model's structure, the arguments and the configuration."""
+        logger = self._tracker_logger(args)
+        logger.experiment.set_model_graph(str(model))
+        config = {"config": config_of(model)} if config_of(model) else {}
+        logger.log_hyperparams({"args": arguments_of(args), **config, **adapters_of(model)})
+        if state.is_hyper_param_search:
+            logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
+
+    def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
+        """Write the line with its step and epoch."""
+        self._tracker_logger(args).experiment.log_metrics(renamed(logs), step=state.global_step, epoch=state.epoch)
+
+    def on_predict(self, args, state, control, metrics, model=None, **kwargs):
+        """Write the metrics of a prediction."""
+        self.on_log(args, state, control, logs=metrics, model=model)
+
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Upload the output folder if COMET_LOG_ASSETS is set."""
-        for tracker in self._trackers:
-            tracker.uploads = self._log_assets
+        """Upload the output folder if COMET_LOG_ASSETS is set. The experiment stays open for later log lines."""
         super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
+        if self._is_writing(state) and self._log_assets:
+            self._tracker_logger(args).experiment.log_asset_folder(
+                str(args.output_dir), recursive=True, log_file_name=True, step=state.global_step
+            )
 
 
 #: The callback classes for names in `report_to`.
 CALLBACKS: tuple[type[TrackerCallback], ...] = (CometCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
-
-
-def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
-    """The callbacks that write to trackers."""
-    return [each for each in callbacks if isinstance(each, ReportingCallback)]

@@ -61,9 +61,9 @@ class SearchBackend(abc.ABC):
             kwargs: further keywords of the library.
         """
 
-    @abc.abstractmethod
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
-        """The arguments that a trial changes, with their values."""
+        """The arguments that a trial changes, with their values: the trial itself, where the library draws them."""
+        return trial
 
     @abc.abstractmethod
     def run_id(self, trial: Any) -> str:

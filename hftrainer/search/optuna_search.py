@@ -24,8 +24,7 @@ from hftrainer.search.backend import (
     no_trial_message,
     read_directions,
 )
-from hftrainer.search.jobs import SearchWorkers, number_of_jobs
-from hftrainer.search.packing import PackedTrainer, pack
+from hftrainer.search.jobs import PackedTrainer, SearchWorkers, number_of_jobs, pack
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
 if TYPE_CHECKING:
@@ -146,16 +145,11 @@ class OptunaSearch(SearchBackend):
         if count > 1:
             self.components.runner.release_trial()  # nor is there a model to pickle
             with self._workers.running(count, partial(train_in_worker, pack(self.components))):
-                self._optimize(trainer)
+                self.optimize(trainer)
         if not self._is_stopped():  # also for the trials of killed workers
-            self._optimize(trainer)
+            self.optimize(trainer)
 
-    def train_trials(self, trainer: Trainer) -> None:
-        """Train trials in a worker, where a seeded sampler would suggest what it suggests in the script's process."""
-        self.study.sampler.reseed_rng()
-        self._optimize(trainer)
-
-    def _optimize(self, trainer: Trainer) -> None:
+    def optimize(self, trainer: Trainer) -> None:
         """Run trials until there are enough, the time is up, or a callback stops the study."""
         started = 0
 
@@ -263,7 +257,8 @@ def train_in_worker(packed: PackedTrainer) -> None:
     """Train trials of the study of a pickled Trainer; a worker of `n_jobs` calls this."""
     components = packed.unpack()
     assert isinstance(components.search, OptunaSearch)
-    components.search.train_trials(components.trainer)
+    components.search.study.sampler.reseed_rng()  # seeded, it would suggest what it suggests in the script's process
+    components.search.optimize(components.trainer)
 
 
 def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:

@@ -85,19 +85,14 @@ def _unknown(args: Any, name: str, near: list[str]) -> str:
     return f"hp_space: {type(args).__name__} has no argument {name!r}{hint}"
 
 
-def _parse_bool(name: str, value: Any) -> bool:
-    """The value as a bool. `bool("False")` would be True."""
-    if (flag := parse_bool(str(value).removesuffix(".0"))) is None:
-        raise InvalidArgument(f"hp_space: {name}={value!r} is not a bool: give True or False.")
-    return flag
-
-
 def _cast(name: str, value: Any, current: Any, annotation: str) -> Any:
     """Cast a value to the type of the current one, as transformers does, but keep a float where a float is allowed."""
     if current is None or value is None or isinstance(value, Mapping):
         return value
     if type(current) is bool:
-        return _parse_bool(name, value)
+        if (flag := parse_bool(str(value).removesuffix(".0"))) is None:  # bool("False") would be True
+            raise InvalidArgument(f"hp_space: {name}={value!r} is not a bool: give True or False.")
+        return flag
     if type(current) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a ratio
         return value
     try:

@@ -101,10 +101,6 @@ class WandbSearch(SearchBackend):
             wandb.agent(sweep_id, train, count=n_trials, max_consecutive_failed_runs=max_failed, **place)
         return self._best(sweep_id)
 
-    def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
-        """The values that the server has chosen."""
-        return trial
-
     def run_id(self, trial: Any) -> str:
         """The id of the run."""
         import wandb

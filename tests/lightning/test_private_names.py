@@ -42,7 +42,6 @@ OF_OTHERS = {
     "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
     "hftrainer_lightning.module": {"_opt_called": "torch's schedules"},
     "hftrainer_lightning.launching": {"_exit": "os"},
-    "hftrainer_lightning.precision": {"_fields": "named tuples"},
 }
 #: Functions that take an attribute by its name.
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr")

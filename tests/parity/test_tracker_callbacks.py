@@ -4,13 +4,11 @@ import importlib
 import types
 
 import pytest
-from lightning.pytorch.loggers import CSVLogger
 from transformers import integrations
 from transformers.integrations import integration_utils
 
 import hftrainer
 from hftrainer.reporting import tracker_callbacks
-from hftrainer.reporting.tracker_callbacks import ReportingCallback
 from tests.support import tracking
 from tests.support.parity import LIBRARIES, alike, assert_equal, assert_same_weights
 from tests.support.tracking import make_trainer
@@ -289,22 +287,21 @@ def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
     assert integration_utils.INTEGRATION_TO_CALLBACK[report_to] is theirs
 
 
-def test_in_a_list_without_its_trainer(tmp_path):
+def test_in_a_list_without_its_trainer(tmp_path, monkeypatch):
     """One that a script has put there by hand has no Trainer to ask: it saves what it is given."""
+    monkeypatch.setenv("WANDB_LOG_MODEL", "checkpoint")
     trainer = make_trainer("hftrainer", tmp_path / "run", max_steps=2, save_strategy="steps", save_steps=2)
-    folders = []
+    folders, saved = [], []
 
-    class Tracker:
-        logger = CSVLogger(str(tmp_path))
-        begin = log = predicted = lambda self, *args: None
-        saved = lambda self, checkpoint, state: folders.append(checkpoint)  # noqa: E731
+    class Keeps(tracker_callbacks.WandbCallback):
+        def _upload(self, args, folder, metadata, aliases):
+            folders.append(folder)
+            if aliases == ["final_model"]:
+                saved.append(type(trainer.model).from_pretrained(folder))
 
-        def end(self, model, state, save_model):
-            (tmp_path / "saved").mkdir()
-            save_model(str(tmp_path / "saved"))
-
-    trainer.callback_handler.callbacks.append(ReportingCallback([Tracker()]))
+    tracker = tracking.WandB(tmp_path, monkeypatch)
+    trainer.callback_handler.callbacks.append(Keeps())
     trainer.train()
-    assert folders == [str(tmp_path / "run" / "checkpoint-2")]
-    saved = type(trainer.model).from_pretrained(tmp_path / "saved")
-    assert_same_weights(saved.state_dict(), trainer.model.state_dict())
+    tracker.close()
+    assert folders[1] == str(tmp_path / "run" / "checkpoint-2")
+    assert_same_weights(saved[0].state_dict(), trainer.model.state_dict())

@@ -23,7 +23,7 @@ from hftrainer.errors import CheckpointNotFound, HubError, InvalidArgument
 from hftrainer.hub import failures, repository, snapshots
 from hftrainer.parallel import process_group
 from hftrainer.parallel.processes import _wait_for_job as has_ended
-from hftrainer.search.packing import pack
+from hftrainer.search.jobs import pack
 from tests.support.checkpoints import At, OnSave
 from tests.support.hub_runs import READS, STEPS, TOKEN, environment, hub as hub, make_uploading
 from tests.support.hub_server import Commit, Repo, cut, fail

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     Callback,
     EarlyStopping,
-    LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -73,26 +71,3 @@ def first_layers(pruning: ModelPruning) -> list[Any]:
 def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
     """The module of the parameter with Lightning's number `index`; `first_layers` are known by number only."""
     return pruning._parameters_to_prune[index][0]
-
-
-# ---- Finders -------------------------------------------------------------------------------------------------------
-
-
-def name_of_batch_size(finder: BatchSizeFinder) -> str:
-    """The attribute that the finder changes from trial to trial."""
-    return finder._batch_arg_name
-
-
-def name_of_learning_rate(finder: LearningRateFinder) -> str:
-    """The attribute that the finder sets; without a name it would choose one itself."""
-    return finder._attr_name or "learning_rate"
-
-
-def updates_learning_rate(finder: LearningRateFinder) -> bool:
-    """Whether training uses the rate that the finder suggests (`update_attr`)."""
-    return finder._update_attr
-
-
-def skip_training_after_search(finder: BatchSizeFinder | LearningRateFinder) -> None:
-    """Set the flag by which Lightning's Tuner skips training after the search; it has no public name."""
-    finder._early_exit = True

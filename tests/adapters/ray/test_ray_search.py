@@ -18,7 +18,7 @@ from hftrainer.callbacks.notebook import NotebookProgressCallback
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.checkpointing import names
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument, UnsupportedArgument
-from hftrainer.search.packing import pack
+from hftrainer.search.jobs import pack
 from hftrainer_ray import search as ray_search
 from hftrainer_ray.search import RaySearch
 from tests.adapters.ray import searches

@@ -13,7 +13,7 @@ transformers = importlib.import_module("transformers")
 if not hasattr(transformers, "TFPreTrainedModel") or importlib.util.find_spec("tf_keras") is None:
     pytest.skip("this release of transformers has no TensorFlow models", allow_module_level=True)
 
-from hftrainer_tensorflow.model_names import torch_class  # noqa: E402
+from hftrainer_tensorflow.h5_weights import torch_class  # noqa: E402
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 SHORT = {"max_position_embeddings": 16}

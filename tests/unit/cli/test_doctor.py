@@ -82,7 +82,9 @@ def test_a_folder_that_is_not_installed(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "requires", absent)
-    assert any("not installed by pip, so its requirements are not" in problem for problem in doctor.examine().problems)
+    assert any(
+        "not installed by pip, so its requirements are not" in problem for problem in doctor.examine()["problems"]
+    )
 
 
 def test_each_extra_says_what_it_is_for():
@@ -123,13 +125,13 @@ def test_variables_that_the_sources_read_are_shown(monkeypatch):
 
 
 def test_gpus_that_torch_does_not_see(monkeypatch):
-    monkeypatch.setattr(doctor, "_nvidia", lambda: ["NVIDIA H100, 81559 MiB"])
+    monkeypatch.setattr("torch.utils.collect_env.get_gpu_info", lambda run: "NVIDIA H100, 81559 MiB")
     monkeypatch.setattr(devices, "detect_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert any("this torch is built without CUDA: install one" in problem for problem in doctor.examine().problems)
+    assert any("this torch is built without CUDA: install one" in problem for problem in doctor.examine()["problems"])
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.examine().problems)
+    assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.examine()["problems"])
 
 
 def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
@@ -137,6 +139,6 @@ def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64 << 20, 0, 64 << 20))
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "many")
     monkeypatch.setenv("SLURM_PROCID", "0")
-    problems = " ".join(doctor.examine().problems)
+    problems = " ".join(doctor.examine()["problems"])
     assert "folder has 0.1 GB free" in problems and "save_total_limit" in problems
     assert "SLURM_STEP_NUM_TASKS='many'" in problems

@@ -1,4 +1,7 @@
-"""`LearningRateFinder` and `BatchSizeFinder`: trial steps before training, of which only the result is kept."""
+"""`LearningRateFinder` and `BatchSizeFinder`: trial steps before training, of which only the result is kept.
+
+The names of the attributes that they change, and the flag that ends a search without training, are private.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,6 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from hftrainer_lightning.private_api.callbacks import (
-    name_of_batch_size,
-    name_of_learning_rate,
-    skip_training_after_search,
-    updates_learning_rate,
-)
 from hftrainer_lightning.private_api.trainer import hide_lightning_tips, restore_keyboard_interrupts
 
 if TYPE_CHECKING:
@@ -55,7 +52,7 @@ Build = Callable[..., pl.Trainer]
 
 def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TrialSteps, model: torch.nn.Module) -> int:
     """The largest batch that fits into memory, in samples, found by `finder`."""
-    name = name_of_batch_size(finder)
+    name = finder._batch_arg_name
     trial = _FinderModule(model, hooks, name, "learning_rate")
     _run(build, finder, hooks, trial)
     return int(getattr(trial, name))
@@ -68,16 +65,17 @@ def find_learning_rate(
 
     The curve is in `finder.optimal_lr` afterwards.
     """
-    _run(build, finder, hooks, _FinderModule(model, hooks, "batch_size", name_of_learning_rate(finder)))
+    # Without a name, the finder would choose one itself.
+    _run(build, finder, hooks, _FinderModule(model, hooks, "batch_size", finder._attr_name or "learning_rate"))
     found = finder.optimal_lr
-    return found.suggestion() if found is not None and updates_learning_rate(finder) else None
+    return found.suggestion() if found is not None and finder._update_attr else None
 
 
 def _run(
     build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TrialSteps, trial: pl.LightningModule
 ) -> None:
     """Fit until the finder is done. Lightning restores model and optimizer; this restores the random states."""
-    skip_training_after_search(finder)
+    finder._early_exit = True  # by it Lightning's Tuner skips training after the search
     with isolate_rng(), hide_lightning_tips(), restore_keyboard_interrupts(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)

@@ -1,0 +1,118 @@
+"""Lightning's loggers, as trackers write with them, and what Lightning's callbacks write to where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.loggers import (
+    CometLogger as CometLogger,
+    CSVLogger as CSVLogger,
+    Logger,
+    MLFlowLogger as MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
+
+logger = logging.getLogger(__name__)
+
+#: The x-axis of W&B's curves.
+STEP = "train/global_step"
+
+
+def is_lightning_logger(candidate: Any) -> bool:
+    """Whether `candidate` is a Lightning logger, as an instance or as a class."""
+    return issubclass(candidate, Logger) if isinstance(candidate, type) else isinstance(candidate, Logger)
+
+
+class TrainStepLogger(WandbLogger):
+    """Plots over the Trainer's steps; Lightning's own logger uses an axis of another name.
+
+    Args:
+        run: the W&B run.
+    """
+
+    def __init__(self, run: Any) -> None:
+        super().__init__(experiment=run)
+        run.define_metric(STEP)
+        run.define_metric("*", step_metric=STEP, step_sync=True)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write the numbers, at a step of the Trainer."""
+        self.experiment.log(dict(metrics) if step is None else {**metrics, STEP: step})
+
+
+class _LateWriter:
+    """A placeholder until something is written: Lightning asks for a writer before training begins.
+
+    Args:
+        make: makes the writer.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def flush(self) -> None:
+        """Nothing: nothing is written yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._make(), name)
+
+
+class WriterLogger(TensorBoardLogger):
+    """Writes with the callback's `tb_writer`, which is made when something is first written.
+
+    Lightning's scalar for its table of hyperparameters is left out.
+
+    Args:
+        writer: returns the writer; with `make=False` None if there is none yet.
+        folder: where it writes.
+    """
+
+    def __init__(self, writer: Callable[..., Any], folder: str) -> None:
+        super().__init__(folder, name="", version="", default_hp_metric=False)
+        self._writer = writer
+
+    @property
+    def experiment(self) -> Any:
+        """The writer."""
+        there = self._writer(make=False)
+        return there if there is not None else _LateWriter(self._writer)
+
+
+class CallbackMetricsLogger(Logger):
+    """Receives what Lightning's callbacks log when there is no logger; some callbacks refuse to run without one.
+
+    Args:
+        receive: called with the numbers by name.
+        folder: for callbacks that write to their logger's folder.
+    """
+
+    #: Empty, so that they do not become folders.
+    name = version = ""
+
+    def __init__(self, receive: Callable[[Mapping[str, float]], None], folder: str) -> None:
+        super().__init__()
+        self._receive = receive
+        self._folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        """The output folder."""
+        return self._folder
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Pass on the numbers, without the epoch that Lightning adds: every log line has it already."""
+        numbers = {}
+        for name, value in metrics.items():
+            number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+            if not isinstance(number, (int, float)):
+                logger.warning("%s=%r is not a number: it is left out of the log line.", name, value)
+            elif name != "epoch":
+                numbers[name] = number
+        self._receive(numbers)
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the hyperparameters are in `training_args.bin`."""

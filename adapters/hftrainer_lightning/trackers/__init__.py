@@ -1,1 +1,0 @@
-"""Trackers that write through Lightning's loggers, with the names that transformers uses."""
