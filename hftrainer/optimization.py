@@ -16,14 +16,19 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from hftrainer.arguments.choices import SchedulerType
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
-from hftrainer.optimizers.greedy_lr import GreedyLR as GreedyLR
-from hftrainer.optimizers.per_parameter import (
-    Adafactor as Adafactor,
-    AdafactorSchedule as AdafactorSchedule,
-    get_adafactor_schedule as get_adafactor_schedule,
-)
 
 logger = logging.getLogger(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    """The optimizer and schedules that transformers has; importing it takes seconds.
+
+    Raises:
+        MissingPackage: when the installed release does not have it.
+    """
+    if name in ("Adafactor", "AdafactorSchedule", "get_adafactor_schedule", "GreedyLR"):
+        return peers.of_transformers("optimization", name, f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _warmup_then(
@@ -255,17 +260,20 @@ def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> Reduc
     return ReduceLROnPlateau(optimizer, **kwargs)
 
 
-def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> GreedyLR:
-    """A `GreedyLR`, which steps on evaluations."""
-    return GreedyLR(optimizer, **kwargs)
+def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> Any:
+    """The `GreedyLR` of transformers, which steps on evaluations."""
+    return _greedy_lr()(optimizer, **kwargs)
+
+
+def _greedy_lr() -> Any:
+    return peers.of_transformers("optimization", "GreedyLR", "lr_scheduler_type='greedy'")
 
 
 def follows_metric(scheduler: Any) -> bool:
-    """Whether the scheduler steps on evaluations, with their metric: torch's, ours, or transformers' own GreedyLR."""
-    if isinstance(scheduler, LRScheduler):
-        return isinstance(scheduler, ReduceLROnPlateau)
-    # Theirs is not a torch scheduler.
-    return peers.is_instance(scheduler, "transformers.optimization", "GreedyLR")
+    """Whether the scheduler steps on evaluations, with their metric: torch's, or GreedyLR, which is none of torch's."""
+    return isinstance(scheduler, ReduceLROnPlateau) or peers.is_instance(
+        scheduler, "transformers.optimization", "GreedyLR"
+    )
 
 
 def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
@@ -305,11 +313,6 @@ SCHEDULES: dict[SchedulerType, Callable[..., LRScheduler]] = {
     SchedulerType.WARMUP_STABLE_DECAY: get_wsd_schedule,
     SchedulerType.GREEDY: get_greedy_schedule,
 }
-#: Schedules that forward their keywords → the class that takes them.
-_KEYWORDS_OF: dict[SchedulerType, Callable[..., Any]] = {
-    SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau,
-    SchedulerType.GREEDY: GreedyLR,
-}
 
 
 def get_scheduler(
@@ -332,7 +335,12 @@ def get_scheduler(
         InvalidArgument: for an unknown name, an unknown keyword, or a missing step count or keyword.
     """
     schedule = SCHEDULES[kind := SchedulerType(name)]
-    parameters = inspect.signature(_KEYWORDS_OF.get(kind, schedule)).parameters
+    takes: Callable[..., Any] = schedule
+    if kind is SchedulerType.REDUCE_ON_PLATEAU:
+        takes = ReduceLROnPlateau
+    elif kind is SchedulerType.GREEDY:
+        takes = _greedy_lr()
+    parameters = inspect.signature(takes).parameters
     steps = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
     needed = {key: value for key, value in steps.items() if key in parameters}
     for key, value in needed.items():

@@ -15,10 +15,10 @@ from torch import nn
 
 from hftrainer.arguments.choices import OptimizerNames
 from hftrainer.arguments.field import changed_arguments
-from hftrainer.compat import swap
+from hftrainer.compat import peers, swap
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimizers import low_rank
-from hftrainer.optimizers.per_parameter import Adafactor, AdamW
+from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.parallel.config_files import parse_bool
 from hftrainer.training_args import TrainingArguments
 
@@ -175,20 +175,16 @@ def _adamw_torch_fused(request: Request) -> Made:
     return torch.optim.AdamW, {**request.adam, **fused}
 
 
-def _of_transformers(name: str, ours: type) -> type:
+def _adamw_hf(request: Request) -> Made:
     """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
-    kind: type = swap.rebound("transformers.optimization", name, ours)
-    return kind
-
-
-def _adamw_hf(request: Request) -> Made:
-    return _of_transformers("AdamW", AdamW), request.adam
+    return swap.rebound("transformers.optimization", "AdamW", AdamW), request.adam
 
 
 def _adafactor(request: Request) -> Made:
-    return _of_transformers("Adafactor", Adafactor), {**request.lr, "scale_parameter": False, "relative_step": False}
+    kind = peers.of_transformers("optimization", "Adafactor", "optim='adafactor'")
+    return kind, {**request.lr, "scale_parameter": False, "relative_step": False}
 
 
 def _bitsandbytes(request: Request) -> Made:

@@ -6,6 +6,7 @@ An object of a library can exist only if the library has been imported, so `sys.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import sys
@@ -112,20 +113,18 @@ def _is_buffered(stream: Any) -> bool:
     )
 
 
-def batch_rebalance_sampler() -> Any:
-    """Transformers' sampler of batches with about the same cost on each rank.
+def of_transformers(module: str, name: str, asked: str) -> Any:
+    """A class or function of a module of transformers, which `asked` needs.
 
     Raises:
-        MissingPackage: when the installed release does not have it.
+        MissingPackage: when it is not installed, or the installed release does not have it.
     """
     try:
-        from transformers.trainer_pt_utils import BatchRebalanceSampler
-    except ImportError:
+        return getattr(importlib.import_module(f"transformers.{module}"), name)
+    except (ImportError, AttributeError):
         raise MissingPackage(
-            "train_sampling_strategy='batch_rebalance' uses a sampler of a newer transformers than the installed one: "
-            "pip install --upgrade transformers, or choose 'group_by_length'."
+            f"{asked} needs {name} of transformers, which is missing or too old: pip install --upgrade transformers"
         ) from None
-    return BatchRebalanceSampler
 
 
 def is_rebalanced(sampler: Any) -> bool:

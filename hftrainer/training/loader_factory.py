@@ -225,7 +225,8 @@ class LoaderFactory(Component):
         """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
         args, processes = self.trainer.args, self.trainer.accelerator.processes
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_processes
-        sampler: Sampler[Any] = peers.batch_rebalance_sampler()(
+        asked = "train_sampling_strategy='batch_rebalance'"
+        sampler: Sampler[Any] = peers.of_transformers("trainer_pt_utils", "BatchRebalanceSampler", asked)(
             lengths=self._lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,

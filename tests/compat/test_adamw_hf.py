@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from hftrainer.optimizers.per_parameter import AdamW
+from hftrainer.optimizers.adamw_hf import AdamW
 
 theirs = getattr(importlib.import_module("transformers.optimization"), "AdamW", None)
 

@@ -10,7 +10,7 @@ import torch
 import hftrainer
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.optimization import SCHEDULES
-from hftrainer.optimizers.per_parameter import AdamW
+from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.trainer_optimizer import OPTIMIZERS, optimizer_cls_and_kwargs
 from hftrainer.trainer_utils import OptimizerNames, SchedulerType
 from tests.support import parity
