@@ -134,11 +134,10 @@ def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     return replicas
 
 
-def accelerator(kind: str) -> str | Accelerator:
+def accelerator(kind: str) -> Any:
     """Lightning's accelerator: its name, or one of our own."""
     if kind == "xla":
-        own: Accelerator = load("xla", "lightning").Accelerator()
-        return own
+        return load("xla", "lightning").Accelerator()
     if kind not in UNSUPPORTED_BY_LIGHTNING:
         return kind
     module = device_module(kind)

@@ -185,12 +185,10 @@ def _groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: floa
                 f"as {names[id(trained[0])]!r}."
             )
 
-    def decays(name: str) -> bool:
-        if any(re.search(pattern, name) for pattern in included):
-            return True
-        return not any(re.search(pattern, name) for pattern in excluded)
-
-    with_decay = [parameter for parameter in trained if decays(names[id(parameter)])]
-    without = [parameter for parameter in trained if not decays(names[id(parameter)])]
+    with_decay, without = [], []
+    for parameter in trained:
+        name = names[id(parameter)]
+        decays = any(re.search(each, name) for each in included) or not any(re.search(each, name) for each in excluded)
+        (with_decay if decays else without).append(parameter)
     groups = [{"params": with_decay, "weight_decay": decay}, {"params": without, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
