@@ -225,6 +225,5 @@ class DeepSpeedStrategy(Strategy):
             resume.load_scheduler(folder, scheduler)
 
 
-def make_strategy(plan: LightningPlan) -> Strategy:
-    """The strategy for a plan."""
-    return DeepSpeedStrategy(plan)
+#: Makes the strategy for a plan.
+make_strategy = DeepSpeedStrategy

@@ -217,8 +217,8 @@ class TrainerModule(WithoutBatchTransfer):
         window: Any = hooks.micro_batches.window
         if self.automatic_optimization:
             self._last_batch = batch
-            self._last_loss = hooks.loss(self.model, batch, window.num_items)
-            return self._last_loss
+            self._last_loss = loss = hooks.loss(self.model, batch, window.num_items)
+            return loss
         loss = hooks.training_step(self.model, batch)
         hooks.end_micro_batch(loss.detach(), batch)
         if window.is_last:

@@ -185,10 +185,9 @@ def _groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: floa
                 f"as {names[id(trained[0])]!r}."
             )
 
-    with_decay, without = [], []
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
     for parameter in trained:
         name = names[id(parameter)]
         decays = any(re.search(each, name) for each in included) or not any(re.search(each, name) for each in excluded)
-        (with_decay if decays else without).append(parameter)
-    groups = [{"params": with_decay, "weight_decay": decay}, {"params": without, "weight_decay": 0.0}]
+        groups[0 if decays else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainPrecision
 from hftrainer_lightning.private_api.trainer import LaunchedXLA, PrecisionFromPlan
-from hftrainer_lightning.strategies import KeepDeviceStrategy
+from hftrainer_lightning.strategies import PreparedStrategy
 from hftrainer_xla import devices as xla
 
 
@@ -112,17 +112,8 @@ class _CpuCheckpointIO(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
+class _XlaStrategy(PrecisionFromPlan, PreparedStrategy):
     """Shared by one device and several: model and optimizer are on their devices before Lightning begins."""
-
-    def setup(self, trainer: Any) -> None:
-        """Set up all but the model, which the Trainer moved before it made the optimizer."""
-        assert self.accelerator is not None and self.model is not None
-        self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
-        if trainer.state.fn == "fit":
-            self.setup_optimizers(trainer)
-        self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
         """Nothing: moving the model again would untie tied weights."""

@@ -83,7 +83,7 @@ class XlaSpmdStrategy(XlaStrategy):
         """Shard the model in place."""
         sharding.shard(trainer.model, self.plan)
 
-    def prepare_another(self, model: nn.Module) -> nn.Module:
+    def prepare_another(self, model: nn.Module) -> Any:
         """Shard a model besides the Trainer's."""
         return sharding.shard(model, self.plan)
 

@@ -99,10 +99,8 @@ class WandbCallback(TrackerCallback):
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
         run = self._tracker_logger(args).experiment
-        run.config.update(
-            {**tracking.adapters_of(model), **tracking.config_of(model), **tracking.arguments_of(args)},
-            allow_val_change=True,
-        )
+        config = {**tracking.adapters_of(model), **tracking.config_of(model), **tracking.arguments_of(args)}
+        run.config.update(config, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
         watched = os.environ.get("WANDB_WATCH", "false")
@@ -110,13 +108,9 @@ class WandbCallback(TrackerCallback):
             run.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))
         if self._log_model != "false":
             size = run.config.get(_SIZE)
-            metadata = {
-                "model_config": tracking.config_of(model) or None,
-                "num_parameters": size,
-                "initial_model": True,
-            }
+            about = {"model_config": tracking.config_of(model) or None, "num_parameters": size, "initial_model": True}
             with tempfile.TemporaryDirectory() as folder:
-                self._upload(args, _with_structure(folder, model), metadata, ["base_model"])
+                self._upload(args, _with_structure(folder, model), about, ["base_model"])
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line; values of the whole run go into its summary."""
@@ -344,9 +338,8 @@ class CometCallback(TrackerCallback):
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line with its step and epoch."""
-        self._tracker_logger(args).experiment.log_metrics(
-            tracking.renamed(logs), step=state.global_step, epoch=state.epoch
-        )
+        line = tracking.renamed(logs)
+        self._tracker_logger(args).experiment.log_metrics(line, step=state.global_step, epoch=state.epoch)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""

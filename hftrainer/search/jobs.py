@@ -240,12 +240,10 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
 def _unpicklable(components: Components, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
     kind, callbacks = type(components.trainer).__name__, components.trainer.callback_handler.callbacks
+    of_search: dict[str, Any] = {} if components.search is None else vars(components.search)
     parts: list[tuple[str, Any]] = [
         *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *components.lightning_callbacks)),
-        *(
-            (f"The search's {name.strip('_')}", value)
-            for name, value in getattr(components.search, "__dict__", {}).items()
-        ),
+        *((f"The search's {name.strip('_')}", value) for name, value in of_search.items()),
         *((f"{kind}.{name}", value) for name, value in state.items()),
     ]
     for name, value in parts:
