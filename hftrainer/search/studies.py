@@ -49,10 +49,9 @@ def open_storage(given: Any, journal: str | None = None) -> Any:
     if journal is not None:
         if given is None:
             return open_journal(journal)
-        is_url = (
-            isinstance(given, str) and given.startswith("sqlite") and (given.endswith("://") or ":memory:" in given)
-        )
-        if is_url or type(given).__name__ == "InMemoryStorage":
+        url = given if isinstance(given, str) else ""
+        in_memory = url.startswith("sqlite") and (url.endswith("://") or ":memory:" in url)
+        if in_memory or type(given).__name__ == "InMemoryStorage":
             raise UnsupportedArgument(
                 f"n_jobs: storage={given!r} is in memory, and processes cannot share it. Leave storage out to use a "
                 "file."
