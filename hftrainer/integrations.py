@@ -16,11 +16,10 @@ from hftrainer.reporting import tracker_callbacks
 from hftrainer.reporting.tracker_callbacks import (
     CometCallback as CometCallback,
     MLflowCallback as MLflowCallback,
-    ReportingCallback as ReportingCallback,  # for 'csv' and the script's loggers
     TensorBoardCallback as TensorBoardCallback,
     WandbCallback as WandbCallback,
 )
-from hftrainer.reporting.tracking import TABLE
+from hftrainer.reporting.tracking import TABLE, ReportingCallback as ReportingCallback  # 'csv', the script's loggers
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)

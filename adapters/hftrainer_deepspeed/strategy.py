@@ -161,12 +161,11 @@ class DeepSpeedStrategy(Strategy):
 
         return nested_apply(converted, batch)
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """The norm of the gradients, which DeepSpeed's engine has clipped already."""
         if not self.run.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self.run.grad_norm()
-        return norm
+        return self.run.grad_norm()
 
     def release(self) -> None:
         """Remove DeepSpeed's engine from the model."""
@@ -226,6 +225,5 @@ class DeepSpeedStrategy(Strategy):
             resume.load_scheduler(folder, scheduler)
 
 
-def make_strategy(plan: LightningPlan) -> Strategy:
-    """The strategy for a plan."""
-    return DeepSpeedStrategy(plan)
+#: Makes the strategy for a plan.
+make_strategy = DeepSpeedStrategy

@@ -29,14 +29,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.compat.reading import fitting
-from hftrainer_lightning.private_api.callbacks import (
-    checkpoint_state,
-    checks_on_train_epoch_end,
-    first_layers,
-    leaves_masks,
-    pruned_module,
-    starts_at_fraction,
-)
+from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import in_previous_epoch
 
 if TYPE_CHECKING:
@@ -102,7 +95,7 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
     name, strategy = type(callback).__name__, run.strategy.argument
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards:
         yield f"{name} changes full weights, and {strategy} shards them: train without {strategy}, or without {name}."
-    if isinstance(callback, ModelPruning) and leaves_masks(callback):
+    if isinstance(callback, ModelPruning) and hidden.leaves_masks(callback):
         yield (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
@@ -115,7 +108,7 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
             yield f"{name} cannot work with a training_step of your own: {instead}"
         if (steps := run.accumulate_grad_batches) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set the accumulation: leave the argument at 1."
-    if isinstance(callback, StochasticWeightAveraging) and starts_at_fraction(callback) and not run.knows_epochs:
+    if isinstance(callback, StochasticWeightAveraging) and hidden.starts_at_fraction(callback) and not run.knows_epochs:
         yield f"{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer."
     if not run.evaluates:
         yield from _problems_without_evaluations(callback, name)
@@ -124,7 +117,7 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
 
 
 def _problems_without_evaluations(callback: Callback, name: str) -> Iterator[str]:
-    if isinstance(callback, EarlyStopping) and not checks_on_train_epoch_end(callback):
+    if isinstance(callback, EarlyStopping) and not hidden.checks_on_train_epoch_end(callback):
         yield f"{name}(monitor={callback.monitor!r}) reads evaluations, and the run has none: set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
         yield f"{name}(monitor={callback.monitor!r}) waits for evaluations, and the run has none: set eval_strategy."
@@ -161,7 +154,7 @@ def collect_state(
         The weights to save instead of the model's own, by the names of the model's state dict (None: the model's own);
         and the state to save besides: `{"callbacks": states by state_key, ...}`, empty when there is none.
     """
-    states = {callback.state_key: state for callback in callbacks if (state := checkpoint_state(callback))}
+    states = {callback.state_key: state for callback in callbacks if (state := hidden.checkpoint_state(callback))}
     kept: dict[str, Any] = {"callbacks": states} if states else {}
     if find_callback(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
         kept["epoch_ended"] = module.has_epoch_ended
@@ -251,8 +244,7 @@ def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torc
 
 def announce_resumed_epoch(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Announce an epoch that is resumed in the middle to callbacks that prepare each epoch: Lightning does not."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
             callback.on_train_epoch_start(trainer, module)
 
@@ -299,7 +291,7 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
-    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in first_layers(pruning)]}
+    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in hidden.first_layers(pruning)]}
 
 
 def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -309,11 +301,11 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, saved["mask"])
         getattr(owner, f"{name}_orig").data.copy_(saved["original"])
-    for layer, values in zip(first_layers(pruning), state["first_values"], strict=True):
+    for layer, values in zip(hidden.first_layers(pruning), state["first_values"], strict=True):
         layer["data"].load_state_dict(values)
         for index, name in layer["names"]:
             first = getattr(layer["data"], name)
-            live = getattr(pruned_module(pruning, index), f"{name}_orig", None)
+            live = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)
             if live is not None and torch.equal(first, live):
                 # After Lightning has reset weights to them, it trains on their storage, so training changes them too.
                 first.data = live.data

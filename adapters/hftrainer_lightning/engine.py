@@ -12,47 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    BasePredictionWriter,
-    BatchSizeFinder,
-    Callback,
-    Checkpoint,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-)
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
 from hftrainer.reporting.tracking import LogFolder as LogFolder
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
-from hftrainer_lightning.callbacks import (
-    find_callback,
-    has_progress_bar,
-    is_lightning_callback as is_lightning_callback,
-)
+from hftrainer_lightning.callbacks import has_progress_bar, is_lightning_callback as is_lightning_callback
 from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes as start_other_processes
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
-from hftrainer_lightning.private_api import finders
+from hftrainer_lightning.private_api import evaluation as loops, finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
-from hftrainer_lightning.private_api.evaluation import (
-    SeenBatches,
-    ValidationGroup,
-    end_group,
-    install_fast_evaluation,
-    release_data,
-    validate_in_fit,
-)
-from hftrainer_lightning.private_api.trainer import (
-    NoProfiler,
-    TrainerWithoutSignals,
-    copy_profiler,
-    hide_lightning_tips,
-    restore_keyboard_interrupts,
-)
+from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, around_lightning, copy_profiler
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, accelerator
 
@@ -87,7 +60,7 @@ class LightningEngine:
     def __init__(
         self,
         strategy: Strategy,
-        callbacks: Sequence[Callback],
+        callbacks: Sequence[pl.Callback],
         loggers: Callable[[], list[Logger]],
         receive: Callable[[Mapping[str, float]], None],
     ) -> None:
@@ -102,7 +75,7 @@ class LightningEngine:
         self.fitting = self.evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
-        self._group: ValidationGroup | None = None
+        self._group: loops.ValidationGroup | None = None
         self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
@@ -135,7 +108,7 @@ class LightningEngine:
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
             sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
-        with hide_lightning_tips():
+        with around_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 # Under manual optimization the module accumulates itself; Lightning refuses this argument.
@@ -162,7 +135,7 @@ class LightningEngine:
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
-            with restore_keyboard_interrupts(), hide_lightning_tips():
+            with around_lightning():
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
         except Exception as error:
@@ -223,16 +196,16 @@ class LightningEngine:
             stage: which of Lightning's loops to run; within `fit` always the validation loop.
         """
         batches = _EvaluationBatches(evaluation, limited=self.plan.limits_by_share)
-        if find_callback(self._training_callbacks, BasePredictionWriter) is not None:
+        if lightning_callbacks.find_callback(self._training_callbacks, pl.callbacks.BasePredictionWriter) is not None:
             seen = evaluation.record_batches()
-            batches.batch_sampler = None if seen is None else SeenBatches(seen)
+            batches.batch_sampler = None if seen is None else loops.SeenBatches(seen)
         if self.fitting:
             assert self.trainer is not None and self.module is not None
             all_batches = stage == "predict"  # limit_val_batches does not limit predictions
-            validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
+            loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer = self.trainer, self.module, self.evaluating
-        with restore_keyboard_interrupts(), hide_lightning_tips():
+        with around_lightning():
             if self.trainer is None or self.evaluating:  # compute_metrics may start another evaluation
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
@@ -249,7 +222,7 @@ class LightningEngine:
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
             finally:
-                release_data(module.active_evaluation[1])
+                loops.release_data(module.active_evaluation[1])
                 self.trainer.loggers = loggers
                 module.detach()
                 self.evaluating = outer[2]
@@ -267,13 +240,13 @@ class LightningEngine:
         if not self.fitting or self._group is not None:
             yield metrics
             return
-        group = self._group = ValidationGroup()
+        group = self._group = loops.ValidationGroup()
         try:
             yield metrics
         finally:
             self._group = None
         assert self.trainer is not None and self.module is not None
-        end_group(self.trainer, self.module, group, metrics)
+        loops.end_group(self.trainer, self.module, group, metrics)
 
     @contextlib.contextmanager
     def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
@@ -307,14 +280,14 @@ class LightningEngine:
         return True
 
     @property
-    def _training_callbacks(self) -> list[Callback]:
+    def _training_callbacks(self) -> list[pl.Callback]:
         """The callbacks, without the finders, which run before training."""
         return [callback for callback in self.callbacks if not isinstance(callback, lightning_callbacks.FINDERS)]
 
     @property
     def finds_batch_size(self) -> bool:
         """Whether a callback searches for the batch size."""
-        return find_callback(self.callbacks, BatchSizeFinder) is not None
+        return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
     def check_callbacks(self, **run: bool) -> list[str]:
         """An error message for each callback that cannot work; keywords as in `callbacks.RunFacts`."""
@@ -339,26 +312,26 @@ class LightningEngine:
             epoch: passes over the data that are done.
             now: the arguments' current value; None takes their value when the run began.
         """
-        scheduler = find_callback(self.callbacks, GradientAccumulationScheduler)
+        scheduler = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.GradientAccumulationScheduler)
         if scheduler is not None:
             return int(scheduler.get_accumulate_grad_batches(epoch))
         return self.plan.accumulate_grad_batches if now is None else now
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
         """Let callbacks that unfreeze the model gradually freeze it now; returns whether there are any."""
-        freezing = [callback for callback in self.callbacks if isinstance(callback, BaseFinetuning)]
+        freezing = [callback for callback in self.callbacks if isinstance(callback, pl.callbacks.BaseFinetuning)]
         for callback in freezing:
             callback.freeze_before_training(TrainerModule(model))
         return bool(freezing)
 
     def find_batch_size(self, hooks: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` among the callbacks finds; None without such a callback."""
-        finder = find_callback(self.callbacks, BatchSizeFinder)
+        finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
         return None if finder is None else finders.find_batch_size(self._build_trainer, finder, hooks, model)
 
     def find_learning_rate(self, hooks: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without such a callback."""
-        finder = find_callback(self.callbacks, LearningRateFinder)
+        finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
         return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, hooks, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -376,7 +349,7 @@ class LightningEngine:
     def _build_trainer(
         self,
         max_epochs: int,
-        callbacks: list[Callback] | None = None,
+        callbacks: list[pl.Callback] | None = None,
         strategy: Any = None,
         **settings: Any,
     ) -> pl.Trainer:
@@ -397,13 +370,13 @@ class LightningEngine:
             num_sanity_val_steps=0,
             callbacks=callbacks,
             plugins=plugins,
-            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_checkpointing=any(isinstance(callback, pl.callbacks.Checkpoint) for callback in callbacks),
             enable_progress_bar=has_progress_bar(callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
             inference_mode=False,
         )
-        install_fast_evaluation(trainer)
+        loops.install_fast_evaluation(trainer)
         return trainer
 
 
@@ -419,7 +392,7 @@ class _EvaluationBatches:
     """
 
     #: Where prediction writers look for the indices of the samples in each batch.
-    batch_sampler: SeenBatches | None = None
+    batch_sampler: loops.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationPass, *, limited: bool) -> None:
         self.evaluation = evaluation

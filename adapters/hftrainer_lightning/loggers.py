@@ -90,18 +90,13 @@ class CallbackMetricsLogger(Logger):
         folder: for callbacks that write to their logger's folder.
     """
 
-    #: Empty, so that they do not become folders.
-    name = version = ""
+    #: Without names, which would become folders.
+    name = version = save_dir = ""
 
     def __init__(self, receive: Callable[[Mapping[str, float]], None], folder: str) -> None:
         super().__init__()
         self._receive = receive
-        self._folder = folder
-
-    @property
-    def save_dir(self) -> str:
-        """The output folder."""
-        return self._folder
+        self.save_dir = folder
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Pass on the numbers, without the epoch that Lightning adds: every log line has it already."""

@@ -93,8 +93,7 @@ class ForwardAutocast(PlainPrecision, MixedPrecision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the `forward` of the user's model until `teardown`."""
-        model = module.model
-        assert isinstance(model, torch.nn.Module)
+        model: Any = module.model
         dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         original = model.forward
         self._wrapped: tuple[torch.nn.Module, Any] | None = (model, model.__dict__.get("forward"))

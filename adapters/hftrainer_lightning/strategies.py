@@ -10,7 +10,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, SingleDeviceStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerFn
 
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, device_module
 from hftrainer.parallel.plan import LightningPlan
@@ -55,11 +54,8 @@ class KeepDeviceStrategy(Strategy):
         self.checkpoint_io.teardown()
 
 
-class PreparedModelStrategy(KeepDeviceStrategy, ParallelStrategy):
-    """A model that is sharded before Lightning begins, because its optimizer is made before."""
-
-    plan: LightningPlan
-    shards = True
+class PreparedStrategy(KeepDeviceStrategy):
+    """A model that is on its device, and maybe sharded, before Lightning begins: its optimizer is made before."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up all but the model."""
@@ -67,9 +63,16 @@ class PreparedModelStrategy(KeepDeviceStrategy, ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.barrier()
-        if trainer.state.fn == TrainerFn.FITTING:
+        if trainer.state.fn == "fit":
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+
+
+class PreparedModelStrategy(PreparedStrategy, ParallelStrategy):
+    """A model that is sharded before Lightning begins."""
+
+    plan: LightningPlan
+    shards = True
 
     @property
     def root_device(self) -> torch.device:
@@ -134,11 +137,10 @@ def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     return replicas
 
 
-def accelerator(kind: str) -> str | Accelerator:
+def accelerator(kind: str) -> Any:
     """Lightning's accelerator: its name, or one of our own."""
     if kind == "xla":
-        own: Accelerator = load("xla", "lightning").Accelerator()
-        return own
+        return load("xla", "lightning").Accelerator()
     if kind not in UNSUPPORTED_BY_LIGHTNING:
         return kind
     module = device_module(kind)

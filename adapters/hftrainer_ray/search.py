@@ -14,16 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hftrainer import errors
 from hftrainer.arguments import legacy
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR
-from hftrainer.errors import (
-    DamagedCheckpoint,
-    InvalidArgument,
-    MissingPackage,
-    SearchFailed,
-    UnknownArgument,
-    UnsupportedArgument,
-)
 from hftrainer.search.backend import SearchBackend, check_keywords, check_limits, no_trial_message, read_directions
 from hftrainer.search.jobs import PackedTrainer, pack
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
@@ -41,7 +34,7 @@ _SCOPES = ("last", "all", "avg", "last-5-avg", "last-10-avg")
 #: Device types that Ray counts as GPUs.
 _GPUS = ("cuda", "xpu")
 #: Errors of the user that would fail every trial.
-_USER_ERRORS = (InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument)
+_USER_ERRORS = (errors.InvalidArgument, errors.MissingPackage, errors.UnknownArgument, errors.UnsupportedArgument)
 
 
 class RaySearch(SearchBackend):
@@ -105,17 +98,17 @@ class RaySearch(SearchBackend):
         check_keywords("Ray Tune", kwargs, known, _OURS)
         check_limits(n_trials, kwargs.get("time_budget_s"), "time_budget_s")
         if len(self.directions) > 1:
-            raise UnsupportedArgument(
+            raise errors.UnsupportedArgument(
                 f"direction={self.directions}: Ray Tune has one objective; use backend='optuna' for several."
             )
         if args.world_size > 1:
-            raise UnsupportedArgument(
+            raise errors.UnsupportedArgument(
                 f"backend='ray' starts a process for each trial, but a launcher has started {args.world_size}. Start "
                 "the script without a launcher, on several GPUs with lightning_config={'devices': 1}."
             )
         resources = kwargs.get("resources_per_trial")
         if isinstance(resources, Mapping) and resources.get("gpu", 0) > 1:
-            raise UnsupportedArgument(
+            raise errors.UnsupportedArgument(
                 f"resources_per_trial={resources}: a trial trains in one process, on one GPU or a fraction of one."
             )
         if kwargs.get("resume"):
@@ -142,7 +135,7 @@ class RaySearch(SearchBackend):
                 scores.append((score, trial))
         if not scores:
             states = [trial.status.lower() for trial in analysis.trials]
-            raise SearchFailed(no_trial_message(states, filter(None, map(_reason, analysis.trials))))
+            raise errors.SearchFailed(no_trial_message(states, filter(None, map(_reason, analysis.trials))))
         if unfinished := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
             logger.warning(
                 "The search was stopped, and %d of its trials are not finished. resume=True with the same name and "
@@ -224,7 +217,7 @@ def _scope(args: Any) -> str:
     if given == "last":
         given, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
     if given not in _SCOPES:
-        raise InvalidArgument(f"{name}={given!r}: give one of {', '.join(map(repr, _SCOPES))}.")
+        raise errors.InvalidArgument(f"{name}={given!r}: give one of {', '.join(map(repr, _SCOPES))}.")
     return str(given)
 
 
@@ -236,14 +229,14 @@ def _check_state(kwargs: Mapping[str, Any]) -> None:
         InvalidArgument: if the search has no name.
     """
     if not kwargs.get("name"):
-        raise InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search to resume.")
+        raise errors.InvalidArgument(f"resume={kwargs['resume']!r} needs the name of the search to resume.")
     storage = os.fspath(kwargs.get("storage_path") or "~/ray_results")
     folder = Path(storage, kwargs["name"]).expanduser()
     for path in [] if "://" in storage else folder.glob("experiment_state-*.json"):
         try:
             json.loads(path.read_bytes())
         except ValueError:
-            raise DamagedCheckpoint(
+            raise errors.DamagedCheckpoint(
                 f"{path} is truncated: the search was killed while Ray wrote it, and resume={kwargs['resume']!r} would "
                 "start a new search. Remove the file to resume from the previous state, if there is one, or give "
                 "another name."
@@ -257,13 +250,13 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
         return
     name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
     if args.eval_strategy == "no":
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"scheduler={name} compares trials during training, and eval_strategy='no' does not evaluate them: set "
             "eval_strategy, or leave the scheduler out."
         )
     pauses = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in ("hyperband", "hb_bohb")
     if pauses and (args.save_strategy == "no" or args.save_only_model):
-        raise InvalidArgument(
+        raise errors.InvalidArgument(
             f"scheduler={name} resumes trials from checkpoints, which need the optimizer's state: set save_strategy to "
             "the value of eval_strategy, and save_only_model=False."
         )

@@ -46,10 +46,9 @@ class TFEngine(Trainer):
         rank, number = processes.data_rank, processes.data_processes
         return BatchLoader(Batches(pipeline, count, rank=rank, processes=number, **settings))
 
-    def get_train_dataloader(self) -> BatchLoader:
+    def get_train_dataloader(self) -> Any:
         """The batches of the TFTrainer's `get_train_tfdataset`."""
-        loader: BatchLoader = self.host._train_loader
-        return loader
+        return self.host._train_loader
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, over all processes."""

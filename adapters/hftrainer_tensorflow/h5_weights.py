@@ -175,16 +175,8 @@ def _made(base: Any, name: str) -> type:
         return _from_tensorflow(base, folder, kwargs)
 
     doc = f"{base.__name__} under its name in TensorFlow; reads {WEIGHTS} too."
-    return type(
-        name,
-        (base,),
-        {
-            "__new__": make,
-            "from_pretrained": classmethod(from_pretrained),
-            "__doc__": doc,
-            "__module__": base.__module__,
-        },
-    )
+    methods: dict[str, Any] = {"__new__": make, "from_pretrained": classmethod(from_pretrained)}
+    return type(name, (base,), {**methods, "__doc__": doc, "__module__": base.__module__})
 
 
 def _folder_of_tensorflow(name_or_path: str, kwargs: dict[str, Any]) -> str | None:

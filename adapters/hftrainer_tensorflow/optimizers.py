@@ -185,12 +185,9 @@ def _groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: floa
                 f"as {names[id(trained[0])]!r}."
             )
 
-    def decays(name: str) -> bool:
-        if any(re.search(pattern, name) for pattern in included):
-            return True
-        return not any(re.search(pattern, name) for pattern in excluded)
-
-    with_decay = [parameter for parameter in trained if decays(names[id(parameter)])]
-    without = [parameter for parameter in trained if not decays(names[id(parameter)])]
-    groups = [{"params": with_decay, "weight_decay": decay}, {"params": without, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
+    for parameter in trained:
+        name = names[id(parameter)]
+        decays = any(re.search(each, name) for each in included) or not any(re.search(each, name) for each in excluded)
+        groups[0 if decays else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]

@@ -6,6 +6,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -196,6 +197,7 @@ def number_of_rows(values: Any) -> int:
     return number_of_rows(next(iter(values.values()))) if isinstance(values, Mapping) else len(values)
 
 
+@dataclass(eq=False)
 class Batches(IterableDataset[Any]):
     """The part of one process in the batches of a pipeline, in micro-batches.
 
@@ -211,18 +213,14 @@ class Batches(IterableDataset[Any]):
         trains: refuse batches that cannot be divided, rather than giving them to all processes.
     """
 
-    def __init__(
-        self,
-        pipeline: Any,
-        count: int,
-        *,
-        rank: int = 0,
-        processes: int = 1,
-        micro_batches: int = 1,
-        trains: bool = False,
-    ) -> None:
-        self.pipeline, self.count = pipeline, count
-        self.rank, self.processes, self.micro_batches, self.trains = rank, processes, micro_batches, trains
+    pipeline: Any
+    count: int
+    rank: int = 0
+    processes: int = 1
+    micro_batches: int = 1
+    trains: bool = False
+
+    def __post_init__(self) -> None:
         self.epoch = self._begun = 0
 
     def __len__(self) -> int:

@@ -58,21 +58,20 @@ _SMALL = {
 
 def _text(report: dict[str, Any]) -> str:
     """What `examine` has found, for people."""
-    versions = {name: version or "not installed" for name, version in report["versions"].items()}
-    parts = ["Versions", *(f"  {name} {version}" for name, version in versions.items())]
-    parts += ["", "Devices", *(f"  {name}: {value}" for name, value in report["devices"].items())]
-    launchers = {name: path or f"not found; {LAUNCHERS[name]}" for name, path in report["launchers"].items()}
-    parts += ["", "Launchers", *(f"  {name}: {path}" for name, path in launchers.items())]
-    spaces = {
-        where: f"{_gb(at['free'])} of {_gb(at['total'])} at {at['path']}" for where, at in report["disks"].items()
+    launchers, disks, missing = report["launchers"].items(), report["disks"].items(), report["missing"].items()
+    lines = {
+        "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
+        "Devices": [f"{name}: {value}" for name, value in report["devices"].items()],
+        "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
+        "Free space": [f"{at}: {_gb(on['free'])} of {_gb(on['total'])} at {on['path']}" for at, on in disks],
+        "Not installed, and needed only for": [
+            f"{what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in missing
+        ],
+        "Environment variables": [f"{name}: {text}" for name, text in report["environment"].items()],
+        "Problems": report["problems"] or ["none was found"],
     }
-    parts += ["", "Free space", *(f"  {where}: {space}" for where, space in spaces.items())]
-    if missing := report["missing"]:
-        gaps = [f"  {what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in missing.items()]
-        parts += ["", "Not installed, and needed only for", *gaps]
-    if variables := report["environment"]:
-        parts += ["", "Environment variables", *(f"  {name}: {text}" for name, text in variables.items())]
-    return "\n".join([*parts, "", "Problems", *(f"  {each}" for each in report["problems"] or ["none was found"])])
+    shown = {title: found for title, found in lines.items() if found or title == "Devices"}
+    return "\n\n".join("\n  ".join([title, *found]) for title, found in shown.items())
 
 
 def add(commands: Any) -> None:

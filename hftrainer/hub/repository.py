@@ -49,10 +49,6 @@ class Repository:
     def __str__(self) -> str:
         return self.id if self.revision is None else f"{self.id}, branch {self.revision}"
 
-    def has_branch_of(self, other: Repository) -> bool:
-        """Whether both have the same branch."""
-        return (self.revision or "main") == (other.revision or "main")
-
     def upload(
         self,
         folder: str,

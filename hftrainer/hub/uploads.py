@@ -232,7 +232,7 @@ class Uploads:
             if not blocking:
                 logger.error("%s", failure)
             raise HubError(failure) from None
-        if target.has_branch_of(self.repository):
+        if (target.revision or "main") == (self.repository.revision or "main"):
             self._note_uploaded(commit)
         if self._missing:
             self._retry_missing()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hftrainer.compat.overrides import is_measured
@@ -25,12 +25,12 @@ def evaluation_rows(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
     training_loss: Any = "No log"
     for line in _merge_evaluations(lines):
         training_loss = line.get("loss", training_loss)
-        if not _is_evaluation(line):
-            continue
-        row = {"Training Loss": training_loss, "Epoch": line.get("epoch"), "Step": line.get("step")}
-        for name, value in _metrics(line).items():
-            row["Validation Loss" if name == "eval_loss" else _title(name)] = value
-        rows.append(row)
+        if _is_evaluation(line):
+            row = {"Training Loss": training_loss, "Epoch": line.get("epoch"), "Step": line.get("step")}
+            metrics = _metrics(line).items()
+            rows.append(
+                row | {"Validation Loss" if key == "eval_loss" else _title(key): value for key, value in metrics}
+            )
     return rows or None
 
 
@@ -41,8 +41,7 @@ def final_results(log_history: Sequence[Line], best_step: int | None) -> dict[st
         log_history: the log lines of the run.
         best_step: the optimizer step whose weights were loaded at the end of training; None if none were loaded.
     """
-    lines = list(log_history)
-    end = _end_of_training(lines)
+    lines, end = log_history, _end_of_training(log_history)
     if best_step is not None and end is not None and not any(map(_is_evaluation, lines[end:])):
         lines = [line for line in lines if line.get("step") == best_step] or lines
     found = [line for line in _merge_evaluations(lines) if _is_evaluation(line)]
@@ -51,12 +50,8 @@ def final_results(log_history: Sequence[Line], best_step: int | None) -> dict[st
 
 def metric_tags(results: Mapping[str, Any]) -> dict[str, str]:
     """Tag → title, for the results that the Hub knows."""
-    tags = {}
-    for title in results:
-        name = title.lower().replace(" ", "_")
-        if name in METRIC_TAGS or name == "rouge1":
-            tags["rouge" if name == "rouge1" else name] = title
-    return tags
+    tags = {title.lower().replace(" ", "_").replace("rouge1", "rouge"): title for title in results}
+    return {tag: title for tag, title in tags.items() if tag in METRIC_TAGS}
 
 
 def format_value(value: Any) -> str:
@@ -82,29 +77,24 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _end_of_training(lines: Sequence[Line]) -> int | None:
     """The index of the last line that summarizes training, or None."""
-    found = [i for i, line in enumerate(lines) if "train_runtime" in line and "train_loss" in line]
-    return found[-1] if found else None
+    found = (i for i, line in enumerate(lines) if "train_runtime" in line and "train_loss" in line)
+    return max(found, default=None)
 
 
 def _is_evaluation(line: Line) -> bool:
     return any(name.startswith("eval_") for name in line)
 
 
-def _merge_evaluations(lines: Sequence[Line]) -> Iterator[Line]:
+def _merge_evaluations(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The lines, with the evaluations of several datasets at one step merged into one line."""
-    merged: dict[str, Any] | None = None
+    merged: list[dict[str, Any]] = []
     for line in lines:
-        names = {name for name in line if name.startswith("eval_")}
-        if merged is not None and names and merged.get("step") == line.get("step") and not names & set(merged):
-            merged.update(line)
-            continue
-        if merged is not None:
-            yield merged
-        merged = dict(line) if names else None
-        if merged is None:
-            yield line
-    if merged is not None:
-        yield merged
+        names, last = {name for name in line if name.startswith("eval_")}, merged[-1] if merged else {}
+        if names and _is_evaluation(last) and last.get("step") == line.get("step") and not names & last.keys():
+            last.update(line)
+        else:
+            merged.append(dict(line))
+    return merged
 
 
 def _metrics(line: Line) -> dict[str, Any]:

@@ -25,16 +25,8 @@ from hftrainer.checkpointing.weights import save_weights
 from hftrainer.compat import peers
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.plugins import load
-from hftrainer.reporting.tracking import (
-    ReportingCallback as ReportingCallback,
-    TensorBoardCallback as TensorBoardCallback,
-    TrackerCallback as TrackerCallback,
-    adapters_of,
-    arguments_of,
-    config_of,
-    renamed,
-    reporting_callbacks as reporting_callbacks,
-)
+from hftrainer.reporting import tracking
+from hftrainer.reporting.tracking import TensorBoardCallback as TensorBoardCallback, TrackerCallback as TrackerCallback
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +99,8 @@ class WandbCallback(TrackerCallback):
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
         run = self._tracker_logger(args).experiment
-        run.config.update({**adapters_of(model), **config_of(model), **arguments_of(args)}, allow_val_change=True)
+        config = {**tracking.adapters_of(model), **tracking.config_of(model), **tracking.arguments_of(args)}
+        run.config.update(config, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
         watched = os.environ.get("WANDB_WATCH", "false")
@@ -115,9 +108,9 @@ class WandbCallback(TrackerCallback):
             run.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))
         if self._log_model != "false":
             size = run.config.get(_SIZE)
-            metadata = {"model_config": config_of(model) or None, "num_parameters": size, "initial_model": True}
+            about = {"model_config": tracking.config_of(model) or None, "num_parameters": size, "initial_model": True}
             with tempfile.TemporaryDirectory() as folder:
-                self._upload(args, _with_structure(folder, model), metadata, ["base_model"])
+                self._upload(args, _with_structure(folder, model), about, ["base_model"])
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line; values of the whole run go into its summary."""
@@ -125,13 +118,13 @@ class WandbCallback(TrackerCallback):
         for name in SUMMARY_METRICS & logs.keys():
             logger.experiment.summary[name] = logs[name]
         curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
-        logger.log_metrics(renamed(curves), step=state.global_step)
+        logger.log_metrics(tracking.renamed(curves), step=state.global_step)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""
         self._set_up_once(args, state, model)
         if self._is_writing(state):
-            self._tracker_logger(args).log_metrics(renamed(metrics))
+            self._tracker_logger(args).log_metrics(tracking.renamed(metrics))
 
     def on_save(self, args, state, control, **kwargs):
         """Upload the checkpoint if WANDB_LOG_MODEL=checkpoint."""
@@ -239,7 +232,7 @@ class MLflowCallback(TrackerCallback):
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        values = {**config_of(model), **arguments_of(args)}
+        values = {**tracking.config_of(model), **tracking.arguments_of(args)}
         if env_flag("MLFLOW_FLATTEN_PARAMS"):
             values = _flattened(values)
         for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
@@ -338,14 +331,15 @@ class CometCallback(TrackerCallback):
         """Write the model's structure, the arguments and the configuration."""
         logger = self._tracker_logger(args)
         logger.experiment.set_model_graph(str(model))
-        config = {"config": config_of(model)} if config_of(model) else {}
-        logger.log_hyperparams({"args": arguments_of(args), **config, **adapters_of(model)})
+        config = {"config": tracking.config_of(model)} if tracking.config_of(model) else {}
+        logger.log_hyperparams({"args": tracking.arguments_of(args), **config, **tracking.adapters_of(model)})
         if state.is_hyper_param_search:
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line with its step and epoch."""
-        self._tracker_logger(args).experiment.log_metrics(renamed(logs), step=state.global_step, epoch=state.epoch)
+        line = tracking.renamed(logs)
+        self._tracker_logger(args).experiment.log_metrics(line, step=state.global_step, epoch=state.epoch)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""

@@ -239,19 +239,17 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def _unpicklable(components: Components, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
-    for name, value in _parts(components, state):
-        try:
-            _pickled(value, components.trainer, {})
-        except Exception:
-            return name
-    return type(components.trainer).__name__
-
-
-def _parts(components: Components, state: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for callback in [*components.trainer.callback_handler.callbacks, *components.lightning_callbacks]:
-        yield f"The callback {type(callback).__name__}", callback
-    for name, value in vars(components.search).items() if components.search is not None else ():
+    kind, callbacks = type(components.trainer).__name__, components.trainer.callback_handler.callbacks
+    of_search: dict[str, Any] = {} if components.search is None else vars(components.search)
+    parts: list[tuple[str, Any]] = [
+        *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *components.lightning_callbacks)),
+        *((f"The search's {name.strip('_')}", value) for name, value in of_search.items()),
+        *((f"{kind}.{name}", value) for name, value in state.items()),
+    ]
+    for name, value in parts:
         if value is not components:
-            yield f"The search's {name.strip('_')}", value
-    for name, value in state.items():
-        yield f"{type(components.trainer).__name__}.{name}", value
+            try:
+                _pickled(value, components.trainer, {})
+            except Exception:
+                return name
+    return kind

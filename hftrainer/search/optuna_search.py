@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.environment import this_process
-from hftrainer.search import studies
-from hftrainer.search.backend import (
-    SearchBackend,
-    TrialFailed,
-    check_keywords,
-    check_limits,
-    no_trial_message,
-    read_directions,
-)
+from hftrainer.search import backend, studies
 from hftrainer.search.jobs import PackedTrainer, SearchWorkers, number_of_jobs, pack
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
 
@@ -40,7 +32,7 @@ _OPTIMIZE_KEYWORDS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial
 _STOPPED = "stopped"
 
 
-class OptunaSearch(SearchBackend):
+class OptunaSearch(backend.SearchBackend):
     """A search with Optuna, whose study suggests hyperparameters and stores the results.
 
     Attributes:
@@ -63,7 +55,7 @@ class OptunaSearch(SearchBackend):
             UnsupportedArgument: for keywords that do not work with several processes.
             SearchFailed: if no trial was completed.
         """
-        self.directions = read_directions(direction)
+        self.directions = backend.read_directions(direction)
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
         _check(n_trials, options, kwargs, trainer.args.world_size > 1)
         self._jobs = number_of_jobs(options.pop("n_jobs", 1))
@@ -107,11 +99,8 @@ class OptunaSearch(SearchBackend):
         """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
         import optuna
 
-        if self._jobs > 1:
-            journal = os.path.join(str(trainer.args.output_dir), "search.journal")
-            storage = studies.open_shared_storage(kwargs.get("storage"), journal)
-        else:
-            storage = studies.open_storage(kwargs.get("storage"))
+        journal = os.path.join(str(trainer.args.output_dir), "search.journal") if self._jobs > 1 else None
+        storage = studies.open_storage(kwargs.get("storage"), journal)
         kwargs = {**kwargs, "storage": storage, "directions": self.directions}
         may_exist = kwargs.pop("load_if_exists", False)
         try:
@@ -135,7 +124,7 @@ class OptunaSearch(SearchBackend):
     def _run_trials(self, trainer: Trainer, n_trials: int | None, options: dict[str, Any]) -> None:
         """Train trials until the search ends, with `n_jobs` also in workers."""
         timeout, catch = options.pop("timeout", None), options.pop("catch", ())
-        options["catch"] = (TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
+        options["catch"] = (backend.TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
         self._count, self._options = studies.TrialCount(self.study, n_trials), options
         self._deadline = None if timeout is None else time.time() + timeout
         self._name = f"{os.getpid()}-{time.time()}"
@@ -186,7 +175,7 @@ class OptunaSearch(SearchBackend):
         if self._count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(studies.INTERRUPTED, reason)
-            raise TrialFailed(reason)
+            raise backend.TrialFailed(reason)
         several, shared = trainer.args.world_size > 1, trial
         error: Exception | None = None
         if several:
@@ -206,7 +195,7 @@ class OptunaSearch(SearchBackend):
             # The other ranks of a distributed trial may be at another step, so the search cannot continue.
             if several or not is_out_of_memory(failure):
                 raise
-            error = TrialFailed(reason)
+            error = backend.TrialFailed(reason)
         finally:
             self.components.runner.release_trial()
         if error is not None:
@@ -240,7 +229,7 @@ class OptunaSearch(SearchBackend):
         trials = self.study.get_trials(deepcopy=False)
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
             reasons = [trial.user_attrs[studies.FAILED] for trial in trials if studies.FAILED in trial.user_attrs]
-            raise SearchFailed(no_trial_message([trial.state.name.lower() for trial in trials], reasons))
+            raise SearchFailed(backend.no_trial_message([trial.state.name.lower() for trial in trials], reasons))
         if running := sum(trial.state is TrialState.RUNNING for trial in trials):
             logger.warning(
                 "%d of the trials are still running in other processes, and the best trial is chosen without them. If "
@@ -266,8 +255,8 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
     import optuna
 
     known = [*inspect.signature(optuna.create_study).parameters, *_OPTIMIZE_KEYWORDS]
-    check_keywords("Optuna", kwargs, known, {"directions": "direction"})
-    check_limits(n_trials, options.get("timeout"), "timeout")
+    backend.check_keywords("Optuna", kwargs, known, {"directions": "direction"})
+    backend.check_limits(n_trials, options.get("timeout"), "timeout")
     if not isinstance(options.get("callbacks"), (list, tuple, type(None))):
         raise InvalidArgument(f"callbacks={options['callbacks']!r}: give a list of functions (study, trial) → None.")
     catch = options.get("catch", ())

@@ -60,10 +60,9 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             _draw_png(function, study, objective, path)
             written.append(str(path))
             if html:
-                page = path.with_suffix(".html")
+                written.append(str(page := path.with_suffix(".html")))
                 figure = getattr(load("optuna.visualization"), function)(study, **objective)
                 figure.write_html(page, include_plotlyjs=True)
-                written.append(str(page))
     return written
 
 

@@ -29,18 +29,33 @@ _TIME_TO_SET_OWNER = timedelta(seconds=10)
 _RETRY_DELAYS = (0.1, 0.5, 2.0)
 
 
-def open_storage(given: Any) -> Any:
+def open_storage(given: Any, journal: str | None = None) -> Any:
     """Open what `create_study` takes as `storage`.
 
     When several processes open a new database at the same time, one creates its tables and the others fail. A moment
     later the tables exist.
 
+    Args:
+        given: the storage.
+        journal: a file to use instead of None, if processes are to share the storage.
+
     Raises:
         InvalidArgument: if a string is not a database URL.
+        UnsupportedArgument: if processes are to share the storage, and it is in memory.
     """
     from optuna.storages import get_storage
     from sqlalchemy.exc import ArgumentError, DBAPIError
 
+    if journal is not None:
+        if given is None:
+            return open_journal(journal)
+        url = given if isinstance(given, str) else ""
+        in_memory = url.startswith("sqlite") and (url.endswith("://") or ":memory:" in url)
+        if in_memory or type(given).__name__ == "InMemoryStorage":
+            raise UnsupportedArgument(
+                f"n_jobs: storage={given!r} is in memory, and processes cannot share it. Leave storage out to use a "
+                "file."
+            )
     for delay in _RETRY_DELAYS:
         try:
             return get_storage(given)
@@ -62,25 +77,6 @@ def open_journal(path: str) -> Any:
     path = os.path.abspath(path)
     os.makedirs(os.path.dirname(path), exist_ok=True)
     return JournalStorage(JournalFileBackend(path))
-
-
-def open_shared_storage(given: Any, journal: str) -> Any:
-    """Open a storage that several processes can share: what `create_study` takes, or a journal file for None.
-
-    Raises:
-        UnsupportedArgument: if the storage is in memory.
-    """
-    if given is None:
-        return open_journal(journal)
-    if isinstance(given, str):
-        in_memory = given.startswith("sqlite") and (given.endswith("://") or ":memory:" in given)
-    else:
-        in_memory = type(given).__name__ == "InMemoryStorage"
-    if in_memory:
-        raise UnsupportedArgument(
-            f"n_jobs: storage={given!r} is in memory, and processes cannot share it. Leave storage out to use a file."
-        )
-    return open_storage(given)
 
 
 class TrialCount:
@@ -114,11 +110,8 @@ class TrialCount:
         """Whether a trial is one too many, because other processes started the last trials at the same time."""
         return self.wanted is not None and sum(trial.number < number for trial in self._counted()) >= self.wanted
 
-    def _trials(self) -> list[FrozenTrial]:
-        return self.study.get_trials(deepcopy=False)
-
     def _counted(self) -> list[FrozenTrial]:
-        return [trial for trial in self._trials() if _counts(trial)]
+        return [trial for trial in self.study.get_trials(deepcopy=False) if _counts(trial)]
 
     def _mark_interrupted(self) -> bool:
         """Fail the running trials whose process has ended.
@@ -126,10 +119,10 @@ class TrialCount:
         Returns:
             Whether there is a running trial whose owner is not known yet.
         """
+        from optuna.trial import TrialState
+
         unknown_owner = False
-        for trial in self._trials():
-            if trial.state.name != "RUNNING":
-                continue
+        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             owner = trial.user_attrs.get(OWNER)
             assert trial.datetime_start is not None
             if owner is None and datetime.now() - trial.datetime_start <= _TIME_TO_SET_OWNER:
@@ -140,7 +133,7 @@ class TrialCount:
 
     def _retry_marked_trials(self) -> None:
         """Retry the trials that a process marked as interrupted before it was killed itself."""
-        trials = self._trials()
+        trials = self.study.get_trials(deepcopy=False)
         retried = {trial.user_attrs.get(RETRY_OF) for trial in trials}
         for trial in trials:
             marked = trial.state.name == "FAIL" and INTERRUPTED in trial.user_attrs and trial.params

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.reporting.tracker_callbacks import WandbCallback
-from hftrainer.search.backend import (
-    SearchBackend,
-    TrialFailed,
-    check_keywords,
-    no_trial_message,
-    read_directions,
-)
+from hftrainer.search.backend import SearchBackend, TrialFailed, check_keywords, no_trial_message, read_directions
 from hftrainer.search.trial_arguments import check_names, model_takes_trial
 from hftrainer.trainer_utils import BestRun, default_hp_space_wandb
 
@@ -93,12 +87,11 @@ class WandbSearch(SearchBackend):
         self.metric = metric
         self._check(trainer)
         place: dict[str, Any] = {"project": project, "entity": entity}
-        max_failed = max_consecutive_failed_runs
+        options: dict[str, Any] = {"count": n_trials, "max_consecutive_failed_runs": max_consecutive_failed_runs}
         if sweep_id is None:
             sweep_id = wandb.sweep(self._space(trainer, name), **place)
         with _reporting(trainer):
-            train = functools.partial(self._train, trainer)
-            wandb.agent(sweep_id, train, count=n_trials, max_consecutive_failed_runs=max_failed, **place)
+            wandb.agent(sweep_id, functools.partial(self._train, trainer), **options, **place)
         return self._best(sweep_id)
 
     def run_id(self, trial: Any) -> str:
@@ -144,15 +137,16 @@ class WandbSearch(SearchBackend):
         chosen = dict(run.config)
         if trainer.hp_name is not None:
             run.name = trainer.hp_name(chosen)
+        reason = None
         try:
-            objective, reason = self.objective(trainer, chosen), None
+            objective = self.objective(trainer, chosen)
         except Exception as error:
             logger.exception("The run %s failed.", run.id)
-            objective, reason = math.nan, f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {error}"
+            self.failed.append(reason)
         finally:
             self.components.runner.release_trial()
         if reason is not None:
-            self.failed.append(reason)
             raise TrialFailed(reason)
         if self.metric not in dict(run.summary):
             logger.warning(

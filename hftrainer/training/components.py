@@ -20,7 +20,7 @@ from hftrainer.evaluation.runner import EvaluationRunner
 from hftrainer.plugins import adapter, load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
-from hftrainer.reporting.tracker_callbacks import TrackerCallback, reporting_callbacks
+from hftrainer.reporting.tracking import TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
 from hftrainer.training import loader_factory, log_save_evaluate, model_setup, publisher, runner, saver, setup, steps
 from hftrainer.training.run import Run

@@ -25,7 +25,7 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
-from hftrainer.reporting.tracker_callbacks import reporting_callbacks
+from hftrainer.reporting.tracking import reporting_callbacks
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component

@@ -33,7 +33,7 @@ from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
-from hftrainer.reporting.tracker_callbacks import ReportingCallback
+from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS

@@ -14,7 +14,7 @@ import hftrainer
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
 from hftrainer.integrations import INTEGRATIONS, chosen
-from hftrainer.reporting.tracker_callbacks import ReportingCallback
+from hftrainer.reporting.tracking import ReportingCallback
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
 

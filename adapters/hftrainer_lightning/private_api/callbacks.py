@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch.callbacks import EarlyStopping, ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 
-def reset_averages(callbacks: Iterable[Callback]) -> None:
+def reset_averages(callbacks: Iterable[pl.Callback]) -> None:
     """Reset callbacks that average weights; Lightning would continue the count of an earlier run."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
@@ -25,14 +20,14 @@ def reset_averages(callbacks: Iterable[Callback]) -> None:
             callback.n_averaged = callback._swa_scheduler = callback._scheduler_state = None
 
 
-def release_callbacks(callbacks: Iterable[Callback]) -> None:
+def release_callbacks(callbacks: Iterable[pl.Callback]) -> None:
     """Free the averages of a run that has ended: the model holds them, and evaluations use the model."""
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             callback._average_model = None
 
 
-def checkpoint_state(callback: Callback) -> dict[str, Any]:
+def checkpoint_state(callback: pl.Callback) -> dict[str, Any]:
     """A callback's state for a checkpoint; the averaging schedule's state without its function.
 
     The schedule recreates that function. torch 2.6 keeps it in the schedule's state, where only unsafe unpickling could

@@ -60,15 +60,6 @@ class TrainerWithoutSignals(pl.Trainer):
     _predict_impl = _carry_keyboard_interrupts()(pl.Trainer._predict_impl)
 
 
-@contextlib.contextmanager
-def restore_keyboard_interrupts() -> Iterator[None]:
-    """Turn what `TrainerWithoutSignals` carried past Lightning back into the user's KeyboardInterrupt."""
-    try:
-        yield
-    except _Interrupted as carried:
-        raise carried.original from None
-
-
 #: Starts of Lightning's warnings that do not concern our users, as regular expressions.
 _HIDDEN_WARNINGS = (
     # The Trainer chooses the device itself, and logs it.
@@ -91,8 +82,11 @@ _HIDDEN_WARNINGS = (
 
 
 @contextlib.contextmanager
-def hide_lightning_tips() -> Iterator[None]:
-    """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay."""
+def around_lightning() -> Iterator[None]:
+    """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay.
+
+    What `TrainerWithoutSignals` carried past Lightning becomes the user's KeyboardInterrupt again.
+    """
     loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
 
     def passes(record: logging.LogRecord) -> bool:
@@ -105,6 +99,8 @@ def hide_lightning_tips() -> Iterator[None]:
             for message in _HIDDEN_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
+    except _Interrupted as carried:
+        raise carried.original from None
     finally:
         for logger in loggers:
             logger.removeFilter(passes)
