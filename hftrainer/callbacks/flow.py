@@ -95,18 +95,16 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         """Count evaluations without improvement, and stop training when `early_stopping_patience` is reached."""
         value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
-        if value is None and self.awaits_other_sets:
-            return
-        if value is None:
+        if value is not None:
+            self.check_metric_value(args, state, control, value)
+            if self.early_stopping_patience_counter >= self.early_stopping_patience:
+                control.should_training_stop = True
+        elif not self.awaits_other_sets:
             logger.warning(
                 "early stopping required metric_for_best_model: %s is not among the metrics %s, so it is skipped.",
                 args.metric_for_best_model,
                 sorted(metrics or {}),
             )
-            return
-        self.check_metric_value(args, state, control, value)
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_training_stop = True
 
     def _improves(self, args, state, value: float) -> bool:
         if state.best_metric is None:
