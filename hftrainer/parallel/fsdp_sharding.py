@@ -46,10 +46,9 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if settings is None or is_sharded(model):  # already sharded while it was loaded
         reshard(model)
         return model
-    device = torch.device(plan.device)
     units = find_units(model, settings)
     if settings.sync_module_states:
-        broadcast_weights(model, device)
+        broadcast_weights(model, torch.device(plan.device))
     if plan.precision in _HALF:  # as in accelerate, the optimizer steps trained parameters in float32
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
