@@ -221,7 +221,7 @@ def _to_plain_value(name: str, value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, torch.dtype) and name in _DTYPE_KEYS:
-        return _name_of(value)
+        return str(value).removeprefix("torch.")
     if isinstance(value, list):
         return [item.value if isinstance(item, enum.Enum) else item for item in value]
     if name == "parallelism_config" and dataclasses.is_dataclass(value):
@@ -240,14 +240,8 @@ _JSON_TYPES = (bool, int, float, str, list, dict, type(None))
 
 def _to_json_value(value: Any) -> Any:
     """A form that JSON supports: the value of an enumeration, the name of a dtype, `to_dict()`, or else the text."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, torch.dtype):
-        return _name_of(value)
+    if isinstance(value, (enum.Enum, torch.dtype)):
+        return _to_plain_value("dtype", value)
     if isinstance(value, Mapping):
         return dict(value)
     return value.to_dict() if callable(getattr(value, "to_dict", None)) and not isinstance(value, type) else str(value)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -201,12 +201,8 @@ class EvaluationPass:
             self.metrics.update(self._prediction({**gathered, **given}), last)
 
     def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
-        return EvalPrediction(
-            predictions=rows.get("predictions"),
-            label_ids=rows.get("label_ids"),
-            inputs=rows.get("inputs"),
-            losses=rows.get("losses") if "loss" in self.args.include_for_metrics else None,
-        )
+        losses = rows.get("losses") if "loss" in self.args.include_for_metrics else None
+        return EvalPrediction(rows.get("predictions"), rows.get("label_ids"), rows.get("inputs"), losses)
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""

@@ -275,8 +275,7 @@ def can_start_again() -> bool:
     """Whether the command line of this process can be run again; not in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
-    is_child = multiprocessing.parent_process() is not None
-    return not (interactive or is_child or sys.argv[:1] in ([], [""], ["-"]))
+    return not (interactive or multiprocessing.parent_process() is not None or sys.argv[:1] in ([], [""], ["-"]))
 
 
 def cluster_environment(plugins: Any) -> Any:
