@@ -94,8 +94,7 @@ class AcceleratorConfig:
                 files that are missing or malformed.
         """
         keys = _keys(given)
-        kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-        errors = _check("accelerator_config", keys, kinds)
+        errors = _check("accelerator_config", keys, {field.name: str(field.type) for field in dataclasses.fields(cls)})
         inner = keys.get("gradient_accumulation_kwargs")
         if isinstance(inner, Mapping):
             errors += _check("accelerator_config['gradient_accumulation_kwargs']", inner, _ACCUMULATION)

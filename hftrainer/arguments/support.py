@@ -248,9 +248,8 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
     """
     if wrong := list(out_of_range(args)):
         raise InvalidArgument("\n".join(wrong))
-    plan = engine.plan
     again = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
-    once = {name: value for name, value in plan.read_once.items() if name not in again}
+    once = {name: value for name, value in engine.plan.read_once.items() if name not in again}
     now = {name: getattr(args, name, None) for name in once}
     changed = {name: value for name, value in once.items() if value is not now[name] and value != now[name]}
     if refused := _refused_changes(engine, args, changed):

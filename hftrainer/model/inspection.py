@@ -87,8 +87,7 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     if not peers.is_pretrained(bare):
         inside = [child for child in bare.children() if peers.is_pretrained(peers.without_adapters(child))]
         return len(inside) == 1 and smoothing_shifts_labels(inside[0])
-    derived = any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__)
-    return derived or shifts_labels(bare)
+    return any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__) or shifts_labels(bare)
 
 
 def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:

@@ -162,9 +162,8 @@ def _by_slurm() -> RankInfo:
     size = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
     nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(per_node), 1))
-    node = _number("SLURM_NODEID")
     job = _number("SLURM_JOB_ID", "SLURM_JOBID") + _number("SLURM_STEP_ID", "SLURM_STEPID")
-    local_size = per_node[min(node, len(per_node) - 1)] if per_node else -(-size // nodes)
+    local_size = per_node[min(_number("SLURM_NODEID"), len(per_node) - 1)] if per_node else -(-size // nodes)
     return _make_rank_info(
         "slurm",
         (size, _number("SLURM_PROCID"), _number("SLURM_LOCALID"), local_size),

@@ -84,11 +84,10 @@ def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> W
     if isinstance(error, WrongConfig):
         return error
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
-    text = str(error).rstrip(".")
     advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
     if settings.version == 1 and not scalars:
         advice = " fsdp_config={'version': 2} supports such models."
-    return WrongConfig(f"fsdp: the model cannot be sharded: {text}.{advice}")
+    return WrongConfig(f"fsdp: the model cannot be sharded: {str(error).rstrip('.')}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

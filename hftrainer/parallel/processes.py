@@ -92,8 +92,7 @@ class Processes(RankInfo):
             size = self.world_size
             store: Any = distributed.HashStore()  # type: ignore[attr-defined]
             if self.address is not None:  # else this process is alone, without a launcher
-                url = f"tcp://{self.address}:{self.port}"
-                store, _, _ = next(rendezvous(url, self.rank, size, timeout=timeout))
+                store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, size, timeout=timeout))
                 store.set_timeout(timeout)
                 # A new prefix hides the addresses that an earlier group left there.
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)
