@@ -116,21 +116,23 @@ def _library() -> Any:
 
 
 def _fill_partial(library: Any, resolved: ResolvedArguments, kind: DistributedType) -> None:
-    ours = ProcessState(Processes.at(resolved.rank_info), resolved.device, kind)
+    device, rank_info = resolved.device, resolved.rank_info
+    connected = rank_info.world_size > 1 and torch.distributed.is_initialized()
+    backend = torch.distributed.get_backend() if connected else None
     library.PartialState._reset_state()
     library.PartialState._shared_state.update(
-        _cpu=ours.device.type == "cpu",
-        backend="xla" if kind == "XLA" else ours.backend,
-        device=ours.device,
+        _cpu=device.type == "cpu",
+        backend="xla" if kind == "XLA" else backend,
+        device=device,
         debug=env_flag("ACCELERATE_DEBUG_MODE"),
         distributed_type=library.DistributedType(kind.value),
-        num_processes=ours.num_processes,
-        process_index=ours.process_index,
-        local_process_index=ours.local_process_index,
+        num_processes=rank_info.world_size,
+        process_index=rank_info.rank,
+        local_process_index=rank_info.local_rank,
     )
     library.PartialState()  # adds what it reads from the environment at each call
     if env_flag("ACCELERATE_CPU_AFFINITY"):
-        importlib.import_module("accelerate.utils").set_numa_affinity(ours.local_process_index)
+        importlib.import_module("accelerate.utils").set_numa_affinity(rank_info.local_rank)
 
 
 def _check_configured(state: Any, accelerator: Any) -> None:

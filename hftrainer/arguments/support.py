@@ -221,7 +221,7 @@ def _check_keywords(config: Mapping[str, Any]) -> list[str]:
 
 def _has_async_checkpoint_plugin(plugins: Any) -> bool:
     """Whether Lightning's `AsyncCheckpointIO` is among the plugins; only possible if Lightning is imported."""
-    given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+    given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
     return any(is_instance(plugin, "lightning.pytorch.plugins.io", "AsyncCheckpointIO") for plugin in given)
 
 

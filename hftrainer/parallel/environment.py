@@ -280,7 +280,7 @@ def can_start_again() -> bool:
 def cluster_environment(plugins: Any) -> Any:
     """The `ClusterEnvironment` among Lightning's plugins, or None; only possible if Lightning is imported."""
     module = "lightning.fabric.plugins.environments.cluster_environment"
-    given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+    given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
     return next((plugin for plugin in given if is_instance(plugin, module, "ClusterEnvironment")), None)
 
 
