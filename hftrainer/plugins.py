@@ -30,7 +30,7 @@ class Plugin(NamedTuple):
 PLUGINS = {
     "lightning": Plugin("hftrainer_lightning"),
     "deepspeed": Plugin("hftrainer_deepspeed", "deepspeed", lambda plan: plan.deepspeed is not None),
-    "xla": Plugin("hftrainer_xla", "tpu", lambda plan: plan.on_xla),
+    "xla": Plugin("hftrainer_xla", "tpu", lambda plan: plan.accelerator == "xla"),
     "tensorflow": Plugin("hftrainer_tensorflow", "tf"),
     "ray": Plugin("hftrainer_ray", "ray"),
 }

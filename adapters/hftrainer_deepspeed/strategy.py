@@ -144,7 +144,7 @@ class DeepSpeedStrategy(Strategy):
         raise WrongConfig("accelerator.prepare: DeepSpeed's engine trains only the Trainer's model. Freeze the others.")
 
     @property
-    def gathers_in_forward(self) -> bool:
+    def gathers_in_forward(self) -> bool:  # type: ignore[override]
         """True with ZeRO-3."""
         return bool(self.run.config.is_zero3())
 

@@ -94,8 +94,7 @@ class AcceleratorConfig:
                 files that are missing or malformed.
         """
         keys = _keys(given)
-        kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
-        errors = _check("accelerator_config", keys, kinds)
+        errors = _check("accelerator_config", keys, {field.name: str(field.type) for field in dataclasses.fields(cls)})
         inner = keys.get("gradient_accumulation_kwargs")
         if isinstance(inner, Mapping):
             errors += _check("accelerator_config['gradient_accumulation_kwargs']", inner, _ACCUMULATION)
@@ -126,8 +125,7 @@ def _keys(given: Any) -> dict[str, Any]:
     if isinstance(given, AcceleratorConfig):
         return copy.deepcopy(vars(given))
     if callable(getattr(given, "to_dict", None)):
-        keys: dict[str, Any] = given.to_dict()
-        return keys
+        return given.to_dict()
     if not isinstance(given, (str, os.PathLike)):
         raise InvalidArgument(f"accelerator_config={given!r}: give a dict, or the path of a JSON file.")
     try:
@@ -146,8 +144,7 @@ def _check(where: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> lis
             errors.append(UnknownKey(f"{where} has no key {name!r}{hint}"))
             continue
         classes, expected = _KINDS[kinds[name]]
-        is_valid = isinstance(value, classes) and (kinds[name] != "int" or (type(value) is int and value >= 1))
-        if not is_valid:
+        if not isinstance(value, classes) or (kinds[name] == "int" and (type(value) is not int or value < 1)):
             errors.append(InvalidArgument(f"{where}[{name!r}]={value!r}: give {expected}."))
     return errors
 

@@ -71,8 +71,7 @@ class BaseArguments(OldArguments):
         if self._on_cpu:
             return torch.device("cpu")
         if devices.uses_xla():
-            device: torch.device = load("xla", "devices").device()
-            return device
+            return load("xla", "devices").device()
         kind = devices.detect_device_type()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
@@ -101,8 +100,7 @@ class BaseArguments(OldArguments):
     @property
     def _n_gpu(self) -> int:
         """The value of `n_gpu`. Scripts set it to 1 to avoid DataParallel."""
-        count: int = vars(self).get("_n_gpu", int(self.device.type not in ("cpu", "xla")))
-        return count
+        return vars(self).get("_n_gpu", int(self.device.type not in ("cpu", "xla")))
 
     @_n_gpu.setter
     def _n_gpu(self, count: int) -> None:
@@ -178,10 +176,8 @@ class BaseArguments(OldArguments):
         """Optimizer steps of warm-up in a run of `num_training_steps` optimizer steps."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        share = self.warmup_steps
-        if share == 0 and legacy.keeps_ratio("warmup_ratio"):
-            share = self.warmup_ratio or 0
-        return math.ceil(num_training_steps * share)
+        keeps_ratio = self.warmup_steps == 0 and legacy.keeps_ratio("warmup_ratio")
+        return math.ceil(num_training_steps * ((self.warmup_ratio or 0) if keeps_ratio else self.warmup_steps))
 
     # ---- Serialization -----------------------------------------------------------------------------------------
 
@@ -225,7 +221,7 @@ def _to_plain_value(name: str, value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, torch.dtype) and name in _DTYPE_KEYS:
-        return _name_of(value)
+        return str(value).removeprefix("torch.")
     if isinstance(value, list):
         return [item.value if isinstance(item, enum.Enum) else item for item in value]
     if name == "parallelism_config" and dataclasses.is_dataclass(value):
@@ -244,14 +240,8 @@ _JSON_TYPES = (bool, int, float, str, list, dict, type(None))
 
 def _to_json_value(value: Any) -> Any:
     """A form that JSON supports: the value of an enumeration, the name of a dtype, `to_dict()`, or else the text."""
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, torch.dtype):
-        return _name_of(value)
+    if isinstance(value, (enum.Enum, torch.dtype)):
+        return _to_plain_value("dtype", value)
     if isinstance(value, Mapping):
         return dict(value)
     return value.to_dict() if callable(getattr(value, "to_dict", None)) and not isinstance(value, type) else str(value)
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

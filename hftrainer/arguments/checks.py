@@ -25,6 +25,7 @@ _UNSUPPORTED_DEVICES = {
     "sdaa": "the Trainer of transformers does not use it either",
     "neuron": "it compiles whole graphs, which the loop does not support; use optimum-neuron",
 }
+_NO_TORCH_XLA = f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
 #: Documented backends → the devices that they connect, and where they come from.
 BACKENDS = {
     "nccl": (("cuda",), "it comes with torch for CUDA or ROCm"),
@@ -110,11 +111,7 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
     args, kind, rank_info = resolved.args, resolved.device.type, resolved.rank_info
     cores = legacy.value(args, "tpu_num_cores") or None
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
-        reason = (
-            "there is none: set PJRT_DEVICE=TPU"
-            if devices.has_torch_xla()
-            else f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
-        )
+        reason = "there is none: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
     if kind not in ("xla", "tpu"):
         return
@@ -188,9 +185,8 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
 def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla: XlaSettings) -> Iterator[str]:
     world_size = resolved.rank_info.world_size
     if resolved.device.type != "xla":
-        absent = f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
-        missing = "training is on another device" if devices.has_torch_xla() else absent
-        yield f"fsdp_config['xla'] needs a TPU, but {missing}."
+        reason = "training is on another device" if devices.has_torch_xla() else _NO_TORCH_XLA
+        yield f"fsdp_config['xla'] needs a TPU, but {reason}."
     if xla.spmd and world_size > 1:
         yield (
             f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, but there are {world_size}: start the "
@@ -214,8 +210,8 @@ def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_op
     name = spelled(args.optim)
     if settings.xla is not None and settings.xla.spmd:
         return  # parameters keep their shapes
-    is_torchs = name.startswith("adamw_torch")
-    if not is_torchs and (any(part in name for part in _NEEDS_WHOLE_PARAMETERS) or name == "adamw_8bit"):
+    needs_whole = name == "adamw_8bit" or any(part in name for part in _NEEDS_WHOLE_PARAMETERS)
+    if needs_whole and not name.startswith("adamw_torch"):
         yield f"optim={name!r} needs whole parameters, but fsdp shards them: use 'adamw_torch' or its 8bit form."
     elif settings.version == 1 and name in _NEEDS_SHAPES:
         yield f"optim={name!r} needs the shapes of the parameters, but FSDP1 flattens them: use FSDP2."

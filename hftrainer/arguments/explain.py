@@ -62,15 +62,14 @@ class Explanation:
     def __str__(self) -> str:
         parts = []
         for kind, title in TITLES.items():
-            lines = [line for line in self.lines if line.kind == kind]
-            if lines:
+            if lines := [line for line in self.lines if line.kind == kind]:
                 shown = (f"{line.argument}={line.value!r}: {line.detail}" for line in lines)
                 parts += [title, *(text for sentence in shown for text in _indented(sentence)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
         if self.refused:
-            names = ", ".join(self.refused)
-            return "\n".join([*parts, *_indented(f"A Trainer refuses {names}, for the reasons above."), ""])
+            sentence = f"A Trainer refuses {', '.join(self.refused)}, for the reasons above."
+            return "\n".join([*parts, *_indented(sentence), ""])
         return "\n".join([*parts, *_shown(self.policy), "", "The same by hand", *_indented(self.call)])
 
     @property

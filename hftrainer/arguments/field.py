@@ -66,8 +66,7 @@ class Argument:
             return value in (None, self.neutral, default)
         if type(value).__name__ == "AcceleratorConfig":  # ours or transformers', which fills in the defaults
             return bool(value == type(value)())
-        is_empty = value is None or (not value and not isinstance(value, (bool, int, float)))
-        return is_empty or value in ("no", "none")
+        return value in (None, "no", "none") or (not value and not isinstance(value, (bool, int, float)))
 
     def refuses(self, value: Any) -> bool:
         """Whether a value that is not neutral is refused."""

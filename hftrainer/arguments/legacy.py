@@ -63,10 +63,9 @@ def redeclared(kind: type) -> frozenset[str]:
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
     """Set the current argument, after an old name was set to a value."""
-    if name in redeclared(type(args)) or keeps_ratio(name):
-        return
-    rename = RENAMED[name]
-    setattr(args, rename.new, rename.write(getattr(args, rename.new), value))
+    if name not in redeclared(type(args)) and not keeps_ratio(name):
+        rename = RENAMED[name]
+        setattr(args, rename.new, rename.write(getattr(args, rename.new), value))
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:

@@ -52,8 +52,7 @@ class ResolvedArguments:
     @classmethod
     def of(cls, args: BaseArguments) -> ResolvedArguments:
         """The resolved arguments of the last Trainer made with `args`; new ones if there is none."""
-        resolved: ResolvedArguments | None = vars(args).get("_resolved")
-        return resolved or cls(args)
+        return vars(args).get("_resolved") or cls(args)
 
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
@@ -118,8 +117,7 @@ class ResolvedArguments:
     def precision(self) -> str:
         """Lightning's precision, from DeepSpeed, `lightning_config`, the arguments or the launcher, in this order."""
         if self.deepspeed is not None:
-            by_deepspeed: str = self.deepspeed.precision
-            return by_deepspeed
+            return self.deepspeed.precision
         if (given := self.lightning_config.get("precision")) is not None:
             return "32-true" if str(given) == "32" else str(given)
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(requested_precision(self.args), "32-true")
@@ -129,5 +127,4 @@ def requested_precision(args: Any) -> str:
     """'bf16', 'fp16' or 'no': set by a script on the arguments, by the arguments or else by the launcher."""
     by_arguments = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     by_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    precision: str = vars(args).get("_mixed_precision", by_arguments or by_launcher)
-    return precision
+    return vars(args).get("_mixed_precision", by_arguments or by_launcher)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +18,7 @@ from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import out_of_range
+from hftrainer.compat.peers import is_instance
 from hftrainer.errors import InvalidArgument, WrongConfig, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
 from hftrainer.parallel.environment import LAUNCHERS, can_start_again, check_choices, check_rank_info
@@ -221,10 +221,8 @@ def _check_keywords(config: Mapping[str, Any]) -> list[str]:
 
 def _has_async_checkpoint_plugin(plugins: Any) -> bool:
     """Whether Lightning's `AsyncCheckpointIO` is among the plugins; only possible if Lightning is imported."""
-    module = sys.modules.get("lightning.pytorch.plugins.io")
-    kind = getattr(module, "AsyncCheckpointIO", None)
-    given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-    return kind is not None and any(isinstance(plugin, kind) for plugin in given)
+    given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
+    return any(is_instance(plugin, "lightning.pytorch.plugins.io", "AsyncCheckpointIO") for plugin in given)
 
 
 # ---- Changes after the Trainer is made ------------------------------------------------------------------------------
@@ -250,9 +248,8 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
     """
     if wrong := list(out_of_range(args)):
         raise InvalidArgument("\n".join(wrong))
-    plan = engine.plan
     again = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
-    once = {name: value for name, value in plan.read_once.items() if name not in again}
+    once = {name: value for name, value in engine.plan.read_once.items() if name not in again}
     now = {name: getattr(args, name, None) for name in once}
     changed = {name: value for name, value in once.items() if value is not now[name] and value != now[name]}
     if refused := _refused_changes(engine, args, changed):

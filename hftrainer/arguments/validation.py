@@ -17,17 +17,10 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import (
-    DebugOption,
-    IntervalStrategy,
-    SaveStrategy,
-    SchedulerType,
-    spelled,
-    which_tokens,
-)
+from hftrainer.arguments.choices import DebugOption, IntervalStrategy, SaveStrategy, spelled, which_tokens
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, WrongConfig
 from hftrainer.parallel.config_files import why_text
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -197,14 +190,14 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _choose_best_metric(args: BaseArguments) -> None:
-    needs_metric = args.load_best_model_at_end or args.lr_scheduler_type in (
-        SchedulerType.REDUCE_ON_PLATEAU,
-        SchedulerType.GREEDY,
-    )
-    if needs_metric and args.metric_for_best_model is None:
+    if args.metric_for_best_model is None and (args.load_best_model_at_end or _follows_evaluation(args)):
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
+
+
+def _follows_evaluation(args: BaseArguments) -> bool:
+    return args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
 
 
 def set_accumulation_steps(resolved: ResolvedArguments) -> None:
@@ -231,17 +224,13 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
         yield f"accelerator_config['use_configured_state']=True: {reason}"
 
 
-def _check_deepspeed(resolved: ResolvedArguments) -> list[str]:
+def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
     """Errors in `deepspeed` that the arguments alone show."""
-    from hftrainer.errors import WrongConfig
-
     try:
-        config = resolved.deepspeed
+        if (config := resolved.deepspeed) is not None:
+            yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config)
     except WrongConfig as error:
-        return [str(error)]
-    if config is None:
-        return []
-    return list(load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config))
+        yield str(error)
 
 
 def out_of_range(args: BaseArguments) -> Iterator[str]:
@@ -331,6 +320,5 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
-    follows = args.lr_scheduler_type in (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
-    if follows and args.eval_strategy == IntervalStrategy.NO:
+    if _follows_evaluation(args) and args.eval_strategy == IntervalStrategy.NO:
         yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} follows the evaluation: set eval_strategy."

@@ -22,27 +22,20 @@ class DefaultFlowCallback(TrainerCallback):
         if (step == 1 and args.logging_first_step) or _due(args.logging_strategy, step, state.logging_steps):
             control.should_log = True
         evaluates = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
-        if evaluates and _due(args.eval_strategy, step, state.eval_steps):
-            control.should_evaluate = True
-        if _due(args.save_strategy, step, state.save_steps):
-            control.should_save = True
+        control.should_evaluate |= evaluates and _due(args.eval_strategy, step, state.eval_steps)
+        control.should_save |= _due(args.save_strategy, step, state.save_steps)
         if step >= state.max_steps:
             control.should_training_stop = True
             policy = ResolvedArguments.of(args).policy
-            if evaluates and policy.evaluates_last_step:
-                control.should_evaluate = True
-            if args.save_strategy in policy.saves_last_step_with:
-                control.should_save = True
+            control.should_evaluate |= evaluates and policy.evaluates_last_step
+            control.should_save |= args.save_strategy in policy.saves_last_step_with
         return control
 
     def on_epoch_end(self, args, state, control, **kwargs):
         """Decide what is due at the end of this epoch."""
-        if args.logging_strategy == IntervalStrategy.EPOCH:
-            control.should_log = True
-        if args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= state.epoch:
-            control.should_evaluate = True
-        if args.save_strategy == SaveStrategy.EPOCH:
-            control.should_save = True
+        control.should_log |= args.logging_strategy == IntervalStrategy.EPOCH
+        control.should_evaluate |= args.eval_strategy == IntervalStrategy.EPOCH and args.eval_delay <= state.epoch
+        control.should_save |= args.save_strategy == SaveStrategy.EPOCH
         return control
 
 
@@ -95,18 +88,16 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         """Count evaluations without improvement, and stop training when `early_stopping_patience` is reached."""
         value = (metrics or {}).get(evaluation_key(args.metric_for_best_model))
-        if value is None and self.awaits_other_sets:
-            return
-        if value is None:
+        if value is not None:
+            self.check_metric_value(args, state, control, value)
+            if self.early_stopping_patience_counter >= self.early_stopping_patience:
+                control.should_training_stop = True
+        elif not self.awaits_other_sets:
             logger.warning(
                 "early stopping required metric_for_best_model: %s is not among the metrics %s, so it is skipped.",
                 args.metric_for_best_model,
                 sorted(metrics or {}),
             )
-            return
-        self.check_metric_value(args, state, control, value)
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_training_stop = True
 
     def _improves(self, args, state, value: float) -> bool:
         if state.best_metric is None:

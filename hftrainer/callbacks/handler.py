@@ -105,18 +105,23 @@ class CallbackHandler(TrainerCallback):
         """Call an event of every callback; returns the control object after the last of them."""
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
-            if handler is None or getattr(handler, "__func__", None) is _NOTHING[event]:
+            function = getattr(handler, "__func__", handler)
+            if handler is None or function is _NOTHING[event]:
                 continue
+            is_plain = isinstance(function, types.FunctionType)  # callables of other types may not be hashable
+            needs_tokenizer = (_needs_tokenizer if is_plain else _needs_tokenizer.__wrapped__)(function)
             given = {
                 "model": self.model,
-                **_processing_class_keywords(handler, self.processing_class),
+                "processing_class": self.processing_class,
+                # Other handlers must not get it: they may not accept a keyword that transformers does not pass.
+                **({"tokenizer": self.processing_class} if needs_tokenizer else {}),
                 "optimizer": self.optimizer,
                 "lr_scheduler": self.lr_scheduler,
                 "train_dataloader": self.train_dataloader,
                 "eval_dataloader": self.eval_dataloader,
                 **kwargs,
             }
-            if isinstance(getattr(handler, "__func__", handler), types.FunctionType):
+            if is_plain:
                 given = accepted_by(handler, given)
             result = handler(args, state, control, **given)
             if result is None:
@@ -128,22 +133,9 @@ class CallbackHandler(TrainerCallback):
         return control
 
 
-def _processing_class_keywords(handler: Any, processing_class: Any) -> dict[str, Any]:
-    """The keyword `processing_class`, and `tokenizer` too (its name before v4.46) if the handler uses it.
-
-    Other handlers must not get it: they may not accept a keyword that transformers does not pass.
-    """
-    function = getattr(handler, "__func__", handler)
-    # Callables of other types may not be hashable.
-    cached = isinstance(function, types.FunctionType)
-    needs_tokenizer = _needs_tokenizer if cached else _needs_tokenizer.__wrapped__
-    given = {"processing_class": processing_class}
-    return {**given, "tokenizer": processing_class} if needs_tokenizer(function) else given
-
-
 @functools.lru_cache(maxsize=256)  # called at every step
 def _needs_tokenizer(function: Any) -> bool:
-    """Whether a function has a parameter `tokenizer`, or reads `kwargs["tokenizer"]`."""
+    """Whether a function has a parameter `tokenizer` (the name before v4.46), or reads `kwargs["tokenizer"]`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     if code is None:  # a C function, or a callable object
         return False
@@ -200,10 +192,8 @@ def make_callback(callback: Any) -> Any:
 
 
 def _make_event_method(event: str):
-    flags = CLEARED_FLAGS.get(event, ())
-
     def call(self, args, state, control, **kwargs):
-        for flag in flags:
+        for flag in CLEARED_FLAGS.get(event, ()):
             setattr(control, flag, False)
         return self.call_event(event, args, state, control, **kwargs)
 

@@ -194,8 +194,7 @@ class TrainerState:
     def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
         """Convert intervals that are fractions of `max_steps` into optimizer steps."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
-            steps = getattr(args, name)
-            if steps is not None:
+            if (steps := getattr(args, name)) is not None:
                 setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
@@ -227,16 +226,10 @@ def drop_from_json(path: str, name: str) -> None:
 
 def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
     """States of the callbacks by class name; several of one class become a list."""
-    states: dict[str, Any] = {}
+    states: dict[str, list[Any]] = {}
     for callback in callbacks:
-        name = type(callback).__name__
-        if name not in states:
-            states[name] = callback.state()
-        elif isinstance(states[name], list):
-            states[name].append(callback.state())
-        else:
-            states[name] = [states[name], callback.state()]
-    return states
+        states.setdefault(type(callback).__name__, []).append(callback.state())
+    return {name: several if len(several) > 1 else several[0] for name, several in states.items()}
 
 
 def is_exportable(callback: Any) -> bool:

@@ -70,7 +70,6 @@ def _holds(name: str, module: Any, originals: list[type]) -> bool:
 def _changed(kind: type) -> Iterator[tuple[str, str]]:
     """The replaced methods of a class, each with the module that replaced it."""
     for name, value in vars(kind).items():
-        function = getattr(value, "__func__", value)
-        module = getattr(function, "__globals__", {}).get("__name__")
+        module = getattr(getattr(value, "__func__", value), "__globals__", {}).get("__name__")
         if module is not None and _root(module) not in _OWN:
             yield name, module

@@ -192,8 +192,7 @@ def refuse_uncalled(kind: type, *names: str) -> None:
     Raises:
         UnsupportedArgument: names each method, and what to do instead.
     """
-    record = _record_of(kind)
-    overridden = [name for name in names if getattr(kind, name, None) is not record.get(name)]
+    overridden = [name for name in names if getattr(kind, name, None) is not _record_of(kind).get(name)]
     if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in overridden]:
         raise UnsupportedArgument("\n".join(found))
 
@@ -269,11 +268,9 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
 def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called with these arguments; True if its parameters are unknown."""
     try:
-        signature = inspect.signature(function)
+        inspect.signature(function).bind(*args, **kwargs)
     except ValueError:
         return True
-    try:
-        signature.bind(*args, **kwargs)
     except TypeError:
         return False
     return True

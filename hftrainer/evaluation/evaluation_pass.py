@@ -83,10 +83,9 @@ class EvaluationPass:
             self._preprocess_logits = lambda logits, _: given(logits)
         self._pending: deque[BatchPosition | None] = deque()
         rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
-        concatenate = args.eval_do_concat_batches
         self._collectors = {
-            "losses": OutputCollector(concatenate, rows),
-            **{name: OutputCollector(concatenate, rows, folder) for name in ("predictions", "label_ids", "inputs")},
+            name: OutputCollector(args.eval_do_concat_batches, rows, None if name == "losses" else folder)
+            for name in ("losses", "predictions", "label_ids", "inputs")
         }
         self._gathers_rows = self._keeps_rows = settings.returns_predictions
         if isinstance(self.metrics, FunctionMetrics):
@@ -97,12 +96,8 @@ class EvaluationPass:
     def __iter__(self) -> Iterator[Any]:
         """The batches, in the order in which `step` must get them."""
         for inputs in self.dataloader:
-            self._pending.append(self.dataloader.position if self._is_prepared else None)
+            self._pending.append(self.dataloader.position if isinstance(self.dataloader, PreparedDataLoader) else None)
             yield inputs
-
-    @property
-    def _is_prepared(self) -> bool:
-        return isinstance(self.dataloader, PreparedDataLoader)
 
     def __len__(self) -> int:
         """Number of batches according to the loader; raises TypeError for a stream."""
@@ -117,7 +112,7 @@ class EvaluationPass:
 
     def record_batches(self) -> list[list[int]] | None:
         """A list that gets the sample indices of each batch; None when the loader does not provide them."""
-        return self.dataloader.record_batches() if self._is_prepared else None
+        return self.dataloader.record_batches() if isinstance(self.dataloader, PreparedDataLoader) else None
 
     def step(self, inputs: Any, last: bool) -> Any:
         """Predict one batch, keep the required outputs, and return the predictions.
@@ -136,8 +131,7 @@ class EvaluationPass:
             self._keep(rows, inputs, last, is_full=not (position.is_last or position.is_filler))
         self.components.announce("on_prediction_step")
         self.components.run.interruption.check()
-        every = self.args.eval_accumulation_steps or 1
-        if self.seen_batches % every == 0:
+        if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()
         return rows["predictions"]
@@ -207,12 +201,8 @@ class EvaluationPass:
             self.metrics.update(self._prediction({**gathered, **given}), last)
 
     def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
-        return EvalPrediction(
-            predictions=rows.get("predictions"),
-            label_ids=rows.get("label_ids"),
-            inputs=rows.get("inputs"),
-            losses=rows.get("losses") if "loss" in self.args.include_for_metrics else None,
-        )
+        losses = rows.get("losses") if "loss" in self.args.include_for_metrics else None
+        return EvalPrediction(rows.get("predictions"), rows.get("label_ids"), rows.get("inputs"), losses)
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""

@@ -87,8 +87,7 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     if not peers.is_pretrained(bare):
         inside = [child for child in bare.children() if peers.is_pretrained(peers.without_adapters(child))]
         return len(inside) == 1 and smoothing_shifts_labels(inside[0])
-    derived = any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__)
-    return derived or shifts_labels(bare)
+    return any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__) or shifts_labels(bare)
 
 
 def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
@@ -118,8 +117,7 @@ def _replace_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dic
         held = None if generation is None else getattr(generation, name)
         if name == "eos_token_id" and isinstance(held, int):
             held = generation.eos_token_id = [held]
-        known = generation is None or token in _as_list(held)
-        if getattr(config, name, None) == token and known:
+        if getattr(config, name, None) == token and (generation is None or token in _as_list(held)):
             continue
         updated[name] = token
         setattr(config, name, token)
@@ -137,22 +135,16 @@ def _add_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[st
         if token is None or all(token in _as_list(getattr(holder, name, None)) for holder in holders):
             continue
         updated[name] = token
-        several = name == "eos_token_id"
-        setattr(config, name, _with_token(getattr(config, name, None), token, keep_list=several))
-        if generation is not None:
-            held = _as_list(getattr(generation, name))
-            setattr(generation, name, _with_token(held, token, keep_list=several))
+        for holder in holders:
+            held = getattr(holder, name, None)
+            extends = name == "eos_token_id" and (holder is generation or isinstance(held, list))
+            others = [other for other in _as_list(held) if other is not None and other != token]
+            setattr(holder, name, [token, *others] if extends else token)
     return updated
 
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _with_token(held: Any, token: int, *, keep_list: bool) -> Any:
-    if keep_list and isinstance(held, list):
-        return [token, *(other for other in held if other is not None and other != token)]
-    return token
 
 
 # The walks below are made at every step. torch's own make up a name for each module, which takes longer than their

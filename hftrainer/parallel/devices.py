@@ -91,8 +91,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_used() -> int | None:
     """Bytes of the tensors on the accelerator; None without one."""
-    module = _module_in_use()
-    if module is None:
+    if (module := _module_in_use()) is None:
         return None
     return int((module.current_allocated_memory if module is torch.mps else module.memory_allocated)())
 
@@ -105,8 +104,7 @@ def memory_peak() -> int | None:
 
 def reset_memory_peak() -> None:
     """Start a new measurement of the peak."""
-    module = _module_in_use()
-    if module not in (None, torch.mps):
+    if (module := _module_in_use()) not in (None, torch.mps):
         module.reset_peak_memory_stats()
 
 

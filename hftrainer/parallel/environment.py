@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hftrainer.compat.peers import is_instance
 from hftrainer.plugins import load
 
 #: Selects the launcher whose variables are read, if `lightning_config` does not.
@@ -127,9 +128,8 @@ def _by_torchrun() -> RankInfo:
     """torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
     size = _number("WORLD_SIZE", default=1)
     local_size = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
-    nodes = _number("GROUP_WORLD_SIZE", "CROSS_SIZE")
     ranks = size, _number("RANK"), _number("LOCAL_RANK"), local_size
-    return _make_rank_info("torchrun", ranks, _RENDEZVOUS, nodes=nodes)
+    return _make_rank_info("torchrun", ranks, _RENDEZVOUS, nodes=_number("GROUP_WORLD_SIZE", "CROSS_SIZE"))
 
 
 def _by_kubeflow() -> RankInfo:
@@ -152,10 +152,9 @@ def _by_mpi() -> RankInfo:
     size = _number(names[1], default=1)
     local_size = _number(names[3], default=size)
     on_one_node = local_size >= size
-    address = "127.0.0.1" if on_one_node else None
     needs = names[:2] if on_one_node else (*names[:2], "MASTER_ADDR")
     ranks = size, _number(names[0]), _number(names[2]), local_size
-    return _make_rank_info("mpi", ranks, needs, address=address)
+    return _make_rank_info("mpi", ranks, needs, address="127.0.0.1" if on_one_node else None)
 
 
 def _by_slurm() -> RankInfo:
@@ -163,16 +162,14 @@ def _by_slurm() -> RankInfo:
     size = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
     nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(per_node), 1))
-    node = _number("SLURM_NODEID")
-    hosts = _first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     job = _number("SLURM_JOB_ID", "SLURM_JOBID") + _number("SLURM_STEP_ID", "SLURM_STEPID")
-    local_size = per_node[min(node, len(per_node) - 1)] if per_node else -(-size // nodes)
+    local_size = per_node[min(_number("SLURM_NODEID"), len(per_node) - 1)] if per_node else -(-size // nodes)
     return _make_rank_info(
         "slurm",
         (size, _number("SLURM_PROCID"), _number("SLURM_LOCALID"), local_size),
         ("SLURM_PROCID", "SLURM_LOCALID"),
         nodes=nodes,
-        address=first_host(hosts) or "127.0.0.1",
+        address=first_host(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) or "127.0.0.1",
         port=15000 + job % 10000,  # the same in all processes of a step
     )
 
@@ -277,16 +274,14 @@ def can_start_again() -> bool:
     """Whether the command line of this process can be run again; not in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
-    is_child = multiprocessing.parent_process() is not None
-    return not (interactive or is_child or sys.argv[:1] in ([], [""], ["-"]))
+    return not (interactive or multiprocessing.parent_process() is not None or sys.argv[:1] in ([], [""], ["-"]))
 
 
 def cluster_environment(plugins: Any) -> Any:
     """The `ClusterEnvironment` among Lightning's plugins, or None; only possible if Lightning is imported."""
-    module = sys.modules.get("lightning.fabric.plugins.environments.cluster_environment")
-    kind = getattr(module, "ClusterEnvironment", None)
-    given = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-    return next((plugin for plugin in given if kind is not None and isinstance(plugin, kind)), None)
+    module = "lightning.fabric.plugins.environments.cluster_environment"
+    given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
+    return next((plugin for plugin in given if is_instance(plugin, module, "ClusterEnvironment")), None)
 
 
 def check_choices(config: Mapping[str, Any]) -> Iterator[str]:

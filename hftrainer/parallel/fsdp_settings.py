@@ -204,8 +204,7 @@ def _settings(given: Mapping[str, Any]) -> FsdpSettings:
     version = _choose_version(keys.pop("version", None), strategy, [name for name in _ONLY_FSDP1 if name in keys])
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
     # v4 had no policies: min_num_params meant size-based wrapping.
-    by_size = keys.get("min_num_params", 0) > 0 and not classes
-    keys.setdefault("auto_wrap_policy", POLICIES[by_size])
+    keys.setdefault("auto_wrap_policy", POLICIES[keys.get("min_num_params", 0) > 0 and not classes])
     if keys.get("activation_checkpointing_offload") and not keys.get("activation_checkpointing"):
         raise WrongConfig("fsdp_config['activation_checkpointing_offload'] needs 'activation_checkpointing' too.")
     if keys.get("cpu_ram_efficient_loading"):

@@ -46,10 +46,9 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     if settings is None or is_sharded(model):  # already sharded while it was loaded
         reshard(model)
         return model
-    device = torch.device(plan.device)
     units = find_units(model, settings)
     if settings.sync_module_states:
-        broadcast_weights(model, device)
+        broadcast_weights(model, torch.device(plan.device))
     if plan.precision in _HALF:  # as in accelerate, the optimizer steps trained parameters in float32
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
@@ -85,11 +84,10 @@ def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> W
     if isinstance(error, WrongConfig):
         return error
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
-    text = str(error).rstrip(".")
     advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
     if settings.version == 1 and not scalars:
         advice = " fsdp_config={'version': 2} supports such models."
-    return WrongConfig(f"fsdp: the model cannot be sharded: {text}.{advice}")
+    return WrongConfig(f"fsdp: the model cannot be sharded: {str(error).rstrip('.')}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

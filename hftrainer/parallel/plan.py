@@ -210,21 +210,14 @@ class LightningPlan:
         return any(isinstance(value, float) and value < 1 for value in limits)
 
     @property
-    def on_xla(self) -> bool:
-        """Whether training runs on XLA devices."""
-        return self.accelerator == "xla"
-
-    @property
     def spreads_model(self) -> bool:
         """Whether each process has only a part of the model or of the optimizer's state."""
-        sharded = self.sharding is not None and not self.by_spmd
-        return sharded or self.layout.tp_size > 1 or self.deepspeed is not None
+        return (self.sharding is not None and not self.by_spmd) or self.layout.tp_size > 1 or self.deepspeed is not None
 
     @property
     def by_spmd(self) -> bool:
         """Whether one process drives several XLA devices, which shard the model's tensors (SPMD)."""
-        xla = None if self.sharding is None else self.sharding.xla
-        return xla is not None and xla.spmd
+        return self.sharding is not None and self.sharding.xla is not None and self.sharding.xla.spmd
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""

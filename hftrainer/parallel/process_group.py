@@ -66,8 +66,7 @@ def wait_for_peers(connect: Callable[[], T], timeout: timedelta, lost: str) -> T
 @functools.cache
 def cpu_group(timeout: timedelta) -> Any:
     """A process group for tensors in CPU memory; None means the default group."""
-    backends = distributed.get_backend()
-    if "gloo" in backends:
+    if "gloo" in distributed.get_backend():
         return None
     lost = (
         f"The ranks could not create a gloo group for CPU tensors within ddp_timeout={timeout.total_seconds():g} "

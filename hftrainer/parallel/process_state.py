@@ -127,7 +127,7 @@ class GradientState:
 
     def __init__(self, loaders: Iterable[Any], processes: int, accumulation: Mapping[str, Any]) -> None:
         self._loaders = loaders
-        self._shown: Iterable[Any] | None = None
+        self._shown = loaders
         self._processes = processes
         self.sync_gradients = True
         self.plugin_kwargs: dict[str, Any] = {
@@ -149,8 +149,7 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The loader whose iteration started last; None outside of iterations."""
-        loaders = self._loaders if self._shown is None else self._shown
-        active = (loader for loader in loaders if loader.position.iteration)
+        active = (loader for loader in self._shown if loader.position.iteration)
         return max(active, key=lambda loader: loader.position.iteration, default=None)
 
     @contextlib.contextmanager

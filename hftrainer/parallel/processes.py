@@ -78,12 +78,10 @@ class Processes(RankInfo):
             return
         if visible_device_count(device) is not None:
             device_module(device.type).set_device(device)
-        # On XLA, only gradients are communicated on the device.
-        if device.type == "xla":
-            backend = "gloo"
         # If imported later, this module would hold a reference to the group, which could then not be destroyed.
         importlib.import_module("torch.distributed.nn.functional")
-        chosen = backend or distributed.get_default_backend_for_device(device)
+        # On XLA, only gradients are communicated on the device.
+        chosen = "gloo" if device.type == "xla" else backend or distributed.get_default_backend_for_device(device)
         lost = (
             f"Rank {self.rank} could not connect to the other {self.world_size - 1} at {self.address}:{self.port} "
             f"within ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process "
@@ -94,8 +92,7 @@ class Processes(RankInfo):
             size = self.world_size
             store: Any = distributed.HashStore()  # type: ignore[attr-defined]
             if self.address is not None:  # else this process is alone, without a launcher
-                url = f"tcp://{self.address}:{self.port}"
-                store, _, _ = next(rendezvous(url, self.rank, size, timeout=timeout))
+                store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, size, timeout=timeout))
                 store.set_timeout(timeout)
                 # A new prefix hides the addresses that an earlier group left there.
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)

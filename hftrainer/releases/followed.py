@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hftrainer.compat.messages import log_once
@@ -79,13 +79,12 @@ def from_config(config: Mapping[str, Any]) -> ReleasePolicy:
     return from_text(config["behaviour"]) if "behaviour" in config else _default
 
 
-def check_release(config: Mapping[str, Any]) -> list[str]:
+def check_release(config: Mapping[str, Any]) -> Iterator[str]:
     """An error message if the 'behaviour' in `lightning_config` is not a known release."""
     try:
         from_config(config)
     except ValueError as error:
-        return [f"lightning_config['behaviour']: {error}"]
-    return []
+        yield f"lightning_config['behaviour']: {error}"
 
 
 def is_before(release: str) -> bool:

@@ -81,7 +81,7 @@ class FsdpStrategy(Strategy):
         return super().whole_parameters() if self._prepared is None else sharding.whole_parameters(self._prepared)
 
     @property
-    def gathers_in_forward(self) -> bool:
+    def gathers_in_forward(self) -> bool:  # type: ignore[override]
         """True, except with tensor parallelism alone, where all processes have the same batch."""
         return self.plugin is not None
 

@@ -53,6 +53,8 @@ class Strategy(ABC):
         needs_group_alone: whether a process group is needed even for one process.
         fixes_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
         autocasts_own_loops: whether the engine's autocast also works in a script's own loops.
+        gathers_in_forward: whether all processes must run a forward pass together, since each has a part of the
+            parameters.
     """
 
     argument = ""
@@ -65,6 +67,7 @@ class Strategy(ABC):
     needs_group_alone = False
     fixes_accumulation = False
     autocasts_own_loops = True
+    gathers_in_forward = False
 
     def __init__(self, plan: LightningPlan) -> None:
         self.plan = plan
@@ -164,11 +167,6 @@ class Strategy(ABC):
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Make the model's own methods, such as `generate`, callable in the block."""
         return contextlib.nullcontext()
-
-    @property
-    def gathers_in_forward(self) -> bool:
-        """Whether all processes must run a forward pass together, since each has a part of the parameters."""
-        return False
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
         """A batch in the types that the model needs."""
