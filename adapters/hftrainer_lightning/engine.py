@@ -347,11 +347,7 @@ class LightningEngine:
         return self._loggers() or ([self._values] if self.callbacks else [])
 
     def _build_trainer(
-        self,
-        max_epochs: int,
-        callbacks: list[pl.Callback] | None = None,
-        strategy: Any = None,
-        **settings: Any,
+        self, max_epochs: int, callbacks: list[pl.Callback] | None = None, strategy: Any = None, **settings: Any
     ) -> pl.Trainer:
         keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._training_callbacks if callbacks is None else callbacks

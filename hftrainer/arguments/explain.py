@@ -52,10 +52,7 @@ class Explanation:
         shown = {
             "arguments": [dataclasses.asdict(line) for line in self.lines],
             "call": self.call,
-            "behaviour": {
-                "release": str(self.policy.release),
-                "differences": self.policy.differences(),
-            },
+            "behaviour": {"release": str(self.policy.release), "differences": self.policy.differences()},
         }
         return json.dumps(shown, indent=2)
 

@@ -72,7 +72,7 @@ class Until5_17(Until5_18):
     until = Release(5, 17)
     changes = {
         "aligns_only_set_tokens": "the model's configs lose special tokens that the tokenizer lacks, and lists of end "
-        "tokens become one token (transformers#48708)",
+        "tokens become one token (transformers#48708)"
     }
     aligns_only_set_tokens = False
 
@@ -83,7 +83,7 @@ class Until5_15(Until5_17):
     until = Release(5, 15)
     changes = {
         "evaluation_generator": "an evaluation grouped by length draws its order from torch's generator, which "
-        "training uses too",
+        "training uses too"
     }
 
     def evaluation_generator(self, seed: int) -> torch.Generator | None:
@@ -96,7 +96,7 @@ class Until5_14(Until5_15):
     until = Release(5, 14)
     changes = {
         "smooths_over_items": "label smoothing divides by the labels of its micro-batch, even where the loss is summed "
-        "over an optimizer step (transformers#47261)",
+        "over an optimizer step (transformers#47261)"
     }
     smooths_over_items = False
 
@@ -107,7 +107,7 @@ class Until5_9(Until5_14):
     until = Release(5, 9)
     changes = {
         "counted_labels": "every label is counted in num_items_in_batch, also the first of a causal sequence "
-        "(transformers#46204)",
+        "(transformers#46204)"
     }
 
     def counted_labels(self, batch: Any, *, shifts: bool) -> Any:
@@ -119,7 +119,7 @@ class Until5_5(Until5_9):
 
     until = Release(5, 5)
     changes = {
-        "gradient_divisor": "since 5.2, accelerate divides the gradients by gradient_accumulation_steps once more",
+        "gradient_divisor": "since 5.2, accelerate divides the gradients by gradient_accumulation_steps once more"
     }
 
     def gradient_divisor(self, args: Any) -> int:
@@ -132,7 +132,7 @@ class Until5_3(Until5_5):
     until = Release(5, 3)
     changes = {
         "evaluates_last_step": "with eval_strategy='steps', the last step is evaluated only if it is a multiple of "
-        "eval_steps (transformers#44146)",
+        "eval_steps (transformers#44146)"
     }
     evaluates_last_step = False
 
@@ -162,9 +162,7 @@ class Until5_1(Until5_2):
     """What releases until 5.1 do differently."""
 
     until = Release(5, 1)
-    changes = {
-        "resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint",
-    }
+    changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
     resumes_with_batch_size_of_arguments = False
     gradient_divisor = ReleasePolicy.gradient_divisor
 
@@ -175,7 +173,7 @@ class Until5_0(Until5_1):
     until = Release(5, 0)
     changes = {
         "calls_create_scheduler": "train() calls create_optimizer_and_scheduler, even if create_optimizer and "
-        "create_scheduler are overridden too",
+        "create_scheduler are overridden too"
     }
     calls_create_scheduler = False
 
@@ -205,7 +203,7 @@ class Until4_56(Until4_57):
 
     until = Release(4, 56)
     changes = {
-        "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)",
+        "divides_eval_loss_by_items": "the loss of an evaluation batch is the model's own mean (transformers#41183)"
     }
     divides_eval_loss_by_items = False
 
@@ -214,9 +212,7 @@ class Until4_55(Until4_56):
     """What releases until 4.55 do differently."""
 
     until = Release(4, 55)
-    changes = {
-        "aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)",
-    }
+    changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
     aligns_special_tokens = False
 
 
@@ -225,7 +221,7 @@ class Until4_54(Until4_55):
 
     until = Release(4, 54)
     changes = {
-        "loss_divisor": "a loss that is not divided by its items is always divided by gradient_accumulation_steps",
+        "loss_divisor": "a loss that is not divided by its items is always divided by gradient_accumulation_steps"
     }
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:

@@ -179,9 +179,7 @@ class TrainerSetup(Component):
         components.strategy = strategy = self._connect()
         plan = strategy.plan
         components.checkpoint_writer = CheckpointWriter(
-            in_background=plan.async_checkpoint,
-            stop_on_error=plan.stop_on_save_error,
-            to_cpu=strategy.to_cpu,
+            in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )
         components.engine = adapter().LightningEngine(
             strategy,
@@ -274,10 +272,7 @@ class TrainerSetup(Component):
         plan = make_plan(resolved)
         strategy = make_strategy(plan)
         plan.processes.connect(
-            resolved.device,
-            plan.process_group_backend,
-            args.ddp_timeout_delta,
-            even_alone=strategy.needs_group_alone,
+            resolved.device, plan.process_group_backend, args.ddp_timeout_delta, even_alone=strategy.needs_group_alone
         )
         check_consistency(args, plan.processes)
         return strategy

@@ -53,8 +53,7 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
         return outputs[0]
     elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
         log_once(
-            logger,
-            f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}",
+            logger, f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}"
         )
         return outputs[0]
     else:

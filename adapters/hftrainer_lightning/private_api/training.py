@@ -125,10 +125,7 @@ class _FastOptimization(_AutomaticOptimization):
         accumulates = trainer.fit_loop._should_accumulate()
         if not accumulates:
             progress.increment_ready()
-        with (
-            _block_parallel_sync_behavior(strategy) if accumulates else contextlib.nullcontext(),
-            torch.enable_grad(),
-        ):
+        with _block_parallel_sync_behavior(strategy) if accumulates else contextlib.nullcontext(), torch.enable_grad():
             strategy.backward(strategy.training_step(*kwargs.values()), optimizer)
         if not accumulates:
             wrapped = strategy._lightning_optimizers[0]
