@@ -893,7 +893,7 @@ class Trainer(EarlierMethods):
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load the loss scaler's state, if the checkpoint has it."""
         if checkpoint is not None and self.accelerator.scaler is not None:
-            resume.load_scaler(checkpoint, self.accelerator.scaler)
+            resume.load_plain(self.accelerator.scaler, checkpoint, "scaler")
 
     def _save_rng_state(self, output_dir: str) -> None:
         save_rng_state(os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size)))

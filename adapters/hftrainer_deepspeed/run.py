@@ -49,11 +49,6 @@ class DeepSpeedRun:
         """Whether the configuration defines the schedule."""
         return "scheduler" in self.config.config
 
-    @property
-    def owns_scheduler(self) -> bool:
-        """Whether the engine steps the schedule, and saves it in its checkpoints."""
-        return self.has_config_scheduler or self.has_config_optimizer
-
     def initialize(
         self,
         model: torch.nn.Module,
@@ -129,11 +124,6 @@ class DeepSpeedRun:
         """The norm of the last step's gradients before clipping."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
-
-    @property
-    def has_skipped_step(self) -> bool:
-        """Whether the last step was skipped because the scaled gradients were not finite."""
-        return bool(getattr(self.engine.optimizer, "overflow", False))
 
     # ---- Checkpoints ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer_lightning import callbacks
+from hftrainer_lightning.precision import PlainPrecision
 from hftrainer_lightning.private_api.evaluation import can_be_logged
 from hftrainer_lightning.private_api.training import CURRENT_HOOK, WithoutBatchTransfer, switch_optimization
 
@@ -54,12 +55,12 @@ class TrainerModule(WithoutBatchTransfer):
         self.model = model
         self.has_epoch_ended = self.is_validating = False
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
-        self._optimizer: Any = None
+        self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
         #: What a Lightning checkpoint of the run that is or was attached holds for the Trainer.
         self.own_state: Callable[[], dict[str, Any]] | None = None
-        self._last_loss: Any = None
+        self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -116,6 +117,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_fit_start(self) -> None:
         """Load the optimizer's state, once callbacks have given it the parameter groups that it had."""
+        assert self._optimizer is not None
         if self._resumed_from is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.hooks.load_optimizer()
@@ -181,7 +183,7 @@ class TrainerModule(WithoutBatchTransfer):
             loss.backward(*args, **kwargs)
         else:
             fused(loss, self.hooks.current_learning_rate() if learning_rate is None else learning_rate)
-            self._optimizer._opt_called = True  # or torch's schedulers miss a step()
+            self._optimizer._opt_called = True  # type: ignore[union-attr] # or torch's schedulers miss a step()
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
@@ -207,21 +209,24 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin a micro-batch; automatic or manual optimization may change from one optimizer step to the next."""
         hooks = self.hooks
         hooks.begin_micro_batch()
-        window: Any = hooks.micro_batches.window
+        window = hooks.micro_batches.window
+        assert window is not None
         if window.is_first and self.automatic_optimization is hooks.runs_backward:
             switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
         hooks = self.hooks
-        window: Any = hooks.micro_batches.window
+        window = hooks.micro_batches.window
+        assert window is not None
         if self.automatic_optimization:
             self._last_batch = batch
-            self._last_loss = loss = hooks.loss(self.model, batch, window.num_items)
-            return loss
+            self._last_loss = hooks.loss(self.model, batch, window.num_items)
+            return self._last_loss
         loss = hooks.training_step(self.model, batch)
         hooks.end_micro_batch(loss.detach(), batch)
         if window.is_last:
+            assert self._optimizer is not None
             self._precision.unscale(self._optimizer)
             hooks.before_optimizer_step(self.model)
             self.optimizers().step()  # type: ignore[union-attr]
@@ -232,17 +237,21 @@ class TrainerModule(WithoutBatchTransfer):
         """End the micro-batch, under automatic optimization."""
         if self.automatic_optimization:
             loss, batch = self._last_loss, self._last_batch
+            assert loss is not None
             self._last_loss = self._last_batch = None
             self.hooks.end_micro_batch(loss.detach(), batch)
 
     @property
-    def _precision(self) -> Any:
-        return self.trainer.precision_plugin
+    def _precision(self) -> PlainPrecision:
+        plugin = self.trainer.precision_plugin
+        assert isinstance(plugin, PlainPrecision)
+        return plugin
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
         hooks = self.hooks
-        window: Any = hooks.micro_batches.window
+        window = hooks.micro_batches.window
+        assert window is not None
         if window.is_last:
             hooks.end_step(self.model)
         else:
@@ -277,7 +286,8 @@ class TrainerModule(WithoutBatchTransfer):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
-        self.predict_step(batch, batch_idx)
+        with torch.enable_grad():
+            self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     test_step = validation_step
 

@@ -33,6 +33,9 @@ ALIASES = {
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 
+#: Schedules that follow the evaluation.
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
 
 def normalize(args: BaseArguments) -> None:
     """Convert the fields to their normal form: enums, parsed JSON, lists, and defaults that depend on other fields.
@@ -190,14 +193,10 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _choose_best_metric(args: BaseArguments) -> None:
-    if args.metric_for_best_model is None and (args.load_best_model_at_end or _follows_evaluation(args)):
+    if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in _BY_METRIC):
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
-
-
-def _follows_evaluation(args: BaseArguments) -> bool:
-    return args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
 
 
 def set_accumulation_steps(resolved: ResolvedArguments) -> None:
@@ -320,5 +319,5 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
-    if _follows_evaluation(args) and args.eval_strategy == IntervalStrategy.NO:
+    if args.lr_scheduler_type in _BY_METRIC and args.eval_strategy == IntervalStrategy.NO:
         yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} follows the evaluation: set eval_strategy."

@@ -182,7 +182,7 @@ def load_optimizer_and_scheduler(
                     if group.get("fused"):
                         group["fused"] = None
             optimizer.load_state_dict(state)
-    load_scheduler(folder, scheduler)
+    load_plain(scheduler, folder, "scheduler")
     _warn_of_kept(before, optimizer)
 
 
@@ -206,25 +206,16 @@ def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer
         )
 
 
-def _load_plain(target: Any, path: str, what: str) -> None:
-    """Load the state of a scheduler or a scaler, plain values of the types that it has now, if the file is there."""
+def load_plain(target: Any, folder: str, name: str) -> None:
+    """Load the state of the "scheduler" or "scaler": values of the types that it has now; warn if there is none."""
+    path = os.path.join(folder, f"{name}.pt")
     if not os.path.isfile(path):
-        logger.warning("%s lacks the %s starts from scratch.", os.path.dirname(path), what)
+        logger.warning("%s lacks the %s state: the %s starts from scratch.", folder, name, name)
         return
     state = read_torch(path)
     with fitting(path):
         check_values(state, target.state_dict())
         target.load_state_dict(state)
-
-
-def load_scheduler(folder: str, scheduler: Any) -> None:
-    """Load the scheduler's state; log a warning if the checkpoint has none."""
-    _load_plain(scheduler, os.path.join(folder, names.SCHEDULER_NAME), "scheduler state: the scheduler")
-
-
-def load_scaler(folder: str, scaler: torch.amp.GradScaler) -> None:
-    """Load the loss scaler's state; log a warning if the checkpoint has none."""
-    _load_plain(scaler, os.path.join(folder, names.SCALER_NAME), "loss scale: the scaler")
 
 
 def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:

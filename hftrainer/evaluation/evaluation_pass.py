@@ -27,33 +27,18 @@ if TYPE_CHECKING:
     from hftrainer.training.components import Components
 
 
-@dataclass(frozen=True)
-class PassSettings:
-    """The arguments of one pass.
+@dataclass(eq=False, repr=False)
+class EvaluationPass:
+    """A pass that one of Lightning's loops runs batch by batch.
 
     Args:
+        components: the parts of the Trainer.
         dataloader: the batches.
         predict: `Trainer.prediction_step` of the model: inputs → `(loss, logits, labels)`, each possibly None.
         prefix: prefix of each metric's name, followed by an underscore.
         returns_predictions: keep the predictions even if the metrics do not need them.
         loss_only: whether only the loss is predicted.
         ignore_keys: outputs of the model that are left out; None for those that its config names.
-    """
-
-    dataloader: Any
-    predict: Callable[..., tuple[Any, Any, Any]]
-    prefix: str
-    returns_predictions: bool
-    loss_only: bool
-    ignore_keys: list[str] | None
-
-
-class EvaluationPass:
-    """A pass that one of Lightning's loops runs batch by batch.
-
-    Args:
-        components: the parts of the Trainer.
-        settings: the arguments of the pass.
 
     Attributes:
         metrics: the metrics to compute.
@@ -63,11 +48,16 @@ class EvaluationPass:
         computed: whether there are metrics besides the loss.
     """
 
-    def __init__(self, components: Components, settings: PassSettings) -> None:
-        self.components = components
-        self.settings = settings
-        self.dataloader = settings.dataloader
-        self.trainer = trainer = components.trainer
+    components: Components
+    dataloader: Any
+    predict: Callable[..., tuple[Any, Any, Any]]
+    prefix: str
+    returns_predictions: bool
+    loss_only: bool
+    ignore_keys: list[str] | None
+
+    def __post_init__(self) -> None:
+        self.trainer = trainer = self.components.trainer
         self.args = args = trainer.args
         self.metrics = as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         processes = trainer.accelerator.processes
@@ -87,7 +77,7 @@ class EvaluationPass:
             name: OutputCollector(args.eval_do_concat_batches, rows, None if name == "losses" else folder)
             for name in ("losses", "predictions", "label_ids", "inputs")
         }
-        self._gathers_rows = self._keeps_rows = settings.returns_predictions
+        self._gathers_rows = self._keeps_rows = self.returns_predictions
         if isinstance(self.metrics, FunctionMetrics):
             self._gathers_rows, self._keeps_rows = True, self._keeps_rows or not self.metrics.by_batch
         self._created = time.time()
@@ -125,8 +115,7 @@ class EvaluationPass:
             self.preparation_time = round(time.time() - self._created, 4)
         self.seen_batches += 1
         with self._at_position(self._pending.popleft()) as position:
-            settings = self.settings
-            predicted = settings.predict(inputs, settings.loss_only, ignore_keys=settings.ignore_keys)
+            predicted = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
             rows = self._rows(*predicted, inputs, position)
             self._keep(rows, inputs, last, is_full=not (position.is_last or position.is_filler))
         self.components.announce("on_prediction_step")
@@ -210,7 +199,7 @@ class EvaluationPass:
         gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
         metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), gather)))
         self.computed = bool(metrics)
-        start = f"{self.settings.prefix}_"
+        start = f"{self.prefix}_"
         if (losses := whole["losses"]) is not None:
             metrics[f"{start}loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
         if self.preparation_time is not None:

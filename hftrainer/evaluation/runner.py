@@ -21,7 +21,7 @@ from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_by, has_length, is_overridden, with_accepted
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
-from hftrainer.evaluation.evaluation_pass import EvaluationPass, PassSettings
+from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
 from hftrainer.parallel.process_group import Awaiting
 from hftrainer.reporting.metrics import mean_loss
@@ -92,8 +92,7 @@ class EvaluationRunner(Component):
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
         step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
-        settings = PassSettings(dataloader, step, prefix, predicting, loss_only, ignore_keys)
-        evaluation = EvaluationPass(self.components, settings)
+        evaluation = EvaluationPass(self.components, dataloader, step, prefix, predicting, loss_only, ignore_keys)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.
         before = getattr(run, "past", None), run.logged_metrics
@@ -116,7 +115,7 @@ class EvaluationRunner(Component):
         Raises:
             InvalidArgument: when there was no batch.
         """
-        trainer, settings = self.trainer, evaluation.settings
+        trainer = self.trainer
         output, evaluation.output = evaluation.output, None
         if output is None or not evaluation.seen_batches:
             raise InvalidArgument(
@@ -124,9 +123,9 @@ class EvaluationRunner(Component):
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
         could_compute = evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None
-        if not (settings.returns_predictions or could_compute):
+        if not (evaluation.returns_predictions or could_compute):
             needed = f"no batch has all of the labels {trainer.label_names}: set label_names to the names of yours"
-            why = "prediction_loss_only=True" if settings.loss_only else needed
+            why = "prediction_loss_only=True" if evaluation.loss_only else needed
             log_once(logger, f"compute_metrics is not called: {why}.")
         if evaluation.preparation_time is not None:
             self._preparation_measured |= math.isnan(trainer.model_preparation_time)

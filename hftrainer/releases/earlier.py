@@ -118,9 +118,7 @@ class Until5_5(Until5_9):
     """What releases until 5.5 do differently."""
 
     until = Release(5, 5)
-    changes = {
-        "gradient_divisor": "since 5.2, accelerate divides the gradients by gradient_accumulation_steps once more"
-    }
+    changes = {"gradient_divisor": "since 5.2, accelerate divides gradients by gradient_accumulation_steps again"}
 
     def gradient_divisor(self, args: Any) -> int:
         return int(args.gradient_accumulation_steps)
@@ -220,9 +218,7 @@ class Until4_54(Until4_55):
     """What releases until 4.54 do differently."""
 
     until = Release(4, 54)
-    changes = {
-        "loss_divisor": "a loss that is not divided by its items is always divided by gradient_accumulation_steps"
-    }
+    changes = {"loss_divisor": "a loss not divided by its items is always divided by gradient_accumulation_steps"}
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:
         return int(args.gradient_accumulation_steps)
