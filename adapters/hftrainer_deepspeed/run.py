@@ -49,6 +49,11 @@ class DeepSpeedRun:
         """Whether the configuration defines the schedule."""
         return "scheduler" in self.config.config
 
+    @property
+    def owns_scheduler(self) -> bool:
+        """Whether the engine steps the schedule, and saves it in its checkpoints."""
+        return self.has_config_scheduler or self.has_config_optimizer
+
     def initialize(
         self,
         model: torch.nn.Module,
@@ -124,6 +129,11 @@ class DeepSpeedRun:
         """The norm of the last step's gradients before clipping."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    @property
+    def has_skipped_step(self) -> bool:
+        """Whether the last step was skipped because the scaled gradients were not finite."""
+        return bool(getattr(self.engine.optimizer, "overflow", False))
 
     # ---- Checkpoints ---------------------------------------------------------------------------------------------
 
@@ -210,7 +220,7 @@ class DeepSpeedRun:
 # ---- Making the engine ----------------------------------------------------------------------------------------------
 
 
-def cpu_optimizer(optimizer: torch.optim.Optimizer) -> Any:
+def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """DeepSpeed's CPU version of a torch optimizer.
 
     Raises:
@@ -219,12 +229,18 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> Any:
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    given = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
+    given: dict[str, Any] = {
+        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
+    }
     kind = type(optimizer)  # exact type: a subclass may step differently
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
+        adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
+            optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given
+        )
+        return adam
     if kind is torch.optim.Adagrad:
-        return DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+        adagrad: torch.optim.Optimizer = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+        return adagrad
     raise WrongConfig(
         f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
         f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
@@ -337,18 +353,20 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.defaults = getattr(optimizer, "defaults", {})
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The parameter groups; with ZeRO their parameters are flat parts."""
-        return self._of_engine.param_groups
+        groups: list[dict[str, Any]] = self._of_engine.param_groups
+        return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state by parameter."""
         return self._of_engine.state
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> dict[str, Any]:
         """The state of this process's part."""
-        return self._of_engine.state_dict()
+        state: dict[str, Any] = self._of_engine.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`."""
@@ -361,41 +379,38 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Do nothing: the engine has done it."""
 
 
-class _Wrapper:
-    """Has the attributes of one of DeepSpeed's objects, besides its own.
+class EngineScheduler:
+    """A DeepSpeed schedule, which the engine steps.
 
     Args:
-        wrapped: DeepSpeed's object.
+        scheduler: DeepSpeed's schedule.
     """
 
-    def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":
-            raise AttributeError(name)
-        return getattr(self._wrapped, name)
-
-
-class EngineScheduler(_Wrapper):
-    """A DeepSpeed schedule, which the engine steps."""
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine has done it."""
 
     def get_last_lr(self) -> list[float]:
         """The learning rates; 0 before the first step that was not skipped."""
-        return list(getattr(self._wrapped, "_last_lr", [0.0]))
+        return list(getattr(self._scheduler, "_last_lr", [0.0]))
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes are those of the schedule."""
+        if name == "_scheduler":
+            raise AttributeError(name)
+        return getattr(self._scheduler, name)
 
 
-class _ErrorDeferringWriter(_Wrapper):
+class _ErrorDeferringWriter:
     """Wraps DeepSpeed's checkpoint writer, and keeps storage errors until all ranks can raise them.
 
     DeepSpeed's ranks wait for each other after writing: if one raised immediately, the others would hang.
     """
 
     def __init__(self, writer: Any) -> None:
-        super().__init__(writer)
+        self._writer = writer
         self._error: OSError | RuntimeError | None = None
         self.save, self.makedirs = self.deferring(writer.save), self.deferring(writer.makedirs)
 
@@ -414,3 +429,9 @@ class _ErrorDeferringWriter(_Wrapper):
         """The first error since the last call."""
         error, self._error = self._error, None
         return error
+
+    def __getattr__(self, name: str) -> Any:
+        """Other attributes are those of the writer."""
+        if name == "_writer":
+            raise AttributeError(name)
+        return getattr(self._writer, name)

@@ -161,11 +161,12 @@ class DeepSpeedStrategy(Strategy):
 
         return nested_apply(converted, batch)
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients, which DeepSpeed's engine has clipped already."""
         if not self.run.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        return self.run.grad_norm()
+        norm: torch.Tensor = self.run.grad_norm()
+        return norm
 
     def release(self) -> None:
         """Remove DeepSpeed's engine from the model."""
@@ -175,8 +176,8 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def keeps_scheduler(self) -> bool:  # type: ignore[override]
-        """Whether the engine steps the schedule, and saves it in its checkpoints."""
-        return self.run.has_config_scheduler or self.run.has_config_optimizer
+        """Whether the schedule is one of DeepSpeed's."""
+        return self.run.owns_scheduler
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather partitioned weights. Without an optimizer, no states are written."""
@@ -225,5 +226,6 @@ class DeepSpeedStrategy(Strategy):
             resume.load_plain(scheduler, folder, "scheduler")
 
 
-#: Makes the strategy for a plan.
-make_strategy = DeepSpeedStrategy
+def make_strategy(plan: LightningPlan) -> Strategy:
+    """The strategy for a plan."""
+    return DeepSpeedStrategy(plan)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainPrecision
 from hftrainer_lightning.private_api.trainer import LaunchedXLA, PrecisionFromPlan
-from hftrainer_lightning.strategies import PreparedStrategy
+from hftrainer_lightning.strategies import KeepDeviceStrategy
 from hftrainer_xla import devices as xla
 
 
@@ -112,8 +112,17 @@ class _CpuCheckpointIO(XLACheckpointIO):
         TorchCheckpointIO.save_checkpoint(self, xla.to_host(checkpoint), path, storage_options)
 
 
-class _XlaStrategy(PrecisionFromPlan, PreparedStrategy):
+class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
     """Shared by one device and several: model and optimizer are on their devices before Lightning begins."""
+
+    def setup(self, trainer: Any) -> None:
+        """Set up all but the model, which the Trainer moved before it made the optimizer."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
         """Nothing: moving the model again would untie tied weights."""
@@ -138,13 +147,11 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
     sync_each_batch = False
 
     def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
-        import torch_xla.core.xla_model as xm
-
         super().__init__(checkpoint_io=_CpuCheckpointIO())
         self.cluster_environment = None  # Lightning gets the ranks from us, as on other devices
         self._processes = plan.processes
         self.precision_plugin = precision
-        precision.reduce = None if self.shards else xm.reduce_gradients
+        precision.reduce = self._average
 
     @property
     def root_device(self) -> torch.device:
@@ -152,13 +159,17 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
         return xla.device()
 
     def setup(self, trainer: Any) -> None:
-        """Begin with the weights of rank 0 on all ranks, unless each has its shard."""
+        """Begin with the same weights on all ranks."""
+        self._broadcast_weights()
+        super().setup(trainer)
+
+    def _broadcast_weights(self) -> None:
+        """Broadcast the weights of rank 0."""
         assert self.model is not None
-        for tensor in () if self.shards else (*self.model.parameters(), *self.model.buffers()):
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
             value = tensor.detach().cpu()
             distributed.broadcast(value, 0)
             tensor.data.copy_(value)
-        super().setup(trainer)
 
     def setup_distributed(self) -> None:
         """Nothing: the Trainer has connected the processes."""
@@ -180,19 +191,32 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
         kind = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
         return self._processes.reduce(torch.as_tensor(output), kind)
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, without gradients: `(processes, ...)`."""
-        return self._processes.gather(tensor.detach().unsqueeze(0))
+        gathered: torch.Tensor = self._processes.gather(tensor.detach().unsqueeze(0))
+        return gathered
 
     def block_backward_sync(self) -> Any:
         """Nothing: gradients are local until the step averages them."""
         return contextlib.nullcontext()
+
+    def _average(self, optimizer: Any) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.reduce_gradients(optimizer)
 
 
 class XLAFSDPStrategy(XlaReplicas):
     """A model sharded by torch_xla's FullyShardedDataParallel, whose backward pass averages the gradients."""
 
     shards = True
+
+    def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
+        super().__init__(plan, precision)
+        precision.reduce = None
+
+    def _broadcast_weights(self) -> None:
+        """Nothing: each rank has its shard."""
 
 
 def build(plan: LightningPlan, *, shards: bool) -> Strategy:

@@ -42,12 +42,7 @@ def use_spmd() -> None:
     spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices, 1), ("fsdp", "tensor")))
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether torch_xla has sharded a model, over processes."""
-    return hasattr(model, "get_shard_metadata")
-
-
-def shard(model: nn.Module, plan: LightningPlan) -> Any:
+def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     """Shard a model, unless it is sharded already: SPMD works in place, otherwise it returns a wrapper.
 
     Args:
@@ -64,7 +59,10 @@ def shard(model: nn.Module, plan: LightningPlan) -> Any:
             _annotate(model, settings, settings.xla)
             _annotated.add(model)
         return model
-    if is_sharded(model):
+    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
+
+    is_sharded: bool = isinstance(model, XlaFullyShardedDataParallel)
+    if is_sharded:
         return model
     if plan.processes.several:
         broadcast_weights(model, torch.device("cpu"))
@@ -74,10 +72,11 @@ def shard(model: nn.Module, plan: LightningPlan) -> Any:
 # ---- One process per device -----------------------------------------------------------------------------------------
 
 
-def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> Any:
+def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> nn.Module:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
-    wrap = functools.partial(XlaFullyShardedDataParallel, **_keywords(of_xla))
+    keywords = _keywords(of_xla)
+    wrap = functools.partial(XlaFullyShardedDataParallel, **keywords)
     units = set(find_units(model, settings))
     if model in units:
         raise WrongConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
@@ -85,7 +84,8 @@ def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> A
         for name, child in list(parent.named_children()):
             if child in units:
                 setattr(parent, name, wrap(checkpoint_module(child) if of_xla.grad_ckpt else child))
-    return wrap(model)
+    wrapped: nn.Module = wrap(model)
+    return wrapped
 
 
 def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
@@ -134,7 +134,6 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
     from torch_xla.distributed.fsdp import checkpoint_module
     from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-    mesh: Any = spmd.get_global_mesh()
     units = [unit for unit in find_units(model, settings) if unit is not model]
     for unit in units:
         SpmdFullyShardedDataParallel(checkpoint_module(unit) if of_xla.grad_ckpt else unit, shard_output=_nothing)
@@ -143,21 +142,27 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
         if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # outside all units
             longest = max(range(parameter.ndim), key=parameter.shape.__getitem__, default=None)
             axes = tuple("fsdp" if dim == longest else None for dim in range(parameter.ndim))
-            spmd.mark_sharding(parameter, mesh, axes)
+            spmd.mark_sharding(parameter, _mesh(), axes)
     model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     model.register_forward_hook(_shard_output)
-    logger.info("The model is sharded over %d XLA devices, in %d units.", mesh.size(), len(units) + 1)
+    logger.info("The model is sharded over %d XLA devices, in %d units.", _mesh().size(), len(units) + 1)
 
 
 def _nothing(*_: Any) -> None:
     pass
 
 
+def _mesh() -> Any:
+    from torch_xla.distributed import spmd
+
+    return spmd.get_global_mesh()
+
+
 def _shard_rows(tensor: torch.Tensor) -> None:
     """Shard the rows of a tensor over the devices."""
     from torch_xla.distributed import spmd
 
-    spmd.mark_sharding(tensor, spmd.get_global_mesh(), ("fsdp", *(None,) * (tensor.ndim - 1)))
+    spmd.mark_sharding(tensor, _mesh(), ("fsdp", *(None,) * (tensor.ndim - 1)))
 
 
 def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -83,7 +83,7 @@ class XlaSpmdStrategy(XlaStrategy):
         """Shard the model in place."""
         sharding.shard(trainer.model, self.plan)
 
-    def prepare_another(self, model: nn.Module) -> Any:
+    def prepare_another(self, model: nn.Module) -> nn.Module:
         """Shard a model besides the Trainer's."""
         return sharding.shard(model, self.plan)
 
@@ -105,14 +105,14 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
         """Load, and find the parameters with weight decay, while the model is whole; then shard it."""
-        if not sharding.is_sharded(trainer.model):
+        if not is_sharded(trainer.model):
             self._decayed = set(trainer.get_decay_parameter_names(trainer.model))
         load()
         trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
         """Their names in the sharded model; flattened parameters always have weight decay."""
-        if not sharding.is_sharded(model):
+        if not is_sharded(model):
             return None
         parameters = [name for name, _ in model.named_parameters()]
         return [name for name in parameters if "flat_param_" in name or name_in_whole_model(name) in self._decayed]
@@ -121,11 +121,12 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """Gather the full weights by name; only rank 0 gets them."""
         return sharding.whole_model_state(model)
 
-    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+    def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the sharded model, whichever parameters are given."""
         if self._prepared is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        return self._prepared.clip_grad_norm_(max_norm, norm_type)
+        norm: torch.Tensor = self._prepared.clip_grad_norm_(max_norm, norm_type)
+        return norm
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
         """A block whose backward passes leave gradients local."""
@@ -174,11 +175,11 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
         """Load whole weights into a whole model, or this process's part into its part of a sharded model."""
-        if sharding.is_sharded(model):
+        if is_sharded(model):
             return model.load_state_dict(self._read("model", folder))
         return load_weights(model, folder)
 
-    def _read(self, kind: str, folder: str) -> Any:
+    def _read(self, kind: str, folder: str) -> dict[str, Any]:
         """Read the part of this process in a checkpoint.
 
         Raises:
@@ -187,7 +188,13 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         path = os.path.join(folder, self._part_name(kind))
         if not os.path.isfile(path):
             raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
-        return read_torch(path)[kind]
+        state: dict[str, Any] = read_torch(path)[kind]
+        return state
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether torch_xla has sharded a model."""
+    return hasattr(model, "get_shard_metadata")
 
 
 def name_in_whole_model(name: str) -> str:
