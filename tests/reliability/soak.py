@@ -110,7 +110,8 @@ def left_over(output):
 def what_is_left(folder):
     """What is in a folder, with as many checkpoints; only the last is the same, since a signal saves between two."""
     checkpoints = sorted(folder.glob("checkpoint-*"), key=step_of)
-    return len(checkpoints), checkpoints[-1].name, set(names(folder)) - {path.name for path in checkpoints}
+    whole = [path for path in checkpoints if (path / "trainer_state.json").exists()]  # a script may have begun others
+    return len(whole), whole[-1].name, set(names(folder)) - {path.name for path in checkpoints}
 
 
 def step_of(checkpoint):
