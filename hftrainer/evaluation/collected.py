@@ -241,10 +241,10 @@ class GrowingArray:
             rows = max(stop, rows + rows // 4)
         if row_shape and batch.shape[1] > row_shape[0]:
             row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
-        if dtype != kept.dtype or row_shape != kept.shape[1:] or self._folder is not None:
+        if dtype != kept.dtype or row_shape != kept.shape[1:] or (self._folder is not None and rows > len(kept)):
             self._data = self._allocate((rows, *row_shape), dtype)
             _write(self._data[: self._count], kept[: self._count])
-        else:
+        elif rows > len(kept):
             # The allocator moves pages without copying them. No view outlives the method that made it.
             kept.resize((rows, *row_shape), refcheck=False)
 
