@@ -75,8 +75,8 @@ class HostCopies:
                 storages[key] = self._filled(original)
             copied = torch.empty(0, dtype=tensor.dtype)
             memo[id(tensor)] = copied.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensor in _tensors(values) if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
         return copy.deepcopy(values, memo)
 
     def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -159,13 +159,15 @@ def set_tf32(args: Any) -> None:
     Raises:
         InvalidArgument: when `tf32` is True and the GPU does not support it.
     """
-    capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    if args.tf32 and not capable:
-        raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: remove it.")
     enabled = args.tf32
     if enabled is None and _compile_backend(args) is not None and not args.fp16:
         enabled = True
-    if enabled is not None and capable:
+    if enabled is None:  # asking a GPU would begin to use it
+        return
+    capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    if args.tf32 and not capable:
+        raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: remove it.")
+    if capable:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch 2.9 has newer names for both
             torch.backends.cuda.matmul.allow_tf32 = enabled
