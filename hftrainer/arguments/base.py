@@ -240,8 +240,10 @@ _JSON_TYPES = (bool, int, float, str, list, dict, type(None))
 
 def _to_json_value(value: Any) -> Any:
     """A form that JSON supports: the value of an enumeration, the name of a dtype, `to_dict()`, or else the text."""
-    if isinstance(value, (enum.Enum, torch.dtype)):
-        return _to_plain_value("dtype", value)
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
     if isinstance(value, Mapping):
         return dict(value)
     return value.to_dict() if callable(getattr(value, "to_dict", None)) and not isinstance(value, type) else str(value)

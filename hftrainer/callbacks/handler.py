@@ -192,8 +192,10 @@ def make_callback(callback: Any) -> Any:
 
 
 def _make_event_method(event: str):
+    flags = CLEARED_FLAGS.get(event, ())
+
     def call(self, args, state, control, **kwargs):
-        for flag in CLEARED_FLAGS.get(event, ()):
+        for flag in flags:
             setattr(control, flag, False)
         return self.call_event(event, args, state, control, **kwargs)
 

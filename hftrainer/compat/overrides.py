@@ -192,7 +192,8 @@ def refuse_uncalled(kind: type, *names: str) -> None:
     Raises:
         UnsupportedArgument: names each method, and what to do instead.
     """
-    overridden = [name for name in names if getattr(kind, name, None) is not _record_of(kind).get(name)]
+    record = _record_of(kind)
+    overridden = [name for name in names if getattr(kind, name, None) is not record.get(name)]
     if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in overridden]:
         raise UnsupportedArgument("\n".join(found))
 
@@ -268,9 +269,11 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
 def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called with these arguments; True if its parameters are unknown."""
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        signature = inspect.signature(function)
     except ValueError:
         return True
+    try:
+        signature.bind(*args, **kwargs)
     except TypeError:
         return False
     return True

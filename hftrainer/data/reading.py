@@ -96,7 +96,6 @@ class ReadingLog:
             made: the batch, from a worker or not.
             is_first: whether it is the first of those that are scattered together.
         """
-        """Count a batch; `is_first` of those that are scattered together."""
         if not isinstance(made, WorkerBatch):
             self.count += 1
             return made

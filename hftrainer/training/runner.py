@@ -120,11 +120,7 @@ class TrainingRunner(Component):
         return folder
 
     def _load_weights_and_batch_size(self, folder: str) -> None:
-        """Refuse Lightning callbacks that cannot work in this run.
-
-        Raises:
-            UnsupportedArgument: the error names each.
-        """
+        """Load from the checkpoint what the run needs first: an unsharded model's weights, and the batch size."""
         if not self.components.strategy.shards:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
