@@ -36,7 +36,7 @@ class EnginePrecision(PlainPrecision):
         closure()
         announce_gradients(self, model, optimizer)
         optimizer.step()  # torch's schedules count these calls
-        self.skipped = self._run.has_skipped_step
+        self.skipped = bool(getattr(self._run.engine.optimizer, "overflow", False))  # the gradients were not finite
 
 
 class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):

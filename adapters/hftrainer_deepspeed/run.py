@@ -49,11 +49,6 @@ class DeepSpeedRun:
         """Whether the configuration defines the schedule."""
         return "scheduler" in self.config.config
 
-    @property
-    def owns_scheduler(self) -> bool:
-        """Whether the engine steps the schedule, and saves it in its checkpoints."""
-        return self.has_config_scheduler or self.has_config_optimizer
-
     def initialize(
         self,
         model: torch.nn.Module,
@@ -129,11 +124,6 @@ class DeepSpeedRun:
         """The norm of the last step's gradients before clipping."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
-
-    @property
-    def has_skipped_step(self) -> bool:
-        """Whether the last step was skipped because the scaled gradients were not finite."""
-        return bool(getattr(self.engine.optimizer, "overflow", False))
 
     # ---- Checkpoints ---------------------------------------------------------------------------------------------
 
@@ -229,22 +219,19 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    given: dict[str, Any] = {
-        name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults
-    }
+    given = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
     kind = type(optimizer)  # exact type: a subclass may step differently
+    made: torch.optim.Optimizer
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        adam: torch.optim.Optimizer = DeepSpeedCPUAdam(
-            optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given
+        made = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
+    elif kind is torch.optim.Adagrad:
+        made = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+    else:
+        raise WrongConfig(
+            "deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer "
+            f"is {kind.__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
         )
-        return adam
-    if kind is torch.optim.Adagrad:
-        adagrad: torch.optim.Optimizer = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
-        return adagrad
-    raise WrongConfig(
-        f"deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer is "
-        f"{type(optimizer).__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
-    )
+    return made
 
 
 def set_leaf_layers(model: torch.nn.Module) -> None:
@@ -379,38 +366,41 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Do nothing: the engine has done it."""
 
 
-class EngineScheduler:
-    """A DeepSpeed schedule, which the engine steps.
+class _Wrapper:
+    """Has the attributes of one of DeepSpeed's objects besides its own.
 
     Args:
-        scheduler: DeepSpeed's schedule.
+        wrapped: DeepSpeed's object.
     """
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(self, wrapped: Any) -> None:
+        self._wrapped = wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_wrapped":  # while it is unpickled or copied
+            raise AttributeError(name)
+        return getattr(self._wrapped, name)
+
+
+class EngineScheduler(_Wrapper):
+    """A DeepSpeed schedule, which the engine steps."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine has done it."""
 
     def get_last_lr(self) -> list[float]:
         """The learning rates; 0 before the first step that was not skipped."""
-        return list(getattr(self._scheduler, "_last_lr", [0.0]))
-
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the schedule."""
-        if name == "_scheduler":
-            raise AttributeError(name)
-        return getattr(self._scheduler, name)
+        return list(getattr(self._wrapped, "_last_lr", [0.0]))
 
 
-class _ErrorDeferringWriter:
+class _ErrorDeferringWriter(_Wrapper):
     """Wraps DeepSpeed's checkpoint writer, and keeps storage errors until all ranks can raise them.
 
     DeepSpeed's ranks wait for each other after writing: if one raised immediately, the others would hang.
     """
 
     def __init__(self, writer: Any) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._error: OSError | RuntimeError | None = None
         self.save, self.makedirs = self.deferring(writer.save), self.deferring(writer.makedirs)
 
@@ -429,9 +419,3 @@ class _ErrorDeferringWriter:
         """The first error since the last call."""
         error, self._error = self._error, None
         return error
-
-    def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the writer."""
-        if name == "_writer":
-            raise AttributeError(name)
-        return getattr(self._writer, name)

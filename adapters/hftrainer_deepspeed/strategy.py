@@ -176,8 +176,8 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def keeps_scheduler(self) -> bool:  # type: ignore[override]
-        """Whether the schedule is one of DeepSpeed's."""
-        return self.run.owns_scheduler
+        """Whether the engine steps the schedule, and saves it in its checkpoints."""
+        return self.run.has_config_scheduler or self.run.has_config_optimizer
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather partitioned weights. Without an optimizer, no states are written."""

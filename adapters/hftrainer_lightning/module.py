@@ -182,7 +182,7 @@ class TrainerModule(WithoutBatchTransfer):
         if fused is None:
             loss.backward(*args, **kwargs)
         else:
-            fused(loss, self.hooks.current_learning_rate() if learning_rate is None else learning_rate)
+            fused(loss, self.hooks.trainer._get_learning_rate() if learning_rate is None else learning_rate)
             self._optimizer._opt_called = True  # type: ignore[union-attr] # or torch's schedulers miss a step()
 
     # ---- Training ----------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ def use_spmd() -> None:
     spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices, 1), ("fsdp", "tensor")))
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether torch_xla has sharded a model over processes."""
+    return hasattr(model, "get_shard_metadata")
+
+
 def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     """Shard a model, unless it is sharded already: SPMD works in place, otherwise it returns a wrapper.
 
@@ -59,10 +64,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
             _annotate(model, settings, settings.xla)
             _annotated.add(model)
         return model
-    from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
-
-    is_sharded: bool = isinstance(model, XlaFullyShardedDataParallel)
-    if is_sharded:
+    if is_sharded(model):
         return model
     if plan.processes.several:
         broadcast_weights(model, torch.device("cpu"))
@@ -75,8 +77,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> nn.Module:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
-    keywords = _keywords(of_xla)
-    wrap = functools.partial(XlaFullyShardedDataParallel, **keywords)
+    wrap = functools.partial(XlaFullyShardedDataParallel, **_keywords(of_xla))
     units = set(find_units(model, settings))
     if model in units:
         raise WrongConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
@@ -134,6 +135,7 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
     from torch_xla.distributed.fsdp import checkpoint_module
     from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
+    mesh: Any = spmd.get_global_mesh()
     units = [unit for unit in find_units(model, settings) if unit is not model]
     for unit in units:
         SpmdFullyShardedDataParallel(checkpoint_module(unit) if of_xla.grad_ckpt else unit, shard_output=_nothing)
@@ -142,27 +144,21 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
         if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # outside all units
             longest = max(range(parameter.ndim), key=parameter.shape.__getitem__, default=None)
             axes = tuple("fsdp" if dim == longest else None for dim in range(parameter.ndim))
-            spmd.mark_sharding(parameter, _mesh(), axes)
+            spmd.mark_sharding(parameter, mesh, axes)
     model.register_forward_pre_hook(_shard_inputs, with_kwargs=True)
     model.register_forward_hook(_shard_output)
-    logger.info("The model is sharded over %d XLA devices, in %d units.", _mesh().size(), len(units) + 1)
+    logger.info("The model is sharded over %d XLA devices, in %d units.", mesh.size(), len(units) + 1)
 
 
 def _nothing(*_: Any) -> None:
     pass
 
 
-def _mesh() -> Any:
-    from torch_xla.distributed import spmd
-
-    return spmd.get_global_mesh()
-
-
 def _shard_rows(tensor: torch.Tensor) -> None:
     """Shard the rows of a tensor over the devices."""
     from torch_xla.distributed import spmd
 
-    spmd.mark_sharding(tensor, _mesh(), ("fsdp", *(None,) * (tensor.ndim - 1)))
+    spmd.mark_sharding(tensor, spmd.get_global_mesh(), ("fsdp", *(None,) * (tensor.ndim - 1)))
 
 
 def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

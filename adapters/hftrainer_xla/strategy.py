@@ -105,14 +105,14 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
         """Load, and find the parameters with weight decay, while the model is whole; then shard it."""
-        if not is_sharded(trainer.model):
+        if not sharding.is_sharded(trainer.model):
             self._decayed = set(trainer.get_decay_parameter_names(trainer.model))
         load()
         trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
         """Their names in the sharded model; flattened parameters always have weight decay."""
-        if not is_sharded(model):
+        if not sharding.is_sharded(model):
             return None
         parameters = [name for name, _ in model.named_parameters()]
         return [name for name in parameters if "flat_param_" in name or name_in_whole_model(name) in self._decayed]
@@ -175,7 +175,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
         """Load whole weights into a whole model, or this process's part into its part of a sharded model."""
-        if is_sharded(model):
+        if sharding.is_sharded(model):
             return model.load_state_dict(self._read("model", folder))
         return load_weights(model, folder)
 
@@ -190,11 +190,6 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
             raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
         state: dict[str, Any] = read_torch(path)[kind]
         return state
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether torch_xla has sharded a model."""
-    return hasattr(model, "get_shard_metadata")
 
 
 def name_in_whole_model(name: str) -> str:
