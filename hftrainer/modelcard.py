@@ -14,10 +14,9 @@ from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
-from hftrainer.model_card import provenance
+from hftrainer.model_card import contents
+from hftrainer.model_card.contents import format_value
 from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
-from hftrainer.model_card.hyperparameters import hyperparameters
-from hftrainer.model_card.results import evaluation_rows, final_results, format_value, markdown_table, metric_tags
 from hftrainer.reporting.metrics import write_whole
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class TrainingSummary:
             InvalidArgument: for values of a wrong type.
         """
         model, folder = trainer._hftrainer.bare_model, Path(str(trainer.args.output_dir))
-        finetuned_from = finetuned_from or provenance.base_model_of(model)
+        finetuned_from = finetuned_from or contents.base_model_of(model)
         best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
         summary = cls(
             model_name=model_name or folder.name or finetuned_from or folder.resolve().name,
@@ -123,14 +122,14 @@ class TrainingSummary:
             license=license,
             tags=tags,
             finetuned_from=finetuned_from,
-            tasks=tasks or provenance.task_of(model),
+            tasks=tasks or contents.task_of(model),
             dataset=dataset,
             dataset_tags=dataset_tags,
             dataset_args=dataset_args,
             dataset_metadata=dataset_metadata,
-            eval_results=final_results(trainer.state.log_history, best),
-            eval_lines=evaluation_rows(trainer.state.log_history),
-            hyperparameters=hyperparameters(trainer._hftrainer),
+            eval_results=contents.final_results(trainer.state.log_history, best),
+            eval_lines=contents.evaluation_rows(trainer.state.log_history),
+            hyperparameters=contents.hyperparameters(trainer._hftrainer),
             library_name="peft" if peers.is_peft(model) else "transformers" if peers.is_pretrained(model) else None,
             model_class=type(peers.without_adapters(model)).__name__.removeprefix("FSDP"),
             samples=_count_samples(trainer),
@@ -138,12 +137,12 @@ class TrainingSummary:
         summary.tags = list(dict.fromkeys([*_as_list(tags), GENERATED]))
         summary._fill_in_datasets(trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset)
         if license is None and (base := summary._base_model()):
-            summary.license = provenance.license_of(base)
+            summary.license = contents.license_of(base)
         return summary
 
     def _fill_in_datasets(self, dataset: Any) -> None:
         """Describe the datasets that were used, unless the user has described them."""
-        if found := provenance.datasets_of(dataset):
+        if found := contents.datasets_of(dataset):
             if self.dataset_metadata is None:
                 self.dataset_metadata = [{"config": one.config, "split": one.split} for one in found]
             if self.dataset_tags is None:
@@ -177,7 +176,7 @@ class TrainingSummary:
                         continue
                     yield EvalResult(
                         task_type=task,
-                        task_name=provenance.task_name(task),
+                        task_name=contents.task_name(task),
                         dataset_type=tag,
                         dataset_name=name or tag,
                         dataset_args=arguments,
@@ -194,7 +193,7 @@ class TrainingSummary:
     def _card_data(self) -> ModelCardData:
         from huggingface_hub import ModelCardData
 
-        metrics = metric_tags(self.eval_results or {})
+        metrics = contents.metric_tags(self.eval_results or {})
         return ModelCardData(
             base_model=self._base_model(),
             datasets=_as_list(self.dataset_tags) or None,
@@ -223,13 +222,13 @@ class TrainingSummary:
         if self.eval_lines or self.plot:
             parts += ["### Training results"]
             parts += [f"![The curves of the training run]({self.plot})"] if self.plot else []
-            parts += [markdown_table(self.eval_lines)] if self.eval_lines else []
+            parts += [contents.markdown_table(self.eval_lines)] if self.eval_lines else []
         parts += ["### Framework versions", "\n".join(f"- {name} {version}" for name, version in _versions().items())]
         return "\n\n".join(parts) + "\n"
 
     def _base_model(self) -> str | None:
         """The pretrained model, if that is a valid repository name; the Hub refuses a card with any other."""
-        return self.finetuned_from if self.finetuned_from and provenance.is_repo_id(self.finetuned_from) else None
+        return self.finetuned_from if self.finetuned_from and contents.is_repo_id(self.finetuned_from) else None
 
     def _introduction(self) -> str:
         model = f"{'An adapter for a' if self.library_name == 'peft' else 'A'} model"

@@ -1,1 +1,1 @@
-"""The parts of a model card: results, hyperparameters, the provenance of model and data, and the files."""
+"""The parts of a model card: what it tells, and its files."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.compat.messages import log_once
 from hftrainer.errors import MissingPackage
-from hftrainer.model_card import provenance
+from hftrainer.model_card import contents
 from hftrainer.reporting.metrics import write_whole
 from hftrainer.reporting.plot import draw_png, lines_of
 
@@ -85,7 +85,7 @@ def add_peft_parts(card: str, model: Any) -> str:
     data.tags = [
         tag
         for tag in dict.fromkeys([*before.tags, *data.tags])
-        if not tag.startswith(_ADAPTER_OF) or provenance.is_repo_id(tag.removeprefix(_ADAPTER_OF))
+        if not tag.startswith(_ADAPTER_OF) or contents.is_repo_id(tag.removeprefix(_ADAPTER_OF))
     ]
     data.base_model = before.base_model
     return f"{after}\n"

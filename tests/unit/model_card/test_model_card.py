@@ -20,8 +20,8 @@ from huggingface_hub import HfApi, constants, metadata_load
 from hftrainer import TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import files, provenance
-from hftrainer.model_card.results import evaluation_rows, final_results, format_value, markdown_table
+from hftrainer.model_card import contents, files
+from hftrainer.model_card.contents import evaluation_rows, final_results, format_value, markdown_table
 from hftrainer.reporting.metrics import write_metrics
 from tests.support.parity import EVERY_STEP, accuracy, build
 from tests.support.releases import pinned, release_of
@@ -201,10 +201,10 @@ def test_datasets():
         return Dataset(Dataset.from_dict({"x": [1]}).data, DatasetInfo(builder_name=builder, config_name="c"), split)
 
     several = {"a": named("glue"), "b": named("imdb"), "c": named("glue", "test"), "d": [1]}
-    assert provenance.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
-    assert provenance.datasets_of(several) == [("glue", "c", None), ("imdb", "c", None)]
+    assert contents.datasets_of(named("glue", "train")) == [("glue", "c", "train")]
+    assert contents.datasets_of(several) == [("glue", "c", None), ("imdb", "c", None)]
     for nameless in (*map(named, ("csv", "generator", "imagefolder", None)), None):
-        assert provenance.datasets_of(nameless) == []
+        assert contents.datasets_of(nameless) == []
 
 
 def refuse():
@@ -221,7 +221,7 @@ def test_licence_of_the_base_model(tmp_path, monkeypatch, answer, expected):
     asked = queue.SimpleQueue()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(HfApi, "model_info", lambda self, name, **_: asked.put(name) or answer())
-    monkeypatch.setattr(provenance, "license_of", functools.cache(provenance.license_of.__wrapped__))
+    monkeypatch.setattr(contents, "license_of", functools.cache(contents.license_of.__wrapped__))
     trainer = make_trainer(tmp_path, "bert")
     trainer.model.config._name_or_path = "org/base"
     assert [make_card(trainer)[0].get("license") for _ in range(2)] == [expected] * 2
