@@ -73,12 +73,8 @@ def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then follow `num_cycles` waves of a cosine; the default half wave falls to 0."""
-    shape = partial(_wave, num_cycles, num_training_steps - num_warmup_steps)
+    shape = partial(_wave_above, 0, num_cycles, num_training_steps - num_warmup_steps)
     return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
-
-
-def _wave(num_cycles: float, steps: int, step: int) -> float:
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * (step / max(1, steps)))))
 
 
 def get_cosine_with_hard_restarts_schedule_with_warmup(

@@ -20,80 +20,53 @@ from typing import Any
 
 from hftrainer.plugins import load
 
+
+def _table(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
+    return {module: tuple(words.split()) for module, words in names.items()}
+
+
 #: Module that only transformers 4 has → our names. Where a release has a name of the last, its own stays.
-_OF_TENSORFLOW: dict[str, tuple[str, ...]] = {
-    "transformers.trainer_tf": ("TFTrainer",),
-    "transformers.training_args_tf": ("TFTrainingArguments",),
-    "transformers.optimization_tf": ("AdamWeightDecay", "WarmUp", "create_optimizer"),
-}
+_OF_TENSORFLOW = _table(
+    {
+        "transformers.trainer_tf": "TFTrainer",
+        "transformers.training_args_tf": "TFTrainingArguments",
+        "transformers.optimization_tf": "AdamWeightDecay WarmUp create_optimizer",
+    }
+)
+_CHOICES = "HubStrategy IntervalStrategy SaveStrategy"
 #: Module of transformers → the names to replace. Its package exports all of them.
-NAMES: dict[str, tuple[str, ...]] = {
-    "transformers.trainer": ("Trainer", "DEFAULT_CALLBACKS", "DEFAULT_PROGRESS_CALLBACK"),
-    "transformers.debug_utils": ("DebugOption",),
-    "transformers.hf_argparser": ("HfArgumentParser",),
-    "transformers.trainer_seq2seq": ("Seq2SeqTrainer",),
-    "transformers.training_args_seq2seq": ("Seq2SeqTrainingArguments",),
-    "transformers.training_args": ("OptimizerNames", "ParallelMode", "TrainingArguments"),
-    "transformers.modelcard": ("TrainingSummary",),
-    "transformers.trainer_pt_utils": ("AcceleratorConfig",),
-    "transformers.trainer_callback": (
-        "CallbackHandler",
-        "DefaultFlowCallback",
-        "EarlyStoppingCallback",
-        "ExportableState",
-        "PrinterCallback",
-        "ProgressCallback",
-        "TrainerCallback",
-        "TrainerControl",
-        "TrainerState",
-    ),
-    "transformers.trainer_utils": (
-        "EvalLoopOutput",
-        "EvalPrediction",
-        "HPSearchBackend",
-        "HubStrategy",
-        "IntervalStrategy",
-        "PredictionOutput",
-        "SaveStrategy",
-        "SchedulerType",
-        "TrainOutput",
-        "enable_full_determinism",
-        "get_last_checkpoint",
-        "set_seed",
-    ),
-    "transformers.integrations.integration_utils": (
-        "CometCallback",
-        "MLflowCallback",
-        "TensorBoardCallback",
-        "WandbCallback",
-        "WandbLogModel",
-    ),
-    **_OF_TENSORFLOW,
-}
+NAMES = _OF_TENSORFLOW | _table(
+    {
+        "transformers.trainer": "Trainer DEFAULT_CALLBACKS DEFAULT_PROGRESS_CALLBACK",
+        "transformers.debug_utils": "DebugOption",
+        "transformers.hf_argparser": "HfArgumentParser",
+        "transformers.trainer_seq2seq": "Seq2SeqTrainer",
+        "transformers.training_args_seq2seq": "Seq2SeqTrainingArguments",
+        "transformers.training_args": "OptimizerNames ParallelMode TrainingArguments",
+        "transformers.modelcard": "TrainingSummary",
+        "transformers.trainer_pt_utils": "AcceleratorConfig",
+        "transformers.trainer_callback": "CallbackHandler DefaultFlowCallback EarlyStoppingCallback ExportableState "
+        "PrinterCallback ProgressCallback TrainerCallback TrainerControl TrainerState",
+        "transformers.trainer_utils": f"{_CHOICES} EvalLoopOutput EvalPrediction HPSearchBackend PredictionOutput "
+        "SchedulerType TrainOutput enable_full_determinism get_last_checkpoint set_seed",
+        "transformers.integrations.integration_utils": "CometCallback MLflowCallback TensorBoardCallback "
+        "WandbCallback WandbLogModel",
+    }
+)
 #: Module of transformers → our module, if the names differ.
 _OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
 _PACKAGES = ("transformers", "transformers.integrations")
 #: A table in one of these modules whose values are such classes.
 _TABLE = "INTEGRATION_TO_CALLBACK"
 #: Module of transformers → names that it imports from those above.
-ALSO_IN: dict[str, tuple[str, ...]] = {
-    "transformers.trainer": (
-        "TrainingArguments",
-        "TrainerCallback",
-        "TrainerState",
-        "TrainerControl",
-        "EvalPrediction",
-        "DebugOption",
-        "HPSearchBackend",
-        "HubStrategy",
-        "IntervalStrategy",
-        "OptimizerNames",
-        "ParallelMode",
-        "SaveStrategy",
-    ),
-    "transformers.training_args": ("DebugOption", "HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType"),
-    "transformers.optimization": ("SchedulerType",),
-}
+ALSO_IN = _table(
+    {
+        "transformers.trainer": f"{_CHOICES} DebugOption EvalPrediction HPSearchBackend OptimizerNames ParallelMode "
+        "TrainerCallback TrainerControl TrainerState TrainingArguments",
+        "transformers.training_args": f"{_CHOICES} DebugOption SchedulerType",
+        "transformers.optimization": "SchedulerType",
+    }
+)
 _TOKENIZERS = "transformers.tokenization_utils_base"
 #: Module or class, name, and original value.
 _originals: list[tuple[Any, str, Any]] = []

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from hftrainer.compat.messages import log_once
+from hftrainer.parallel.processes import LEAVES
 from hftrainer.trainer_pt_utils import nested_apply, nested_numpify
 from hftrainer.training.accelerator import EngineAccelerator
 from hftrainer.training_args import TrainingArguments
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[Any], Any]
 #: The original methods, to detect a replacement on the class or on the Trainer's accelerator.
 _GATHER_FOR_METRICS, _GATHER = EngineAccelerator.gather_for_metrics, EngineAccelerator.gather
-#: What can be concatenated, or kept in a list of batches.
-_LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 #: Fills rows that are shorter than others.
 _PADDING = -100
 
@@ -96,7 +95,7 @@ def _is_data(value: Any, name: str) -> bool:
     unknown: list[Any] = []
 
     def check(leaf: Any) -> None:
-        if not isinstance(leaf, _LEAVES):
+        if not isinstance(leaf, LEAVES):
             unknown.append(leaf)
 
     nested_apply(check, value)

@@ -172,7 +172,7 @@ class Processes(RankInfo):
             return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
 
         with Awaiting("the rows of all ranks"):
-            return map_leaves(data, (list, *_LEAVES), gathered)
+            return map_leaves(data, (list, *LEAVES), gathered)
 
     def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
         """Gather one number of each process, shape `(processes,)`, without waiting for an accelerator.
@@ -336,8 +336,8 @@ def map_leaves(data: Any, kinds: type | tuple[type, ...], function: Callable[[An
     return data
 
 
-#: Leaves of a nested structure; only tensors and arrays can be gathered.
-_LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
+#: Leaves of nested data; only tensors and arrays can be gathered.
+LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 
 
 def _gathered(leaf: Any, pad_index: int, every: int) -> Any:

@@ -323,10 +323,6 @@ class TrainingLoop:
         if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
             trainer.lr_scheduler.step()
 
-    def current_learning_rate(self) -> float:
-        """The learning rate of the current step."""
-        return self.trainer._get_learning_rate()
-
     def end_step(self, model: torch.nn.Module) -> None:
         """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
