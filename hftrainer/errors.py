@@ -28,6 +28,10 @@ class UnknownKey(InvalidArgument, TypeError):
     """A key in the value of an argument is unknown."""
 
 
+class WrongObject(InvalidArgument, TypeError, AttributeError):
+    """An object is of another kind than is needed, such as a dict of arguments or a tuple as a sample."""
+
+
 class MissingFile(InvalidArgument, FileNotFoundError):
     """An argument names a file that does not exist."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import math
 import os
@@ -11,7 +12,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,11 +26,12 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.resume import unpack
 from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
+from hftrainer.compat.tracebacks import without_engine
 from hftrainer.data import collators
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, save_rng_state
-from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
+from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnknownArgument, suggest
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
@@ -43,6 +45,7 @@ from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, T
 from hftrainer.training.components import Components
 from hftrainer.training.model_setup import checked_pair
 from hftrainer.training.run import OfRun
+from hftrainer.training.setup import check_objects
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -100,6 +103,7 @@ class Trainer(EarlierMethods):
         UnsupportedArgument: for unsupported settings, all in one error.
         MissingPackage: for a tracker whose package is not installed.
         HubError: with push_to_hub, when its repository cannot be written to.
+        UnknownArgument: for another keyword; suggests the nearest.
     """
 
     loss_is_scaled_for_ga: bool | None = None
@@ -169,7 +173,13 @@ class Trainer(EarlierMethods):
         *,
         tokenizer: Any = None,
         loggers: list[Any] | None = None,
+        **unknown: NoReturn,
     ) -> None:
+        if unknown:
+            known = list(inspect.signature(Trainer.__init__).parameters)
+            sentences = (f"Trainer has no argument {name!r}{suggest(name, known)}" for name in unknown)
+            raise UnknownArgument("; ".join(sentences))
+        check_objects(args, model)
         self._hftrainer = components = Components(self, optimizers)
         if args is None:
             args = TrainingArguments("tmp_trainer")
@@ -470,8 +480,11 @@ class Trainer(EarlierMethods):
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
-        folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
-        return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
+        try:
+            folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
+            return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
+        except BaseException as error:
+            raise without_engine(error)  # noqa: B904 - it is the same error
 
     def _inner_training_loop(
         self,
@@ -737,13 +750,16 @@ class Trainer(EarlierMethods):
         if isinstance(datasets, Mapping):
             return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=eval_dataset is None)
         self._memory_tracker.start()
-        with self._hftrainer.loaders.explaining_removed_columns(datasets):
-            dataloader = self.get_eval_dataloader(eval_dataset)
-            start_time = time.time()
-            loss_only = True if self.compute_metrics is None else None
-            with evaluation.call_of_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
-                output = evaluation.as_output(loop(), dataloader)
-            metrics = evaluation.report(output, metric_key_prefix, start_time)
+        try:
+            with self._hftrainer.loaders.explaining_removed_columns(datasets):
+                loader = self.get_eval_dataloader(eval_dataset)
+                start_time = time.time()
+                loss_only = True if self.compute_metrics is None else None
+                with evaluation.call_of_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+                    output = evaluation.as_output(loop(), loader)
+                metrics = evaluation.report(output, metric_key_prefix, start_time)
+        except BaseException as error:
+            raise without_engine(error)  # noqa: B904 - it is the same error
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -761,8 +777,11 @@ class Trainer(EarlierMethods):
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        with self._hftrainer.loaders.explaining_removed_columns(test_dataset):
-            output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
+        try:
+            with self._hftrainer.loaders.explaining_removed_columns(test_dataset):
+                output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
+        except BaseException as error:
+            raise without_engine(error)  # noqa: B904 - it is the same error
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
 
@@ -1130,6 +1149,7 @@ class Trainer(EarlierMethods):
         logs |= self._hftrainer.steps.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self._hftrainer.announce("on_log", logs)
+        self._hftrainer.engine.show(logs)
 
     @staticmethod
     def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -279,6 +279,12 @@ class LightningEngine:
         self.trainer.save_checkpoint(path)
         return True
 
+    def show(self, values: Mapping[str, Any]) -> None:
+        """Show the numbers of a log line in Lightning's progress bars."""
+        if self.trainer is not None and self.fitting and self.callbacks:
+            numbers = {name: float(each) for name, each in values.items() if loops.can_be_logged(name, each)}
+            self.trainer._logger_connector.show(numbers)  # type: ignore[attr-defined]  # of our own class
+
     @property
     def _training_callbacks(self) -> list[pl.Callback]:
         """The callbacks, without the finders, which run before training."""

@@ -246,6 +246,14 @@ def out_of_range(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 
+def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
+    """A sentence for each text that is given for a number."""
+    for name, field in type(args).__dataclass_fields__.items():
+        value = getattr(args, name, None)
+        if isinstance(value, str) and field.type in ("int", "float", "int | None", "float | None"):
+            yield f"{name}={value!r} {why_text(value) or 'is text: give a number'}."
+
+
 def _check_run(args: BaseArguments) -> Iterator[str]:
     """What only a run needs."""
     yield from out_of_range(args)

@@ -14,7 +14,7 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey
+from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey, WrongObject
 from hftrainer.model.inspection import called_model
 
 logger = logging.getLogger(__name__)
@@ -30,8 +30,11 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
     Returns:
         A tensor of shape `(batch, ...)` for each key.
+
+    Raises:
+        WrongObject: for samples without keys, such as the tuples of a `TensorDataset`.
     """
-    samples = [feature if isinstance(feature, (dict, Mapping)) else vars(feature) for feature in features]
+    samples = [feature if isinstance(feature, (dict, Mapping)) else _attributes(feature) for feature in features]
     first = samples[0]
     batch: dict[str, Any] = {}
     if first.get("label") is not None:
@@ -45,6 +48,17 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}
     return batch
+
+
+def _attributes(sample: Any) -> dict[str, Any]:
+    try:
+        return vars(sample)
+    except TypeError:
+        raise WrongObject(
+            f"A sample is a {type(sample).__name__}, and the model is called with names: let the dataset return dicts "
+            "whose keys are parameters of its forward, such as {'x': x, 'labels': y}; or name the parts in a collator: "
+            "data_collator=lambda samples: dict(zip(('x', 'labels'), torch.utils.data.default_collate(samples)))."
+        ) from None
 
 
 def _labels(values: list[Any], sample: Any) -> torch.Tensor:
@@ -159,18 +173,34 @@ def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[
         ) from error
 
 
-def explain_unknown(error: TypeError, model: Any) -> None:
-    """Explain an error of calling the model with a keyword that its forward does not take.
+def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
+    """Explain an error of calling the model with a keyword that its forward does not take, or without one.
+
+    Args:
+        error: the error.
+        model: the model.
+        datasets: what the samples came from.
 
     Raises:
         UnknownKey: in place of such an error.
     """
-    found = re.search(r"(\w+)\.forward\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if found and found[1] in (type(model).__name__, type(peers.without_adapters(model)).__name__):
+    found = re.search(
+        r"(\w+)\.forward\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'|missing .*: '(?P<missing>\w+)')",
+        str(error),
+    )
+    if found is None or found[1] not in (type(model).__name__, type(peers.without_adapters(model)).__name__):
+        return
+    if found["unknown"]:
         raise UnknownKey(
-            f"The batch has {found[2]!r}, which {found[1]}.forward does not take: let data_collator drop it (the "
-            "argument remove_unused_columns drops columns of the dataset only), or add it to forward."
+            f"The batch has {found['unknown']!r}, which {found[1]}.forward does not take: let data_collator drop it "
+            "(the argument remove_unused_columns drops columns of the dataset only), or add it to forward."
         ) from error
+    keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
+    have = f"the samples have {', '.join(map(str, keys))}" if keys else "its samples lack it"
+    raise UnknownKey(
+        f"The batch has no {found['missing']!r}, which {found[1]}.forward needs; {have}. Rename the key; texts have to "
+        "be tokenized first, and a data_collator may build the inputs."
+    ) from error
 
 
 def _columns_of(dataset: Any) -> Iterable[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
 from hftrainer.compat.reading import fitting
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
@@ -227,6 +229,11 @@ class PreparedDataLoader(DataLoader[Any]):
         self.position = self.position._replace(iteration=number)
         try:
             yield from self._batches(number)
+        except Exception as error:
+            indices = getattr(self.batch_sampler, "latest_indices", None)
+            if indices is not None and not self.num_workers:
+                add_note(error, f"This happened while the samples {reprlib.repr(indices)} were read and collated.")
+            raise
         finally:
             self.position = self.position._replace(iteration=0)
 

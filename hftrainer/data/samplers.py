@@ -93,12 +93,14 @@ class SkippingBatchSampler(BatchSamplerWrapper):
 
     Attributes:
         recorded_indices: if it is a list, the indices of each yielded batch are appended to it.
+        latest_indices: those of the batch yielded last.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
         super().__init__(batch_sampler)
         self.skipped = skipped
         self.recorded_indices: list[list[int]] | None = None
+        self.latest_indices: list[int] | None = None
         self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,6 +113,7 @@ class SkippingBatchSampler(BatchSamplerWrapper):
         for batch in self._batches:
             if self.recorded_indices is not None:
                 self.recorded_indices.append(list(batch))
+            self.latest_indices = batch
             yield batch
 
     def skip_now(self) -> None:

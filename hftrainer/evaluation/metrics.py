@@ -12,8 +12,9 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepts, takes
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import InvalidArgument
-from hftrainer.trainer_pt_utils import without_rows
+from hftrainer.trainer_pt_utils import find_batch_size, without_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 
@@ -62,7 +63,12 @@ class FunctionMetrics:
                 f"{inspect.signature(self.function)}. "
                 "Write `def compute_metrics(prediction): logits, labels = prediction`."
             )
-        self._result = self.function(prediction, **keywords)
+        try:
+            self._result = self.function(prediction, **keywords)
+        except Exception as error:
+            rows = find_batch_size(prediction.predictions)
+            add_note(error, f"This happened while compute_metrics ran on {rows} predictions.")
+            raise
 
 
 class TorchMetrics:

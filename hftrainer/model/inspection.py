@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hftrainer.compat import peers
+from hftrainer.errors import InvalidSetup
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,42 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
         return bool(bare.accepts_loss_kwargs)
     parameters = inspect.signature(bare.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+#: Method of a LightningModule → what takes its place.
+_OF_LIGHTNING = {
+    "training_step": "a forward that takes the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
+    "Trainer(compute_loss_func=...)",
+    "validation_step": "Trainer(eval_dataset=..., compute_metrics=...), which takes torchmetrics too",
+    "test_step": "trainer.predict(dataset)",
+    "predict_step": "trainer.predict(dataset)",
+    "configure_optimizers": "the arguments optim, learning_rate and lr_scheduler_type, or Trainer(optimizers=...)",
+    "train_dataloader": "Trainer(train_dataset=...)",
+    "val_dataloader": "Trainer(eval_dataset=...)",
+}
+
+
+def check_lightning_module(model: Any) -> None:
+    """Warn of the methods of a LightningModule that a Trainer does not call, and name what takes their place.
+
+    Raises:
+        InvalidSetup: for one without a forward of its own, which is what a Trainer calls.
+    """
+    package = next((name for name in _PACKAGES if peers.is_instance(model, name, "LightningModule")), None)
+    if package is None:
+        return
+    kind, base = type(model), sys.modules[package].LightningModule
+    own = [name for name in dir(base) if getattr(kind, name) is not getattr(base, name)]
+    instead = {name: _OF_LIGHTNING[name] for name in _OF_LIGHTNING if name in own}
+    instead |= {name: "a Lightning callback in Trainer(callbacks=[...])" for name in own if name.startswith("on_")}
+    if not instead:
+        return
+    listed = "".join(f"\n- {name}: {what}" for name, what in instead.items())
+    sentence = f"{kind.__name__} is a LightningModule, and a Trainer calls only its forward, with the keys of a batch. "
+    if "forward" not in own:
+        raise InvalidSetup(f"{sentence}It has none: pass the module inside it. What takes the place of:{listed}")
+    logger.warning("%sWhat takes the place of:%s", sentence, listed)
 
 
 def check_quantization(model: Any) -> str | None:

@@ -7,13 +7,13 @@ import functools
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.parallel.config_files import env_flag
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ DEVICE_OF_BACKEND = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu"
 UNPINNED = ("cpu", "mps", "xla")
 #: Text in out-of-memory errors that are not `torch.OutOfMemoryError`.
 OUT_OF_MEMORY = (" out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAllocator: can't allocate memory")
-#: Text in an error of a device → what to do.
+#: Text in an error of torch → what to do.
 HINTS = {
     "not currently implemented for the MPS device": (
         "Set PYTORCH_ENABLE_MPS_FALLBACK=1 before Python starts (torch reads it when it is imported): operators that "
@@ -37,6 +37,10 @@ HINTS = {
     "MPS framework doesn't support float64": (
         "Apple's GPU has no float64: use float32 in the dataset or the data_collator (numpy's default is float64). "
         "Or train on the CPU: use_cpu=True."
+    ),
+    "does not require grad and does not have a grad_fn": (
+        "The loss depends on no weight that is trained: let some require gradients (model.requires_grad_(True)), add "
+        "adapters, or compute the loss from what the model returns."
     ),
 }
 
@@ -120,11 +124,8 @@ def error_hints() -> Iterator[None]:
         yield
     except Exception as error:
         for text, hint in HINTS.items():
-            notes = getattr(error, "__notes__", [])
-            if text in str(error) and hint not in notes:
-                vars(error)["__notes__"] = [*notes, hint]
-                if sys.version_info < (3, 11):  # which does not show notes
-                    logger.error(hint)
+            if text in str(error):
+                add_note(error, hint)
         raise
 
 

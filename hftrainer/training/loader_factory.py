@@ -153,20 +153,19 @@ class LoaderFactory(Component):
 
     @contextlib.contextmanager
     def explaining_removed_columns(self, *datasets: Any) -> Iterator[None]:
-        """Explain an error in the block by a key of the batch that `remove_unused_columns` has dropped, or has not.
+        """Explain an error in the block by a key that the batch lacks, or that the model does not take.
 
         Args:
             datasets: what is read; several sets may be in a dict.
         """
         try:
             yield
-        except TypeError as error:
-            collators.explain_unknown(error, self.trainer.model)
-            raise
-        except KeyError as error:
+        except (TypeError, KeyError) as error:
+            given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
             kept = self.trainer._signature_columns
-            if kept is not None and self.trainer.args.remove_unused_columns:
-                given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
+            if isinstance(error, TypeError):
+                collators.explain_call(error, self.trainer.model, given)
+            elif kept is not None and self.trainer.args.remove_unused_columns:
                 collators.explain_removed(error, given, kept)
             raise
 
@@ -275,10 +274,16 @@ def _check_dataset(dataset: Any, description: str) -> None:
         )
     if isinstance(dataset, IterableDataset):
         return
-    if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, DataLoader):
         raise InvalidArgument(
-            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset; for "
-            "a loader, override get_train_dataloader or get_eval_dataloader."
+            f"The {description} dataset is a {kind}: pass its dataset, with its collate_fn as data_collator and "
+            "per_device_train_batch_size or per_device_eval_batch_size; or override get_train_dataloader or "
+            "get_eval_dataloader to return it."
+        )
+    if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
+        of_lightning = "; of a LightningDataModule, the datasets inside" if hasattr(dataset, "train_dataloader") else ""
+        raise InvalidArgument(
+            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset{of_lightning}."
         )
     if description == "training" and has_length(dataset) and not len(dataset):
         raise InvalidArgument("The training dataset has no samples.")

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -19,7 +19,12 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
-from hftrainer.arguments.validation import check_accelerator_config, check_values, set_accumulation_steps
+from hftrainer.arguments.validation import (
+    check_accelerator_config,
+    check_values,
+    set_accumulation_steps,
+    texts_for_numbers,
+)
 from hftrainer.callbacks.handler import CallbackHandler, make_callback, pop_matching
 from hftrainer.callbacks.progress import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
@@ -27,7 +32,7 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.overrides import has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -283,6 +288,8 @@ class TrainerSetup(Component):
         resolved = self.components.resolved
         set_accumulation_steps(resolved)  # before DeepSpeed's configuration is completed with it
         is_ours = isinstance(args, TrainingArguments)
+        if is_ours and (texts := list(texts_for_numbers(args))):
+            raise WrongObject("\n".join(texts))
         if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
             raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
@@ -359,6 +366,23 @@ def _is_of_lightning(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(adapter().is_lightning_callback(callback))
+
+
+def check_objects(args: Any, model: Any) -> None:
+    """Refuse what is neither training arguments nor a model, where a mistake is common.
+
+    Raises:
+        WrongObject: for a class, a text or a dict in their places.
+    """
+    if isinstance(args, type):
+        raise WrongObject(f"args is the class {args.__name__}: pass an object, {args.__name__}('folder', ...).")
+    if isinstance(args, (str, os.PathLike, Mapping)):
+        how = "**args" if isinstance(args, Mapping) else repr(str(args))
+        raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({how}).")
+    if isinstance(model, type):
+        raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
+    if isinstance(model, str):
+        raise WrongObject(f"model={model!r}: load it first, as with AutoModel.from_pretrained({model!r}).")
 
 
 def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:

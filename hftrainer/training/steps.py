@@ -19,6 +19,7 @@ from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords
+from hftrainer.compat.tracebacks import add_note, shapes
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
@@ -305,9 +306,14 @@ class TrainingSteps(Component):
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
-        with trainer.compute_loss_context_manager():
-            accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
-            loss = trainer.compute_loss(model, inputs, **accepted)
+        accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        try:
+            with trainer.compute_loss_context_manager():
+                loss = trainer.compute_loss(model, inputs, **accepted)
+        except Exception as error:
+            step = trainer.state.global_step + 1
+            add_note(error, f"This happened in training step {step}, with the batch {shapes(inputs)}.")
+            raise
         every = trainer.args.torch_empty_cache_steps
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()

@@ -4,10 +4,11 @@ import dataclasses
 import importlib
 import importlib.machinery
 import sys
+from typing import ClassVar
 from unittest import mock
 
 import pytest
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, TQDMProgressBar
 from transformers.integrations import integration_utils
 
 import hftrainer
@@ -84,18 +85,33 @@ def test_values_of_callbacks_with_loggers(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, recorder, callbacks=[LearningRateMonitor(), Logs()], report_to="tensorboard")
     trainer.train()
     written = tensorboard.read()
-    assert written.steps("lr-AdamW/pg1") == [1, 3, 5, 7]  # Lightning counts the steps that are done
+    assert written.steps("lr-AdamW/pg1") == [2, 4, 6, 8]  # as the log lines
     for each in (written, recorder.written):
         assert [value for _, value in each.curves["mine"]] == [2.0, 4.0, 6.0, 8.0]
     assert not [line for line in trainer.state.log_history if "mine" in line]
     assert trainer.lightning_trainer.loggers == trainer.loggers == [trainer.loggers[0], recorder]
 
 
-@pytest.mark.parametrize(("strategy", "steps"), [("no", []), ("epoch", [9, 19])])
+@pytest.mark.parametrize(("strategy", "steps"), [("no", []), ("epoch", [10, 20])])
 def test_callbacks_log_as_often_as_the_trainer(tmp_path, strategy, steps):
     recorder, settings = Recorder(), {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": strategy}
     make_trainer(tmp_path, recorder, callbacks=[LearningRateMonitor(logging_interval="step")], **settings).train()
     assert [step for step, _ in recorder.written.curves.get("lr-AdamW/pg1", [])] == steps
+
+
+class Bar(TQDMProgressBar):
+    shown: ClassVar[list] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.shown.append(self.get_metrics(trainer, pl_module))
+
+
+def test_bars_of_lightning_show_the_log_lines(tmp_path):
+    trainer = make_trainer(tmp_path, callbacks=[Bar()])
+    trainer.train()
+    lines = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    assert [each.get("loss") for each in Bar.shown[2:8:2]] == [lines[2], lines[4], lines[6]]
+    assert "eval_loss" in Bar.shown[-1] and "loss" not in Bar.shown[0]
 
 
 def test_finalized_once_and_after_the_last_line(tmp_path):

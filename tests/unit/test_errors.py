@@ -4,12 +4,20 @@ import signal
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
-from hftrainer.errors import CheckpointNotFound, InvalidArgument, MetricNotFound, UnknownArgument, UnsupportedArgument
+from hftrainer.errors import (
+    CheckpointNotFound,
+    InvalidArgument,
+    MetricNotFound,
+    UnknownArgument,
+    UnsupportedArgument,
+    WrongObject,
+)
 from tests.support.tiny import Plain, SizedStream, Stream, make_plain, plain_data
 
 STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
@@ -102,6 +110,7 @@ class NeedsPath(TrainerCallback):
 
 OtherLightning = type("EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": id})
 MODEL = make_plain()
+OfLightning = type("OfLightning", (LightningModule,), {"training_step": id, "on_train_start": id, "log": id})
 OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.optim.SGD, {"lr": 0.1})
 
 
@@ -126,6 +135,18 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         *(
             (TypeError, {"callbacks": [wrong]}, r"EarlyStopping comes from pytorch_lightning.*lightning\.pytorch")
             for wrong in (OtherLightning, OtherLightning())
+        ),
+        (UnknownArgument, {"train_data": []}, "Trainer has no argument 'train_data'; did you mean 'train_dataset'"),
+        (WrongObject, {"args": {"max_steps": 2}}, r"args is a dict: pass TrainingArguments\(\*\*args\)"),
+        (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
+        (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an object"),
+        (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
+        (WrongObject, {"model": "a-model"}, r"load it first, as with AutoModel\.from_pretrained\('a-model'\)"),
+        (
+            InvalidArgument,
+            {"model": OfLightning()},
+            r"(?s)OfLightning is a LightningModule, .* pass the module inside it.*\n- training_step: a forward .*"
+            r"\n- on_train_start: a Lightning callback in",
         ),
         (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath has a missing .*'path'; give an instance"),
         (TypeError, {"callbacks": [EarlyStopping]}, "EarlyStopping has a missing .*'monitor'; give an instance"),
@@ -171,6 +192,13 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
         ({"settings": SCHEDULE}, r"\['cycles'\] unknown, it takes \['last_epoch', 'num_cycles'\]"),
         ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
         (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
+        ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
+        ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
+        ({"train_dataset": LightningDataModule()}, "is a LightningDataModule: .*; of a LightningDataModule, the data"),
+        (
+            {"train_dataset": [{"text": "a", "labels": 0}]},
+            "has no 'x', which Plain.forward needs; the samples have tex",
+        ),
         ({"train_dataset": ROWS}, r"have pixels, category; the model takes label.*, x\."),
         *(
             ({"model": Returns(make_output)}, message)
@@ -265,5 +293,24 @@ def test_what_a_run_needs_may_be_filled_in_later(make_args, settings, then):
 
 
 def test_numbers_that_are_text_are_named(make_args):
-    with pytest.raises(InvalidArgument, match=r"learning_rate='1e-8' is text: .*1\.0e-5 as a number"):
+    with pytest.raises(WrongObject, match=r"learning_rate='1e-8' is text: .*1\.0e-5 as a number"):
         Trainer(make_plain(), make_args(learning_rate="1e-8"))
+    with pytest.raises(WrongObject, match=r"num_train_epochs='three' is text: give a number\.\nmax_steps='10' is text"):
+        Trainer(make_plain(), make_args(num_train_epochs="three", max_steps="10"))
+
+
+def test_a_lightning_module_with_a_forward_trains(make_args, caplog):
+    class Lit(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.plain = make_plain()
+
+        def forward(self, x, labels=None):
+            return self.plain(x, labels)
+
+        def configure_optimizers(self):
+            raise AssertionError
+
+    Trainer(Lit(), make_args(), train_dataset=plain_data()).train()
+    assert "Lit is a LightningModule, and a Trainer calls only its forward" in caplog.text
+    assert "\n- configure_optimizers: the arguments optim, learning_rate and lr_scheduler_type" in caplog.text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -42,7 +42,8 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     """Steps the optimizer when the accumulation window closes.
 
     Lightning counts batches, and always steps at the last; with data without a length, the next epoch
-    fills the last, incomplete window.
+    fills the last, incomplete window. What its callbacks log within a step has the number of that step, as the
+    Trainer's log lines do; Lightning counts a step when it has ended.
     """
 
     micro_batches: MicroBatchIterator
@@ -55,6 +56,16 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Nothing: ranks agree on signals at the end of a step; Lightning would let each batch wait for all of them."""
 
     def advance(self, data_fetcher: Any) -> None:
+        """Run a micro-batch, and count the step that it begins, if there is another."""
+        begins_step = not self._should_accumulate()
+        self._batches_that_stepped += begins_step
+        try:
+            self._advance(data_fetcher)
+        except StopIteration:
+            self._batches_that_stepped -= begins_step
+            raise
+
+    def _advance(self, data_fetcher: Any) -> None:
         """Run a micro-batch; if nobody watches, by the module's own hooks alone."""
         trainer: Any = self.trainer
         if self.restarting or has_listeners(trainer):
@@ -77,9 +88,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Count the step for loggers; the Trainer's callbacks decide when to validate."""
-        if not self._should_accumulate():
-            self._batches_that_stepped += 1
+        """Save the loggers; the Trainer's callbacks decide when to validate."""
         self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -139,6 +148,18 @@ class _FastOptimization(_AutomaticOptimization):
 
 class _LazyLoggerConnector(_LoggerConnector):
     """Collects a batch's metrics only if some were logged; Lightning reads a dozen properties to find none."""
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether callbacks log in this step, which is counted already."""
+        if self.trainer.state.stage is not RunningStage.TRAINING:
+            return super().should_update_logs
+        step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+        return step % self.trainer.log_every_n_steps == 0 or self.trainer.should_stop
+
+    def show(self, values: Mapping[str, float]) -> None:
+        """Show values in Lightning's progress bars."""
+        self._progress_bar_metrics.update(values)
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         if self.trainer.state.stage is not RunningStage.TRAINING:

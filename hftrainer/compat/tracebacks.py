@@ -1,0 +1,87 @@
+"""Tracebacks of errors in a script's own code: its frames without the engine's, and what ran at the time.
+
+HFTRAINER_TRACEBACK=full keeps all frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: Packages whose frames lead from `train()` to the code of the script, and from there to where torch fails.
+_ENGINE = frozenset(
+    """
+    hftrainer hftrainer_deepspeed hftrainer_lightning hftrainer_ray hftrainer_tensorflow hftrainer_xla
+    accelerate contextlib deepspeed functools lightning torch
+    """.split()
+)
+VARIABLE = "HFTRAINER_TRACEBACK"
+
+
+def without_engine(error: BaseException) -> BaseException:
+    """The error, with only those frames below the caller that are outside the engine, and the one that raised it."""
+    if os.environ.get(VARIABLE) == "full":
+        return error
+    left_out, seen = False, set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        frames = _frames(link.__traceback__)
+        # The caller raises the error again, which adds its own frame.
+        inner = frames[1:] if link is error else frames
+        kept = [each for each in inner[:-1] if _package(each) not in _ENGINE] + inner[-1:]
+        left_out |= len(kept) < len(inner)
+        link.__traceback__ = _joined(kept)
+        link = link.__cause__ or link.__context__
+    if left_out:
+        add_note(error, f"(The engine's frames are left out: {VARIABLE}=full shows them.)")
+    return error
+
+
+def _frames(trace: TracebackType | None) -> list[TracebackType]:
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    return frames
+
+
+def _package(trace: TracebackType) -> str:
+    return str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _joined(frames: list[TracebackType]) -> TracebackType | None:
+    joined = None
+    for each in reversed(frames):
+        joined = TracebackType(joined, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return joined
+
+
+def add_note(error: BaseException, text: str) -> None:
+    """Add a line below the error's message, unless it is there. Where Python shows no notes (3.10), log it."""
+    notes = getattr(error, "__notes__", [])
+    if text not in notes:
+        vars(error)["__notes__"] = [*notes, text]
+        if sys.version_info < (3, 11):
+            logger.error(text)
+
+
+def shapes(batch: Any) -> str:
+    """A batch, for a message: its keys, each with type and shape."""
+    if not isinstance(batch, Mapping):
+        return f"of type {type(batch).__name__}"
+    return ", ".join(f"{name}: {_shape(value)}" for name, value in batch.items())
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return type(value).__name__

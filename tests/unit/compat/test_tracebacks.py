@@ -1,0 +1,83 @@
+"""An error in the code of a script: what its traceback shows, and what is said of where it happened."""
+
+import traceback
+
+import pytest
+import torch
+
+import hftrainer
+from tests.support.tiny import Plain, make_plain, plain_data
+
+
+class Fails(Plain):
+    """Fails within a module of torch."""
+
+    def forward(self, x, labels=None):
+        return super().forward(x[:, :5], labels)
+
+
+class Data(list):
+    def __getitem__(self, index):
+        raise LookupError("mine")
+
+
+class AtStep(hftrainer.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        raise LookupError("mine")
+
+
+def fail(*_):
+    raise LookupError("mine")
+
+
+READING = "while the samples [0, 1, 2, 3] were read and collated."
+#: Name → what fails, the functions in the traceback, and where it happened.
+CASES = {
+    "model": (
+        {"model": Fails()},
+        ["train", "forward", "forward", "forward"],
+        "in training step 1, with the batch x: float32 (4, 8), labels: int64 (4,).",
+    ),
+    "collator": ({"data_collator": fail}, ["train", "fail"], READING),
+    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], READING),
+    "metrics": ({"compute_metrics": fail}, ["train", "fail"], "while compute_metrics ran on 10 predictions."),
+    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], None),
+    "evaluation": (
+        {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
+        ["train", "forward", "forward"],
+        "in batch 1 of an evaluation: x: float32 (1, 3), labels: int64 (1,).",
+    ),
+}
+
+
+def fail_to_train(folder, given):
+    settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4}
+    settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True}
+    args = hftrainer.TrainingArguments(str(folder), **settings)
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data(10), "compute_metrics": lambda _: {"a": 1.0}}
+    with pytest.raises((LookupError, RuntimeError)) as caught:
+        hftrainer.Trainer(**{"model": make_plain(), "args": args, **data, **given}).train()
+    return caught.value
+
+
+@pytest.mark.parametrize(("given", "shown", "note"), CASES.values(), ids=CASES)
+def test_traceback_and_note(tmp_path, given, shown, note):
+    error = fail_to_train(tmp_path, given)
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without this test's own
+    assert [frame.name for frame in frames] == shown
+    assert not any("lightning" in frame.filename for frame in frames)
+    *notes, last = error.__notes__
+    assert last == "(The engine's frames are left out: HFTRAINER_TRACEBACK=full shows them.)"
+    assert [f"This happened {note}" in each for each in notes] == ([] if note is None else [True])
+
+
+def test_all_frames_on_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("HFTRAINER_TRACEBACK", "full")
+    error = fail_to_train(tmp_path, {"data_collator": fail})
+    assert len(traceback.extract_tb(error.__traceback__)) > 20
+    assert len(error.__notes__) == 1
+
+
+def test_weights_that_are_frozen(tmp_path):
+    error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
+    assert "model.requires_grad_(True)" in error.__notes__[0]
