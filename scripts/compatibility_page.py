@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import accelerate
-from hftrainer.arguments.field import arguments_of
+from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
 from tests.support import differences as differing
@@ -170,8 +170,11 @@ Tools that rewrite the source text of the private loop of `transformers.Trainer`
 
 ## Arguments
 
+The releases of transformers are those that have the argument, of 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0 and 5.23, so an
+argument may be a little older; old names have their exact releases. `hftrainer` has its own.
+
 - **mapped**: becomes a setting of Lightning
-- **handled**: by a module of hftrainer
+- **handled**: does here what it does in transformers
 - **inert**: accepted, and nothing follows from it, for the reason given
 - **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and
   what to use instead
@@ -182,10 +185,8 @@ Tools that rewrite the source text of the private loop of `transformers.Trainer`
 def page() -> str:
     """The text of COMPATIBILITY.md."""
     differences = "".join(_differences(subject) for subject in DIFFERENCES)
-    rows = "| argument | becomes | detail |\n| --- | --- | --- |\n"
-    for name, about in sorted(arguments_of(Seq2SeqTrainingArguments).items()):
-        before = f" (earlier default: {about.earlier_defaults})" if about.earlier else ""
-        rows += f"| `{name}` | {about.kind} | {about.detail}{before} |\n"
+    rows = "| argument | what it does | default | releases | here |\n| --- | --- | --- | --- | --- |\n"
+    rows += "".join(_argument(name, about) for name, about in sorted(arguments_of(Seq2SeqTrainingArguments).items()))
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
@@ -217,6 +218,14 @@ def page() -> str:
         rows,
     )
     return HEAD + "".join(tables)
+
+
+def _argument(name: str, about: Argument) -> str:
+    default = "[]" if about.default is list else repr(about.default)
+    before = f", {about.earlier_defaults}" if about.earlier else ""
+    releases = about.since if about.until is None else f"{about.since} to {about.until}"
+    here = f"{about.kind}: {about.detail}" if about.detail else about.kind
+    return f"| `{name}` | {about.help} | `{default}`{before} | {releases} | {here} |\n"
 
 
 def _differences(subject: str) -> str:

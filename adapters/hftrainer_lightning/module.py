@@ -59,7 +59,7 @@ class TrainerModule(WithoutBatchTransfer):
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
         #: What a Lightning checkpoint of the run that is or was attached holds for the Trainer.
-        self.own_state: Callable[[], dict[str, Any]] | None = None
+        self.own_state: Callable[[], torch.Tensor] | None = None
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer_lightning.private_api.trainer import announce_gradients, has_listeners
 
@@ -84,43 +84,85 @@ class FullPrecision(PlainPrecision):
     """Float32 throughout."""
 
 
-class ForwardAutocast(PlainPrecision, MixedPrecision):
-    """Autocast around the model's `forward` only, with float32 outputs, as in accelerate.
+class _AroundForward(PlainPrecision):
+    """Wraps the `forward` of the user's model, and nothing else, until `teardown`.
 
-    Lightning's own plugin wraps the whole training step, so a loss computed outside the model (`compute_loss`,
-    `compute_loss_func`) would run under autocast too, and its numbers would differ from the Trainer's.
+    Lightning's own plugins wrap the whole training step, so a loss computed outside the model (`compute_loss`,
+    `compute_loss_func`) would be computed in their precision too, and its numbers would differ from the Trainer's.
     """
 
+    _wrapped: tuple[torch.nn.Module, Any] | None = None
+
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the `forward` of the user's model until `teardown`."""
+        """Wrap the `forward` of the user's model."""
         model: Any = module.model
-        dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
         original = model.forward
-        self._wrapped: tuple[torch.nn.Module, Any] | None = (model, model.__dict__.get("forward"))
+        self._wrapped = model, model.__dict__.get("forward")
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast(dtype):
-                outputs = original(*args, **kwargs)
-            return nested_apply(_to_float32, outputs)
+            return self.call(original, args, kwargs)
 
         model.forward = forward
         return module
 
-    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass."""
-        return torch.autocast(self.device, dtype=dtype)
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model's own `forward`."""
+        return forward(*args, **kwargs)
 
     def teardown(self) -> None:
         """Restore the model's own `forward`."""
-        model, own = getattr(self, "_wrapped", None) or (None, None)
-        self._wrapped = None
+        (model, own), self._wrapped = self._wrapped or (None, None), None
         if model is None:
             return
         if own is None:
             del model.forward
         else:
             model.forward = own
+
+
+class ForwardAutocast(_AroundForward, MixedPrecision):
+    """Autocast around the model's `forward` only, with float32 outputs, as in accelerate."""
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model's own `forward` under autocast."""
+        with self.autocast(torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16):
+            outputs = forward(*args, **kwargs)
+        return nested_apply(_to_float32, outputs)
+
+    def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+        """The context of the forward pass."""
+        return torch.autocast(self.device, dtype=dtype)
+
+
+class ForwardInType(_AroundForward):
+    """All weights in one type, and a `forward` whose inputs and new tensors have it: 'bf16-true' and '64-true'.
+
+    Args:
+        precision: its name in Lightning.
+    """
+
+    def __init__(self, precision: Any) -> None:
+        self.precision = precision
+        self.dtype = TRUE_TYPES[precision]
+
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Convert the weights, and wrap the `forward` of the user's model."""
+        module.model.to(self.dtype)  # type: ignore[operator, union-attr]  # in place
+        return super().convert_module(module)
+
+    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the model's own `forward`."""
+        args, kwargs = nested_apply(self._cast, (args, kwargs))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+    def _cast(self, leaf: Any) -> Any:
+        return leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _to_float32(output: Any) -> Any:
@@ -132,4 +174,6 @@ def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -
     """The plugin for the plan's precision, with the scaler, which is kept as long as the Trainer."""
     if plan.precision == "32-true":
         return FullPrecision()
+    if plan.precision in TRUE_TYPES:
+        return ForwardInType(plan.precision)
     return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)

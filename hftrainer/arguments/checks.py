@@ -17,6 +17,7 @@ from hftrainer.errors import suggest
 from hftrainer.parallel import devices
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
+from hftrainer.parallel.plan import TRUE_TYPES
 from hftrainer.plugins import load
 
 #: Devices that are not supported → why.
@@ -59,6 +60,11 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
     elif kind in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
         yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
+    if resolved.precision in TRUE_TYPES and (is_model_sharded or resolved.deepspeed is not None or kind == "xla"):
+        yield (
+            f"lightning_config['precision']={resolved.precision!r} is for a whole model on a CPU or GPU: load the "
+            "model in that type instead, as with dtype=torch.bfloat16."
+        )
     several = processes > 1 and kind not in ("mps", "xla")
     if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}"

@@ -25,7 +25,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Line:
-    """One given argument: its value, and the kind and detail of its row in the table."""
+    """One given argument: its value, its kind, and what becomes of it."""
 
     argument: str
     value: Any
@@ -84,7 +84,8 @@ def explain(args: BaseArguments) -> Explanation:
     for name, (given, about) in given_arguments(args).items():
         if name in values or name in legacy.HIDDEN:
             value = values.get(name, given)
-            detail = f"off; with True: {about.detail}" if value is False else about.detail
+            detail = about.detail or about.help
+            detail = f"off; with True: {detail}" if value is False else detail
             lines.append(Line(name, value, "refused" if about.refuses(value) else about.kind, detail))
     plan = make_plan(ResolvedArguments(args))
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())

@@ -13,7 +13,7 @@ from hftrainer.errors import InvalidArgument
 
 #: The release of arguments that no release of transformers has.
 OURS = "hftrainer"
-_KINDS = ("mapped", "inert", "refused")
+_KINDS = ("mapped", "handled", "inert", "refused")
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class Argument:
         default: the newest documented default; `list` for a new list each.
         help: what it does, with its unit.
         since: the first release of transformers that had it, of those in `fields`.
-        kind: 'mapped' (to a Lightning setting), 'handled' (by a module of hftrainer), 'inert' (accepted without
-            effect), 'refused' (only its neutral value is accepted).
-        detail: the setting, the module, the reason, or what to use instead.
+        kind: 'mapped' (to a Lightning setting), 'handled' (by hftrainer), 'inert' (accepted without effect), 'refused'
+            (only its neutral value is accepted).
+        detail: the setting, the reason, or what to use instead; empty if `help` says it all.
+        place: the module that reads it, of a handled one.
         until: the last release that had it; None for an argument of the newest one.
         renamed: how it is translated to the current argument.
         choices: its allowed values: a list, or an enumeration to which they are converted.
@@ -44,6 +45,7 @@ class Argument:
     since: str
     kind: str
     detail: str
+    place: str = ""
     until: str | None = None
     renamed: Rename | None = None
     choices: Iterable[str] | type[enum.Enum] | None = None
@@ -100,16 +102,17 @@ def arg(
         default: as in `Argument`, like `help` and `since`.
         help: without the releases, which are added.
         since: as in `Argument`.
-        handled: the module that reads it; or 'mapped: ', 'inert: ' or 'refused: ' and the detail of this kind.
+        handled: the module that reads it; or 'mapped: ', 'handled: ', 'inert: ' or 'refused: ' and the detail.
         bare: the value of the flag on the command line when no value follows it.
         several: whether several values may follow it.
         more: further attributes of `Argument`.
     """
     kind, _, detail = handled.partition(": ")
+    place = ""
     if kind not in _KINDS:
-        kind, detail = "handled", handled
+        kind, detail, place = "handled", "", handled
     # What is mapped is a part of the plan, which is made once.
-    argument = Argument(default, help, since, kind, detail, **{"read_once": kind == "mapped", **more})
+    argument = Argument(default, help, since, kind, detail, place, **{"read_once": kind == "mapped", **more})
     if argument.until is not None:
         help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
     elif since != OURS:
@@ -131,7 +134,7 @@ def old_name(default: Any, renamed: Rename, since: str, until: str, help: str = 
     is_same = renamed.spelled == renamed.new
     text = f"Old name of `{renamed.new}`." if is_same else f"Now `{renamed.spelled}`."
     detail = f"old name of {renamed.new}" if is_same else renamed.spelled
-    return arg(default, help or text, since, detail, until=until, renamed=renamed, **more)
+    return arg(default, help or text, since, f"handled: {detail}", until=until, renamed=renamed, **more)
 
 
 def arguments_of(kind: Any) -> dict[str, Argument]:

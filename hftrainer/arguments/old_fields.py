@@ -25,7 +25,7 @@ _BACKEND: dict[str, Any] = {
         "argument out",
     ),
 }
-_AUTOCAST = "auto, amp, cuda_amp, cpu_amp: torch's autocast; apex too, with a warning: its amp is gone"
+_AUTOCAST = "handled: auto, amp, cuda_amp, cpu_amp: torch's autocast; apex too, with a warning: its amp is gone"
 
 #: FairScale's options → FSDP's.
 _SHARDED_DDP = {
@@ -110,7 +110,7 @@ class OldArguments(CurrentArguments):
         False,
         "Train on Apple's GPU, which is now used automatically.",
         "4.21",
-        "parallel.devices: an error without an Apple GPU",
+        "handled: an error without an Apple GPU",
         until="4.57",
     )
     save_safetensors: bool = arg(
@@ -122,8 +122,8 @@ class OldArguments(CurrentArguments):
         None,
         "Optimization level of Apex.",
         "4.0",
-        "O1 (or 01): torch's float16 autocast. O2 and O3 are refused, since apex.amp is gone: leave it out, or load "
-        "the model with dtype=torch.bfloat16 for weights of half the size",
+        "handled: O1 (or 01): torch's float16 autocast. O2 and O3 are refused, since apex.amp is gone: leave it out, "
+        "or load the model with dtype=torch.bfloat16 for weights of half the size",
         until="4.57",
         neutral="O1",
         accepted=("O0", "O1", "01"),
@@ -157,7 +157,7 @@ class OldArguments(CurrentArguments):
         None,
         "Scope of Ray Tune's best trial.",
         "4.30",
-        "hftrainer_ray; also set by RAY_SCOPE in the environment",
+        "handled: also set by RAY_SCOPE in the environment",
         until="4.57",
         neutral="last",
     )
@@ -165,7 +165,7 @@ class OldArguments(CurrentArguments):
         None,
         "Number of TPU cores, which launchers now set.",
         "4.0",
-        "TPUs: number of cores; python -m hftrainer run --tpu starts a process for each. The extra tpu installs "
+        "handled: number of cores; python -m hftrainer run --tpu starts a process for each. The extra tpu installs "
         "torch_xla 2.9 with torch 2.9, torch-tpu its successor torch_tpu, for torch 2.11 to 2.15",
         until="4.57",
     )

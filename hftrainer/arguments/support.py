@@ -189,7 +189,7 @@ RESERVED = {
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "barebones": (False, None),
     "inference_mode": (True, False),
-    "precision": ("32-true", "bf16-mixed", "16-mixed", "32", 32),
+    "precision": ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true", "32", 32),
     "strategy": ("auto", "ddp"),
     "sync_batchnorm": (False,),
     "async_checkpoint": (False, True),

@@ -12,6 +12,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback
 from hftrainer.compat import swap
+from hftrainer.compat.messages import wrapped
 from hftrainer.compat.overrides import has_length
 
 
@@ -90,7 +91,8 @@ class ProgressCallback(TrainerCallback):
         """Write the log line above the bar."""
         if self.training_bar is not None:
             shown = _format_logs(logs, args, above_bar=True)
-            self.training_bar.write(str({name: self._shortened(value) for name, value in shown.items()}))
+            line = str({name: self._shortened(value) for name, value in shown.items()})
+            self.training_bar.write(wrapped(line, sys.stdout))
 
     def _shortened(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
@@ -110,7 +112,7 @@ class PrinterCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line."""
         if state.is_local_process_zero:
-            print(_format_logs(logs, args))
+            print(wrapped(str(_format_logs(logs, args)), sys.stdout))
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:

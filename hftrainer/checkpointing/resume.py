@@ -288,6 +288,9 @@ def unpack(path: str, folder: str) -> str:
             "the model yourself, and train without resuming."
         )
     own = saved[OWN_PART]
+    if isinstance(own, torch.Tensor):  # earlier files hold it unpacked
+        with torch.serialization.safe_globals(numpy_state_types()):
+            own = read_torch(path, packed=own)
 
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))

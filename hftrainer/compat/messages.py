@@ -7,10 +7,13 @@ logger, as that of any library, or otherwise to the handlers of transformers' lo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +27,22 @@ LEVELS = {
     "critical": logging.CRITICAL,
 }
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
+#: Says what a user should see of a run by default.
+about_runs = logging.getLogger("hftrainer.run")
 #: The loggers of transformers' modules that ours take the place of.
 _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
-#: Of a message that no handler displays, where transformers is not loaded.
-_FORMAT = logging.Formatter("[hftrainer] %(message)s")
+#: The formats of transformers' own handler: since v5.0, and before.
+_THEIR_FORMATS = ("[transformers] %(message)s", None)
+
+
+class _Format(logging.Formatter):
+    """Begins with our name; between words, a terminal gets line breaks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return wrapped(f"[hftrainer] {super().format(record)}", sys.stderr)
+
+
+_FORMAT = _Format()
 
 
 def _of_transformers() -> logging.Logger | None:
@@ -97,10 +112,40 @@ class _Terminal(logging.Handler):
         for handler in theirs.handlers + handlers:
             doubled = handler in of_root or (shown and getattr(handler, "stream", None) in terminals)
             if record.levelno >= handler.level and not doubled:
-                handler.handle(record)
+                _handle(handler, record)
         last = logging.lastResort
         if not (shown or theirs.handlers) and last is not None and record.levelno >= last.level:
             last.handle(record)
+
+
+def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
+    """Let a handler of transformers show a message; with our name, where its own format would give another or none."""
+    own = handler.formatter
+    if type(handler) is not logging.StreamHandler or (own and own._fmt) not in _THEIR_FORMATS:
+        handler.handle(record)
+        return
+    with handler.lock or contextlib.nullcontext():
+        handler.setFormatter(_FORMAT)
+        try:
+            handler.handle(record)
+        finally:
+            handler.setFormatter(own)
+
+
+def wrapped(text: str, stream: Any) -> str:
+    """Text for a stream; a terminal, which breaks long lines within words, gets breaks between them."""
+    if not (hasattr(stream, "isatty") and stream.isatty()):
+        return text
+    width = shutil.get_terminal_size().columns
+    options: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(textwrap.fill(line, width, **options) for line in text.splitlines())
+
+
+def tell(text: str) -> None:
+    """Say something about a run, at level info; it is seen unless warnings are not."""
+    seen = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)
+    about_runs.setLevel(logging.INFO if seen else logging.CRITICAL)
+    about_runs.info("%s", text)
 
 
 def connect() -> None:

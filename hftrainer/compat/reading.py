@@ -25,18 +25,28 @@ _ALWAYS, _NEVER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def read_torch(path: str, *, mmap: bool = False) -> Any:
+def as_bytes(value: Any) -> torch.Tensor:
+    """What `torch.save` writes of a value, as a tensor: any program can load it, and only `read_torch` unpacks it."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
+
+
+def read_torch(path: str, *, mmap: bool = False, packed: torch.Tensor | None = None) -> Any:
     """Load a file of `torch.save`, on the CPU.
 
     Args:
         path: the file.
         mmap: read tensors from disk only when they are used; for tensors that are then copied.
+        packed: what `as_bytes` made, to be loaded instead; it was in the file.
 
     Raises:
         UnsafeCheckpoint: if it holds an object of a class that `torch.serialization.add_safe_globals` does not allow.
         DamagedCheckpoint: if it is not a complete file of `torch.save`.
     """
     try:  # the format before torch 1.6 is not a zip file and cannot be mapped
+        if packed is not None:
+            return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except (OSError, MemoryError):
         raise

@@ -156,6 +156,10 @@ def check_model_layout(layout: Layout, model: Any) -> str | None:
     return None
 
 
+#: Lightning's precisions that convert the weights → their type.
+TRUE_TYPES = {"bf16-true": torch.bfloat16, "64-true": torch.float64}
+
+
 @dataclass(frozen=True)
 class LightningPlan:
     """The training arguments, translated for Lightning.
@@ -182,7 +186,7 @@ class LightningPlan:
 
     accelerator: str
     device: str
-    precision: Literal["32-true", "bf16-mixed", "16-mixed"]
+    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "64-true"]
     accumulate_grad_batches: int
     deterministic: bool
     default_root_dir: str
@@ -201,7 +205,7 @@ class LightningPlan:
     @property
     def mixed_precision(self) -> str:
         """The precision, under accelerate's name."""
-        return {"32-true": "no", "bf16-mixed": "bf16", "16-mixed": "fp16"}[self.precision]
+        return {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision, "no")
 
     @property
     def limits_by_share(self) -> bool:

@@ -45,7 +45,8 @@ class LogSaveEvaluate(Component):
             self._sync_control_flags()
         metrics = None
         if trainer.control.should_evaluate:
-            metrics = trainer._evaluate(trial, ignore_keys)
+            with self.run.timing("in evaluations"):
+                metrics = trainer._evaluate(trial, ignore_keys)
             if loop is not None:
                 loop.evaluated = metrics
             is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
@@ -56,8 +57,9 @@ class LogSaveEvaluate(Component):
             # Until v4.45 it got the metrics. **kwargs may go on to an override that has never heard of them.
             save = trainer._save_checkpoint
             takes_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
-            save(model, trial, **({"metrics": metrics} if takes_metrics else {}))
-            self.components.saver.call_on_save()
+            with self.run.timing("saving"):
+                save(model, trial, **({"metrics": metrics} if takes_metrics else {}))
+                self.components.saver.call_on_save()
             self._sync_control_flags()
 
     def _sync_control_flags(self) -> None:

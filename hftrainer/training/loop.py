@@ -18,6 +18,7 @@ import torch
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat import overrides
+from hftrainer.compat.reading import as_bytes
 from hftrainer.data.accumulation import MicroBatchIterator, TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.data.reading import EpochReader, ResumePoint
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
+
+_DATA = "waiting for data"
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -111,7 +114,7 @@ class TrainingLoop:
         self.components.strategy.end_batch()
         self.components.announce("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abandoning():
+            with self.control_sync.abandoning(), self.run.timing("in evaluations"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
@@ -252,7 +255,9 @@ class TrainingLoop:
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
+        start = time.perf_counter()
         samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss.device)
+        self.run.seconds[_DATA] = self.run.seconds.get(_DATA, 0.0) + time.perf_counter() - start
         self.run.accumulation = len(samples)
         return samples, num_items
 
@@ -341,20 +346,22 @@ class TrainingLoop:
     def _epoch_after_step(self) -> float:
         return self.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
-    def own_state(self) -> dict[str, Any]:
-        """The Trainer's entry in a Lightning checkpoint."""
+    def own_state(self) -> torch.Tensor:
+        """The Trainer's entry in a Lightning checkpoint: packed, so that Lightning can load the rest without it."""
         self.trainer.store_flos()
         self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         state, scaler = dataclasses.asdict(self.trainer.state), self.trainer.accelerator.scaler
         if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
             state |= {"global_step": state["global_step"] + 1, "epoch": self._epoch_after_step()}
-        return {
-            "trainer_state": state,
-            "scheduler": self.trainer.lr_scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "rng": rng_state(),
-            "progress": vars(self.current_progress()),
-        }
+        return as_bytes(
+            {
+                "trainer_state": state,
+                "scheduler": self.trainer.lr_scheduler.state_dict(),
+                "scaler": None if scaler is None else scaler.state_dict(),
+                "rng": rng_state(),
+                "progress": vars(self.current_progress()),
+            }
+        )
 
     def failed(self, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, if the weights are those after a complete step.

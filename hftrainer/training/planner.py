@@ -11,11 +11,12 @@ import torch
 from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
-from hftrainer.compat.messages import log_facts
+from hftrainer.compat.messages import log_facts, tell
 from hftrainer.compat.overrides import has_length, make_scheduler, positional_count
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
+from hftrainer.reporting import summary
 from hftrainer.training.component import Component
 from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
@@ -114,6 +115,8 @@ class Planner(Component):
             if not self.trainer.args.ignore_data_skip:
                 done["Batches of the next epoch that are skipped"] = micro_batches
             log_facts(logger, f"Training resumes from {self.run.resumed_from}.", done)
+            if self.trainer.is_world_process_zero():
+                tell(summary.resumed(str(self.run.resumed_from), self.trainer.state))
         if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ class Run:
         tokens: input tokens of this run, over all processes.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
+        seconds: what the run does besides training → the time that it has taken.
         past: the model's memory of earlier batches, with `past_index`.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the folders that this run wrote, in order.
@@ -62,6 +66,7 @@ class Run:
     tokens: int = 0
     flos: float = 0.0
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
+    seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
@@ -69,6 +74,15 @@ class Run:
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without signals and loop, which belong to this process."""
         return {**vars(self), "interruption": Interruption(saves=False), "loop": None}
+
+    @contextlib.contextmanager
+    def timing(self, what: str) -> Iterator[None]:
+        """Add the time of the block to `seconds`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
 
     def begin(self) -> None:
         """Reset the state of one attempt at training."""
@@ -78,7 +92,7 @@ class Run:
 
     def start_at(self, state: TrainerState) -> None:
         """Set the counts at which the run starts."""
-        self.total_loss, self.tokens = 0.0, 0
+        self.total_loss, self.tokens, self.seconds = 0.0, 0, {}
         self.last_saved_step = self.initial_step = self.last_logged = state.global_step
         self.initial_tokens = state.num_input_tokens_seen
 

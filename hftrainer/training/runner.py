@@ -18,6 +18,7 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import clear_stale, complete_rotation, keep_only
+from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, runs_backward
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
@@ -25,6 +26,7 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
+from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import reporting_callbacks
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
@@ -301,16 +303,23 @@ class TrainingRunner(Component):
         writer.close()
         if self.components.policy.loads_best_after_logging:
             saver.load_best_at_end()
-        best = trainer.state.best_model_checkpoint
+        kept = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
         # Without the last checkpoint, which a full disk has cost, the one before it is where the run can go on.
-        if trainer.args.should_save and best is not None and trainer.args.save_total_limit == 1 and not writer.failed:
-            keep_only(best, run_dir)
+        if trainer.args.should_save and kept is not None and trainer.args.save_total_limit == 1 and not writer.failed:
+            keep_only(kept, run_dir)
         self.components.announce("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.while_main_works(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
+        steps = trainer.state.global_step - self.run.initial_step
+        if steps and trial is None and trainer.is_world_process_zero():
+            best = trainer.args.metric_for_best_model
+            for sentence in summary.finished(trainer.state, best, metrics, self.run.seconds, steps):
+                tell(sentence)
+            if self.run.checkpoints_written:
+                tell(summary.how_to_resume(self.run.checkpoints_written[-1]))
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             trainer.neftune_hook_handle.remove()  # copies of transformers' `train` rely on this method for both
         trainer.is_in_train = False

@@ -17,6 +17,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.field import changed_arguments
+from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
 from hftrainer.arguments.validation import (
@@ -217,7 +218,10 @@ class TrainerSetup(Component):
             level = args.get_process_log_level()
             # Our logger then follows transformers' level, which a script may change.
             followed = peers.set_verbosity(level)
-            logging.getLogger("hftrainer").setLevel(logging.NOTSET if followed else level)
+            ours = logging.getLogger("hftrainer")
+            ours.setLevel(logging.NOTSET if followed else level)
+            if not args.should_log and args.log_level_replica == ARGUMENTS["log_level_replica"].default:
+                ours.setLevel(logging.ERROR)  # the main process says what is said in all
 
     def follow_arguments(self) -> None:
         """Set everything that follows from the arguments, which a hyperparameter trial changes."""

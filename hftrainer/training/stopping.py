@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hftrainer.compat.messages import tell
 from hftrainer.parallel.processes import Processes
+from hftrainer.reporting import summary
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -45,6 +49,7 @@ class Interruption:
 
     Attributes:
         received: the number of the received signal, or None.
+        last_words: what to say when the script ends.
         may_abandon: whether the evaluation in progress may be aborted.
     """
 
@@ -54,6 +59,7 @@ class Interruption:
         self._received_at = 0.0
         self.received: int | None = None
         self.may_abandon = False
+        self.last_words = ""
         self._before: dict[int, Any] = {}
         self._process = 0
 
@@ -126,8 +132,16 @@ class Interruption:
         """
         assert self.received is not None
         if self.received == signal.SIGINT:
+            atexit.register(self._tell_last)
             raise KeyboardInterrupt
+        if self.last_words:
+            tell(self.last_words)
         raise SystemExit(128 + self.received)
+
+    def _tell_last(self) -> None:
+        """Say the last words below the traceback, if KeyboardInterrupt has ended the script."""
+        if self.last_words and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+            tell(self.last_words)
 
 
 class ControlSync:
@@ -225,5 +239,7 @@ class ControlSync:
             self.trainer.control.should_training_stop = True  # as in transformers, train() returns normally then
             interruption.received = None
             self._signal = 0
-        else:
-            interruption.leave()
+            return
+        if self.run.checkpoints_written and self.trainer.is_world_process_zero():
+            interruption.last_words = summary.how_to_resume(self.run.checkpoints_written[-1])
+        interruption.leave()

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.changes import set_tf32
 from tests.support.parity import alike, assert_same_weights, build, compare, record, train, with_own_step
+from tests.support.tiny import plain_data
 
 
 def test_launcher_precision(tmp_path, monkeypatch):
@@ -101,3 +102,30 @@ def test_tf32_without_gpu(tmp_path):
     build("hftrainer", "plain", tmp_path, tf32=False)
     with pytest.raises(InvalidArgument, match="tf32=True needs an NVIDIA GPU"):
         build("hftrainer", "plain", tmp_path, tf32=True)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-true", torch.bfloat16), ("64-true", torch.float64)])
+def test_types_of_lightning(tmp_path, precision, dtype):
+    """As transformers trains a model, and data, that have the type already."""
+    data = [{**row, "x": row["x"].to(dtype)} for row in plain_data()]
+    settings = {"max_steps": 4, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+
+    def run(name):
+        own = {"lightning_config": {"precision": precision}} if name == "hftrainer" else {}
+        rows = plain_data() if own else data
+        given = {"train_dataset": rows, "eval_dataset": rows}
+        trainer, recorder = build(name, "plain", tmp_path / name, trainer=given, **settings, **own)
+        if not own:
+            trainer.model.to(dtype)
+        trainer.train()
+        assert torch.get_default_dtype() is torch.float32
+        return record(trainer, recorder, tmp_path / name)
+
+    ours = alike(run)
+    assert {weight.dtype for weight in ours.weights.values()} == {dtype}
+
+
+def test_types_of_lightning_are_for_whole_models(tmp_path):
+    settings = {"fsdp": "full_shard", "lightning_config": {"precision": "bf16-true"}}
+    with pytest.raises(UnsupportedArgument, match=r"\['precision'\]='bf16-true' is for a whole model"):
+        build("hftrainer", "plain", tmp_path, **settings)

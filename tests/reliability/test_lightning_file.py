@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from tests.support.checkpoints import At, assert_same_end, finished, make_trainer
+from tests.support.tiny import make_plain
 
 
 @pytest.mark.parametrize("model", ["plain", "bert", "peft"])
@@ -37,6 +39,20 @@ def test_after_training(tmp_path):
     finished(make_trainer(tmp_path / "a")).save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
     further = finished(make_trainer(tmp_path / "b", max_steps=12), tmp_path / "end.ckpt")
     assert further.state.global_step == 12
+
+
+class Lit(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = make_plain()
+
+
+def test_lightning_loads_its_weights(tmp_path):
+    trainer = finished(make_trainer(tmp_path / "a"))
+    trainer.save_lightning_checkpoint(str(tmp_path / "end.ckpt"))
+    loaded = Lit.load_from_checkpoint(tmp_path / "end.ckpt", weights_only=True)
+    for ours, theirs in zip(trainer.model.parameters(), loaded.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def test_bad_files(tmp_path):

@@ -105,7 +105,7 @@ def test_command_line(tmp_path):
     [
         *(({name: 1}, rf"\['{name}'\]: the Trainer decides this; use ") for name in sorted(RESERVED)),
         ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported: it must be 'auto' or 'ddp'"),
-        ({"precision": "64-true"}, r"\['precision'\]='64-true' is not supported: it must be '32-true' or"),
+        ({"precision": "16-true"}, r"\['precision'\]='16-true' is not supported: it must be '32-true' or"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
         ("absent.json", "there is no such file"),
         ("a.json", r"a.json is not valid JSON: .*line 1 column 14"),

@@ -56,8 +56,9 @@ def test_refused(explain):
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
 def test_json(words, explain):
     done = explain(*words)
+    detail = "Optimizer steps; above 0 it overrides `num_train_epochs`."
     assert json.loads(done.stdout)["arguments"] == [
-        {"argument": "max_steps", "value": 3, "kind": "handled", "detail": "data.schedule"}
+        {"argument": "max_steps", "value": 3, "kind": "handled", "detail": detail}
     ]
 
 

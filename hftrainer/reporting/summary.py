@@ -1,0 +1,66 @@
+"""What a run says at its beginning and at its end: where it resumes, where the time went, what is the best."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.parallel import devices
+
+
+def resumed(folder: str, state: TrainerState) -> str:
+    """Where a run resumes; nothing is left to do of a complete one."""
+    where = f"Resuming from {folder}: step {state.global_step:,} of {state.max_steps:,}, epoch {state.epoch or 0:.4g}."
+    if state.global_step < state.max_steps:
+        return where
+    return f"{where} That run is complete, so nothing is trained: a larger max_steps or num_train_epochs trains on."
+
+
+def finished(
+    state: TrainerState, metric: str | None, metrics: Mapping[str, Any], seconds: Mapping[str, float], steps: int
+) -> Iterator[str]:
+    """Sentences about a run that has ended.
+
+    Args:
+        state: the state of the run.
+        metric: the name of the metric that compares models.
+        metrics: its last log line.
+        seconds: what it did besides training → the time that this took.
+        steps: optimizer steps of this call of `train()`.
+    """
+    runtime = float(metrics["train_runtime"])
+    speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
+    speed = [f"{float(metrics[key]):,.4g} {name}/s" for name, key in speeds.items() if metrics.get(key)]
+    parts = {"training": runtime - sum(seconds.values()), **seconds}
+    spent = [f"{_time(each)} {name}" for name, each in parts.items() if each >= 0.01 * runtime]
+    yield f"Trained {steps:,} steps in {_time(runtime)}: {', '.join(spent)}."
+    yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
+    if state.best_metric is not None:
+        at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
+        kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
+        yield f"Best {metric}: {state.best_metric:.6g}{at}{kept}."
+
+
+def how_to_resume(folder: str) -> str:
+    """The newest checkpoint, and how a run goes on from it."""
+    return f"Last checkpoint: {folder}; trainer.train(resume_from_checkpoint=True) goes on from it."
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
+
+
+def _memory() -> str:
+    """The peak of this process's memory, and of its tensors on an accelerator."""
+    found = []
+    if sys.platform != "win32":
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        found.append(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.3g} GB")
+    if (peak := devices.memory_peak()) is not None:
+        found.append(f"{peak / 1e9:.3g} GB of tensors on the accelerator")
+    return ", ".join(found) or "unknown"
