@@ -20,7 +20,7 @@ PYTEST := $(RUN) -m pytest
 WORKERS := -n 3 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-fast docs test-machines test-install test-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
+.PHONY: help test test-fast docs test-docs test-machines test-install test-downstream test-versions upstream test-adapters soak lint format coverage bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,9 +42,10 @@ $(VENV)/.dev: $(VENV)/.demo
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
-$(VENV)/.docs: $(VENV)/.dev
+# The site is built from the sources, without the packages that they import.
+$(VENV)/.docs: $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing mkdocs ..."
-	@$(PIP) -e '.[docs]'
+	@$(PIP) mkdocs-material mkdocstrings-python
 	@touch $@
 
 $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
@@ -94,9 +95,11 @@ test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBU
 test-fast: $(VENV)/.dev  ## the unit tests that start no process, in a minute
 	@$(PYTEST) -m "not slow" -q -n 2 tests/unit
 
-docs: $(VENV)/.docs  ## the documentation's code, the documents of v4.1 to v4.48, the examples; builds build/site
-	@$(PYTEST) -q $(WORKERS) tests/docs
+docs: $(VENV)/.docs  ## build the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
+
+test-docs: $(VENV)/.dev docs  ## the documentation's code, the documents of v4.1 to v4.48, the examples; and the site
+	@$(PYTEST) -q $(WORKERS) tests/docs
 
 # They wait more than they compute.
 test-machines: $(VENV)/.dev  ## nodes, ranks, launched processes and searches that fail, hang or are killed

@@ -2,7 +2,7 @@
 
 Pages link to files of the repository, so that links work in a clone; here they become links to pages.
 
-`COMPATIBILITY.md` becomes two pages, and `ARCHITECTURE.md` the first page of the internals.
+`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, and examples files of the site.
 """
 
 import re
@@ -27,6 +27,9 @@ def on_files(files: Files, config: Any) -> Files:
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
+    for example in (ROOT / "examples").rglob("*.*"):
+        if example.suffix in (".py", ".ipynb"):
+            files.append(File.generated(config, example.relative_to(ROOT).as_posix(), content=example.read_text()))
     return files
 
 
@@ -40,4 +43,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         anchor = link[1] or ""
         return f"]({top}arguments.md)" if anchor == "#arguments" else f"]({top}differences.md{anchor})"
 
+    markdown = re.sub(r"\]\((?:\.\./)+examples/", f"]({top}examples/", markdown)
     return re.sub(r"\]\((?:\.\./)+COMPATIBILITY\.md(#[\w-]+)?\)", link_to_page, markdown)

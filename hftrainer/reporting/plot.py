@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,14 +96,15 @@ def _panel_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of one run."""
+    """One curve of one run; `best` is the index of its best value, if that is known."""
 
     panel: str
     label: str
     steps: list[float]
     values: list[float]
     colour: str
-    dash: int
+    dash: int = 0
+    best: int | None = None
 
 
 def lines(folders: list[str]) -> Iterator[Line]:
@@ -110,17 +112,34 @@ def lines(folders: list[str]) -> Iterator[Line]:
     parts = [Path(os.path.realpath(folder)).parts for folder in folders]
     # The shortest suffix of each path that is unique.
     depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
-    for number, (path, folder) in enumerate(zip(parts, folders, strict=True)):
-        state = read_run(folder)
-        yield from lines_of(state) if len(folders) == 1 else lines_of(state, f"{Path(*path[-depth:])}: ", number)
+    of_runs = [list(lines_of(read_run(folder))) for folder in folders]
+    if len(of_runs) == 1:
+        yield from of_runs[0]
+        return
+    # A curve has the same dash in all runs.
+    names = {(line.panel, line.label): None for found in of_runs for line in found}
+    of_panel = {panel: [name for place, name in names if place == panel] for panel in PANELS}
+    for number, (path, found) in enumerate(zip(parts, of_runs, strict=True)):
+        for line in found:
+            label, colour = f"{Path(*path[-depth:])}: {line.label}", COLOURS[number % len(COLOURS)]
+            yield replace(line, label=label, colour=colour, dash=of_panel[line.panel].index(line.label) % 4)
 
 
-def lines_of(state: TrainerState, label: str = "", number: int | None = None) -> Iterator[Line]:
-    """The curves of one run; if it is one of several, its `number` sets one colour for all."""
+def lines_of(state: TrainerState) -> Iterator[Line]:
+    """The curves of one run, each with a colour of its own."""
+    colours = itertools.cycle(COLOURS)
     for panel, found in curves(state).items():
-        for order, (name, (steps, values)) in enumerate(found.items()):
-            colour = COLOURS[(order if number is None else number) % len(COLOURS)]
-            yield Line(panel, label + name, steps, values, colour, 0 if number is None else order % 4)
+        for name, (steps, values) in found.items():
+            yield Line(panel, name, steps, values, next(colours), best=_best(state, name, steps, values))
+
+
+def _best(state: TrainerState, name: str, steps: list[float], values: list[float]) -> int | None:
+    """The index of an evaluation's value for the best model, or else of its lowest loss."""
+    if name in ("loss", "learning_rate", "grad_norm"):
+        return None
+    if state.best_global_step in steps:
+        return steps.index(state.best_global_step)
+    return values.index(min(values)) if name.endswith("_loss") else None
 
 
 def draw_png(drawn: list[Line], path: str) -> None:
@@ -131,14 +150,19 @@ def draw_png(drawn: list[Line], path: str) -> None:
     for line in drawn:
         style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
         mark = "o" if len(line.steps) < 30 else None
-        of_panel[line.panel].plot(line.steps, line.values, label=line.label, marker=mark, markersize=3, **style)
+        axis = of_panel[line.panel]
+        axis.plot(line.steps, line.values, label=line.label, marker=mark, markersize=3, **style)
+        if line.best is not None:
+            axis.scatter(line.steps[line.best], line.values[line.best], marker="*", s=90, color=line.colour, zorder=3)
     for panel, axis in of_panel.items():
         axis.set_title(panel)
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-        if axis.lines:
+        if len(axis.lines) > 1:
             axis.legend(fontsize=8)
+        elif axis.lines:
+            axis.set_ylabel(axis.lines[0].get_label())
         else:
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes, color="gray")
     figure.savefig(path, dpi=120, format="png")
@@ -161,9 +185,13 @@ def draw_html(drawn: list[Line], path: str) -> None:
     for line in drawn:
         number = list(PANELS).index(line.panel)
         style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
-        trace = objects.Scatter(x=line.steps, y=line.values, name=line.label, mode="lines+markers", line=style)
+        sizes = [12 if index == line.best else 4 for index in range(len(line.steps))]
+        shapes = ["star" if index == line.best else "circle" for index in range(len(line.steps))]
+        marker = {"size": sizes, "symbol": shapes}
+        trace = objects.Scatter(
+            x=line.steps, y=line.values, name=line.label, mode="lines+markers", line=style, marker=marker
+        )
         figure.add_trace(trace, row=number // 2 + 1, col=number % 2 + 1)
-    figure.update_traces(marker={"size": 4})
     figure.update_xaxes(title_text="optimizer step")
     figure.update_layout(height=820, template="plotly_white")
     figure.write_html(path, include_plotlyjs=True)

@@ -10,7 +10,7 @@ import pytest
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.reporting.plot import Line, curves, describe, lines_of, plot, read_run
+from hftrainer.reporting.plot import Line, curves, describe, lines, lines_of, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -58,6 +58,23 @@ def test_picture_and_page(runs, tmp_path):
     assert "eval_accuracy" in page and "<script src=" not in page  # nothing to fetch
     assert all(Path(run).name in page for run in runs)
     assert plot(runs[:1]) == [os.path.join(runs[0], "training.png")]
+
+
+def test_colours_dashes_and_the_best(tmp_path):
+    """One run has a colour for each curve; of several each has one, and a curve the same dash in all."""
+    logs = {"a": ["loss", "eval_loss", "eval_f1"], "b": ["eval_loss", "loss"]}
+    for run, names in logs.items():
+        history = [{name: 3.0 - step % 3, "step": step} for step in (2, 4, 6) for name in names]
+        (tmp_path / run).mkdir()
+        state = {"log_history": history, "best_global_step": 4 if run == "a" else None}
+        (tmp_path / run / "trainer_state.json").write_text(json.dumps(state))
+    alone = {line.label: line for line in lines([str(tmp_path / "a")])}
+    assert len({line.colour for line in alone.values()}) == 3
+    assert {name: line.best for name, line in alone.items()} == {"loss": None, "eval_loss": 1, "eval_f1": 1}
+    both = list(lines([str(tmp_path / "a"), str(tmp_path / "b")]))
+    dashes = {line.label: line.dash for line in both}
+    assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
+    assert both[3].best == 0  # the lowest loss, where no step is known as the best
 
 
 def test_command_line(runs, tmp_path, capsys):
