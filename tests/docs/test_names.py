@@ -22,7 +22,7 @@ OURS |= {f"/{path.name}" for path in ROOT.iterdir()}
 WRITTEN = re.compile(
     r"(trainer_state|hftrainer_manifest|config|\w+_results|adapter_config|model\.safetensors\.index)\.json|"
     r"(args|epoch_loss|spmd)\.json|README\.md|(train|script|zero_to_fp32)\.py|.*\*.*|.*\.pt|"
-    r"(build|output_dir|out|checkpoint-.*|pytorch_model_fsdp_0|mlruns|global_stepN)/.*"
+    r"(build|output_dir|out|checkpoint-.*|(pytorch_model_fsdp|optimizer)_0|mlruns|global_stepN)/.*"
 )
 
 
