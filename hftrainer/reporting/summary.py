@@ -33,7 +33,7 @@ def finished(
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
-    speed = [f"{float(metrics[key]):,.4g} {name}/s" for name, key in speeds.items() if metrics.get(key)]
+    speed = [f"{_number(float(metrics[key]))} {name}/s" for name, key in speeds.items() if metrics.get(key)]
     parts = {"training": runtime - sum(seconds.values()), **seconds}
     spent = [f"{_time(each)} {name}" for name, each in parts.items() if each >= 0.01 * runtime]
     yield f"Trained {steps:,} steps in {_time(runtime)}: {', '.join(spent)}."
@@ -49,8 +49,12 @@ def how_to_resume(folder: str) -> str:
     return f"Last checkpoint: {folder}; trainer.train(resume_from_checkpoint=True) goes on from it."
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _time(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds < 60 else str(datetime.timedelta(seconds=round(seconds)))
+    return f"{_number(seconds)} s" if seconds < 100 else str(datetime.timedelta(seconds=round(seconds)))
 
 
 def _memory() -> str:
