@@ -26,7 +26,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.resume import unpack
 from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
-from hftrainer.compat.tracebacks import without_engine
+from hftrainer.compat.tracebacks import WithoutEngine
 from hftrainer.data import collators
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
@@ -480,11 +480,9 @@ class Trainer(EarlierMethods):
             with tempfile.TemporaryDirectory() as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
-        try:
+        with WithoutEngine():
             folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
             return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
-        except BaseException as error:
-            raise without_engine(error)  # noqa: B904 - it is the same error
 
     def _inner_training_loop(
         self,
@@ -750,16 +748,13 @@ class Trainer(EarlierMethods):
         if isinstance(datasets, Mapping):
             return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=eval_dataset is None)
         self._memory_tracker.start()
-        try:
-            with self._hftrainer.loaders.explaining_removed_columns(datasets):
-                loader = self.get_eval_dataloader(eval_dataset)
-                start_time = time.time()
-                loss_only = True if self.compute_metrics is None else None
-                with evaluation.call_of_loop(loader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
-                    output = evaluation.as_output(loop(), loader)
-                metrics = evaluation.report(output, metric_key_prefix, start_time)
-        except BaseException as error:
-            raise without_engine(error)  # noqa: B904 - it is the same error
+        with WithoutEngine(), self._hftrainer.loaders.explaining_removed_columns(datasets):
+            dataloader = self.get_eval_dataloader(eval_dataset)
+            start_time = time.time()
+            loss_only = True if self.compute_metrics is None else None
+            with evaluation.call_of_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+                output = evaluation.as_output(loop(), dataloader)
+            metrics = evaluation.report(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -777,11 +772,8 @@ class Trainer(EarlierMethods):
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        try:
-            with self._hftrainer.loaders.explaining_removed_columns(test_dataset):
-                output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
-        except BaseException as error:
-            raise without_engine(error)  # noqa: B904 - it is the same error
+        with WithoutEngine(), self._hftrainer.loaders.explaining_removed_columns(test_dataset):
+            output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
 

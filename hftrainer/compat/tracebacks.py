@@ -26,24 +26,31 @@ _ENGINE = frozenset(
 VARIABLE = "HFTRAINER_TRACEBACK"
 
 
-def without_engine(error: BaseException) -> BaseException:
-    """The error, with only those frames below the caller that are outside the engine, and the one that raised it."""
-    if os.environ.get(VARIABLE) == "full":
-        return error
-    left_out, seen = False, set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        frames = _frames(link.__traceback__)
-        # The caller raises the error again, which adds its own frame.
-        inner = frames[1:] if link is error else frames
-        kept = [each for each in inner[:-1] if _package(each) not in _ENGINE] + inner[-1:]
-        left_out |= len(kept) < len(inner)
-        link.__traceback__ = _joined(kept)
-        link = link.__cause__ or link.__context__
-    if left_out:
-        add_note(error, f"(The engine's frames are left out: {VARIABLE}=full shows them.)")
-    return error
+class WithoutEngine:
+    """Context that leaves the engine's frames out of the traceback of an error: all but the first and the last.
+
+    Before Python 3.11 tracebacks stay whole: there, what a context does to them is lost.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if error is None or sys.version_info < (3, 11) or os.environ.get(VARIABLE) == "full":
+            return
+        is_shorter, seen = False, set()
+        link: BaseException | None = error
+        while link is not None and id(link) not in seen:
+            seen.add(id(link))
+            frames = _frames(link.__traceback__)
+            first = frames[:1] if link is error else []  # of `train()`
+            inner = frames[len(first) :]
+            kept = [each for each in inner[:-1] if _package(each) not in _ENGINE] + inner[-1:]
+            is_shorter |= len(kept) < len(inner)
+            link.__traceback__ = _joined(first + kept)
+            link = link.__cause__ or link.__context__
+        if is_shorter:
+            add_note(error, f"(The engine's frames are left out: {VARIABLE}=full shows them.)")
 
 
 def _frames(trace: TracebackType | None) -> list[TracebackType]:
