@@ -145,8 +145,8 @@ def _needs_tokenizer(function: Any) -> bool:
 
 def is_instance_by_name(callback: Any, *names: str) -> bool:
     """Whether the callback is an instance of a class with one of these names, ours or transformers'."""
-    kinds = type(callback).__mro__
-    return any(kind.__name__ in names and defining_package(kind) in ("hftrainer", "transformers") for kind in kinds)
+    named = [kind for kind in type(callback).__mro__ if kind.__name__ in names]
+    return any(defining_package(kind) in ("hftrainer", "transformers") for kind in named)
 
 
 def defining_package(kind: type) -> str:

@@ -46,7 +46,7 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGES = ("lightning.", "pytorch_lightning.")
 #: Method of a LightningModule → what takes its place.
 _OF_LIGHTNING = {
     "training_step": "a forward that takes the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
@@ -66,10 +66,11 @@ def check_lightning_module(model: Any) -> None:
     Raises:
         InvalidSetup: for one without a forward of its own, which is what a Trainer calls.
     """
-    package = next((name for name in _PACKAGES if peers.is_instance(model, name, "LightningModule")), None)
-    if package is None:
+    kind = type(model)
+    bases = [each for each in kind.__mro__ if each.__name__ == "LightningModule" and each.__module__.startswith(_PACKAGES)]
+    if not bases:
         return
-    kind, base = type(model), sys.modules[package].LightningModule
+    base = bases[0]
     own = [name for name in dir(base) if getattr(kind, name) is not getattr(base, name)]
     instead = {name: _OF_LIGHTNING[name] for name in _OF_LIGHTNING if name in own}
     instead |= {name: "a Lightning callback in Trainer(callbacks=[...])" for name in own if name.startswith("on_")}

@@ -56,16 +56,6 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Nothing: ranks agree on signals at the end of a step; Lightning would let each batch wait for all of them."""
 
     def advance(self, data_fetcher: Any) -> None:
-        """Run a micro-batch, and count the step that it begins, if there is another."""
-        begins_step = not self._should_accumulate()
-        self._batches_that_stepped += begins_step
-        try:
-            self._advance(data_fetcher)
-        except StopIteration:
-            self._batches_that_stepped -= begins_step
-            raise
-
-    def _advance(self, data_fetcher: Any) -> None:
         """Run a micro-batch; if nobody watches, by the module's own hooks alone."""
         trainer: Any = self.trainer
         if self.restarting or has_listeners(trainer):
@@ -76,6 +66,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         index = progress.current.ready
         progress.is_last_batch = data_fetcher.done
         progress.increment_ready()
+        self._batches_that_stepped = self.global_step + 1
         module.on_train_batch_start(batch, index)
         progress.increment_started()
         step: Any = {"batch": batch, "batch_idx": index}
@@ -147,7 +138,10 @@ class _FastOptimization(_AutomaticOptimization):
 
 
 class _LazyLoggerConnector(_LoggerConnector):
-    """Collects a batch's metrics only if some were logged; Lightning reads a dozen properties to find none."""
+    """Collects a batch's metrics only if some were logged; Lightning reads a dozen properties to find none.
+
+    It counts a step at its beginning.
+    """
 
     @property
     def should_update_logs(self) -> bool:
@@ -165,8 +159,10 @@ class _LazyLoggerConnector(_LoggerConnector):
         if self.trainer.state.stage is not RunningStage.TRAINING:
             super().on_batch_start(batch, dataloader_idx)
             return
+        loop = self.trainer.fit_loop.epoch_loop
+        loop._batches_that_stepped = loop.global_step + 1
         self._first_loop_iter = self._first_loop_iter is None
-        results = self.trainer.fit_loop.epoch_loop._results
+        results = loop._results
         results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
 
     def on_batch_end(self) -> None:
