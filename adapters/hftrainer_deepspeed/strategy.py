@@ -16,8 +16,7 @@ from hftrainer.compat import peers
 from hftrainer.errors import UnsupportedArgument, WrongConfig
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.strategy import MakeOptimizer, Strategy, is_deepspeed_engine
-from hftrainer.trainer_pt_utils import nested_apply
+from hftrainer.strategies.strategy import MakeOptimizer, Strategy, in_type, is_deepspeed_engine
 from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_deepspeed.settings import DeepSpeedPlugin
 from hftrainer_deepspeed.start import connect
@@ -155,11 +154,7 @@ class DeepSpeedStrategy(Strategy):
     def cast(self, batch: Any, model: nn.Module) -> Any:
         """The batch with floating-point tensors in the dtype of the weights, which DeepSpeed has chosen."""
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-
-        def converted(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        return nested_apply(converted, batch)
+        return in_type(batch, dtype)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients, which DeepSpeed's engine has clipped already."""

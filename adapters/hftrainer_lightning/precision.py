@@ -136,7 +136,9 @@ class ForwardAutocast(_AroundForward, MixedPrecision):
 
 
 class ForwardInType(_AroundForward):
-    """All weights in one type, and a `forward` whose inputs and new tensors have it: 'bf16-true' and '64-true'.
+    """All weights in one type, and a `forward` whose new tensors have it: 'bf16-true' and '64-true'.
+
+    The Trainer converts the batches.
 
     Args:
         precision: its name in Lightning.
@@ -148,21 +150,17 @@ class ForwardInType(_AroundForward):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Convert the weights, and wrap the `forward` of the user's model."""
-        module.model.to(self.dtype)  # type: ignore[operator, union-attr]  # in place
+        module.model.to(self.dtype)
         return super().convert_module(module)
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's own `forward`."""
-        args, kwargs = nested_apply(self._cast, (args, kwargs))
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             return forward(*args, **kwargs)
         finally:
             torch.set_default_dtype(before)
-
-    def _cast(self, leaf: Any) -> Any:
-        return leaf.to(self.dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
 def _to_float32(output: Any) -> Any:
@@ -174,6 +172,6 @@ def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -
     """The plugin for the plan's precision, with the scaler, which is kept as long as the Trainer."""
     if plan.precision == "32-true":
         return FullPrecision()
-    if plan.precision in TRUE_TYPES:
-        return ForwardInType(plan.precision)
-    return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)
+    if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":
+        return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)
+    return ForwardInType(plan.precision)

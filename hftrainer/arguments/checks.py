@@ -60,7 +60,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
     elif kind in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
         yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
-    if resolved.precision in TRUE_TYPES and (is_model_sharded or resolved.deepspeed is not None or kind == "xla"):
+    if resolved.precision in TRUE_TYPES and (is_model_sharded or kind == "xla"):
         yield (
             f"lightning_config['precision']={resolved.precision!r} is for a whole model on a CPU or GPU: load the "
             "model in that type instead, as with dtype=torch.bfloat16."
@@ -91,6 +91,8 @@ def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterat
         )
     if precision == "16-mixed" and torch.__version__ < "2.8":  # https://github.com/pytorch/pytorch/pull/150255
         yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler supports mps; this is {torch.__version__}."
+    if precision == "64-true":
+        yield "lightning_config['precision']='64-true': Apple's GPU has no float64. Set use_cpu=True."
     if precision == "bf16-mixed" and not torch.backends.mps.is_macos_or_newer(14, 0):
         yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
 

@@ -250,7 +250,11 @@ def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
     """A sentence for each text that is given for a number."""
     for name, field in type(args).__dataclass_fields__.items():
         value = getattr(args, name, None)
-        if isinstance(value, str) and field.type in ("int", "float", "int | None", "float | None"):
+        if (
+            name in ARGUMENTS
+            and isinstance(value, str)
+            and field.type in ("int", "float", "int | None", "float | None")
+        ):
             yield f"{name}={value!r} {why_text(value) or 'is text: give a number'}."
 
 

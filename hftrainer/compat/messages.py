@@ -31,18 +31,19 @@ _PACKAGES = ("hftrainer", "hftrainer_lightning")
 about_runs = logging.getLogger("hftrainer.run")
 #: The loggers of transformers' modules that ours take the place of.
 _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
-#: The formats of transformers' own handler: since v5.0, and before.
-_THEIR_FORMATS = ("[transformers] %(message)s", None)
+#: The format of transformers' own handler, which has none before v5.0.
+_THEIR_FORMAT = "[transformers] %(message)s"
 
 
 class _Format(logging.Formatter):
     """Begins with our name; between words, a terminal gets line breaks."""
 
+    def __init__(self, stream: Any) -> None:
+        super().__init__()
+        self.stream = stream
+
     def format(self, record: logging.LogRecord) -> str:
-        return wrapped(f"[hftrainer] {super().format(record)}", sys.stderr)
-
-
-_FORMAT = _Format()
+        return wrapped(f"[hftrainer] {super().format(record)}", self.stream)
 
 
 def _of_transformers() -> logging.Logger | None:
@@ -103,14 +104,13 @@ class _Terminal(logging.Handler):
         if theirs is None:
             if not shown:
                 to_stderr = logging.StreamHandler()  # the current sys.stderr
-                to_stderr.setFormatter(_FORMAT)
+                to_stderr.setFormatter(_Format(to_stderr.stream))
                 to_stderr.handle(record)
             return
         of_root = logging.getLogger().handlers if self._switches.propagate else []
         handlers = [handler for name in _MODULES for handler in logging.getLogger(name).handlers]
-        terminals = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
         for handler in theirs.handlers + handlers:
-            doubled = handler in of_root or (shown and getattr(handler, "stream", None) in terminals)
+            doubled = handler in of_root or (shown and _writes_to_terminal(handler))
             if record.levelno >= handler.level and not doubled:
                 _handle(handler, record)
         last = logging.lastResort
@@ -118,14 +118,19 @@ class _Terminal(logging.Handler):
             last.handle(record)
 
 
+def _writes_to_terminal(handler: logging.Handler) -> bool:
+    return getattr(handler, "stream", None) in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+
+
 def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
     """Let a handler of transformers show a message; with our name, where its own format would give another or none."""
     own = handler.formatter
-    if type(handler) is not logging.StreamHandler or (own and own._fmt) not in _THEIR_FORMATS:
+    is_theirs = _writes_to_terminal(handler) if own is None else getattr(own, "_fmt", None) == _THEIR_FORMAT
+    if not is_theirs:
         handler.handle(record)
         return
     with handler.lock or contextlib.nullcontext():
-        handler.setFormatter(_FORMAT)
+        handler.setFormatter(_Format(getattr(handler, "stream", None)))
         try:
             handler.handle(record)
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class WithoutEngine:
             is_shorter |= len(kept) < len(inner)
             link.__traceback__ = _joined(first + kept)
             link = link.__cause__ or link.__context__
-        if is_shorter:
+        if is_shorter and isinstance(error, Exception):
             add_note(error, f"(The engine's frames are left out: {VARIABLE}=full shows them.)")
 
 
@@ -68,7 +69,7 @@ def _package(trace: TracebackType) -> str:
 def _joined(frames: list[TracebackType]) -> TracebackType | None:
     joined = None
     for each in reversed(frames):
-        joined = TracebackType(joined, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        joined = TracebackType(joined, each.tb_frame, each.tb_lasti, each.tb_lineno or 0)
     return joined
 
 
@@ -81,14 +82,12 @@ def add_note(error: BaseException, text: str) -> None:
             logger.error(text)
 
 
-def shapes(batch: Any) -> str:
-    """A batch, for a message: its keys, each with type and shape."""
-    if not isinstance(batch, Mapping):
-        return f"of type {type(batch).__name__}"
-    return ", ".join(f"{name}: {_shape(value)}" for name, value in batch.items())
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
+def shapes(value: Any) -> str:
+    """What is in a batch, for a message: types and shapes, by key."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {shapes(each)}" for name, each in value.items())
+    if isinstance(value, tuple):
+        return f"({', '.join(map(shapes, value))})"
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested):  # which have none
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return type(value).__name__
+    return f"a {type(value).__name__}"

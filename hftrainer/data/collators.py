@@ -52,13 +52,14 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
 
 def _attributes(sample: Any) -> dict[str, Any]:
     try:
-        return vars(sample)
+        attributes: dict[str, Any] = vars(sample)
     except TypeError:
         raise WrongObject(
             f"A sample is a {type(sample).__name__}, and the model is called with names: let the dataset return dicts "
             "whose keys are parameters of its forward, such as {'x': x, 'labels': y}; or name the parts in a collator: "
             "data_collator=lambda samples: dict(zip(('x', 'labels'), torch.utils.data.default_collate(samples)))."
         ) from None
+    return attributes
 
 
 def _labels(values: list[Any], sample: Any) -> torch.Tensor:
@@ -196,10 +197,14 @@ def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
             "(the argument remove_unused_columns drops columns of the dataset only), or add it to forward."
         ) from error
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
-    have = f"the samples have {', '.join(map(str, keys))}" if keys else "its samples lack it"
+    sentence = f"The batch has no {found['missing']!r}, which {found[1]}.forward needs"
+    if found["missing"] in keys:
+        raise UnknownKey(
+            f"{sentence}; the samples have it, so data_collator or compute_loss has dropped it."
+        ) from error
+    have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
     raise UnknownKey(
-        f"The batch has no {found['missing']!r}, which {found[1]}.forward needs; {have}. Rename the key; texts have to "
-        "be tokenized first, and a data_collator may build the inputs."
+        f"{sentence}{have}. Rename the key; texts have to be tokenized first, and a data_collator may build the inputs."
     ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,9 @@ class ReadingLog:
     Args:
         loader: the loader.
         sources: the generators that the data uses.
+
+    Attributes:
+        waited: seconds until batches were read.
     """
 
     def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
@@ -49,6 +53,7 @@ class ReadingLog:
         self.count = 0
         self.before: dict[str, Any] | None = None
         self.stream: Any = None
+        self.waited = self._asked = 0.0
         self.worker_seed: torch.Tensor | None = None
         self.draws_seed = False
         self._workers, self._keeps_workers = loader.num_workers, loader.persistent_workers
@@ -75,16 +80,17 @@ class ReadingLog:
 
     def before_read(self) -> None:
         """Record the states before the next batch."""
-        if self._workers:
-            return  # the workers' own states are recorded instead
-        if self.count == 1:
-            self.sources.find_generators()
-        self.before = self.sources.capture()
-        if self._stateful is not None and self.count:
-            self.stream = self._stateful.state_dict()
+        if not self._workers:  # whose own states are recorded instead
+            if self.count == 1:
+                self.sources.find_generators()
+            self.before = self.sources.capture()
+            if self._stateful is not None and self.count:
+                self.stream = self._stateful.state_dict()
+        self._asked = time.perf_counter()
 
     def after_read(self, made: Any) -> Any:
         """Count a batch, or those of a round; returns them without the workers' states."""
+        self.waited += time.perf_counter() - self._asked
         if not self._reads_rounds:
             return self.count_one(made)
         return [self.count_one(batch, is_first=index == 0) for index, batch in enumerate(made)]
@@ -183,6 +189,11 @@ class EpochReader:
         if saved is not None and resume_point.position:
             resume_point.restore_random()
         return iterator
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which the run waited for batches, without their way to the device."""
+        return self.loader.log.waited if isinstance(self.loader, PreparedDataLoader) and self.loader.log else 0.0
 
     def close(self) -> None:
         """End persistent workers: the next run has its own loader.

@@ -93,7 +93,7 @@ class SkippingBatchSampler(BatchSamplerWrapper):
 
     Attributes:
         recorded_indices: if it is a list, the indices of each yielded batch are appended to it.
-        latest_indices: those of the batch yielded last.
+        latest_indices: those of the batch that is being read; None in between.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
@@ -115,6 +115,7 @@ class SkippingBatchSampler(BatchSamplerWrapper):
                 self.recorded_indices.append(list(batch))
             self.latest_indices = batch
             yield batch
+            self.latest_indices = None
 
     def skip_now(self) -> None:
         """Skip the batches now, if not yet done."""

@@ -12,9 +12,9 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepts, takes
-from hftrainer.compat.tracebacks import add_note
+from hftrainer.compat.tracebacks import add_note, shapes
 from hftrainer.errors import InvalidArgument
-from hftrainer.trainer_pt_utils import find_batch_size, without_rows
+from hftrainer.trainer_pt_utils import without_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 
@@ -66,8 +66,7 @@ class FunctionMetrics:
         try:
             self._result = self.function(prediction, **keywords)
         except Exception as error:
-            rows = find_batch_size(prediction.predictions)
-            add_note(error, f"This happened while compute_metrics ran on {rows} predictions.")
+            add_note(error, f"This happened while compute_metrics ran; predictions: {shapes(prediction.predictions)}.")
             raise
 
 

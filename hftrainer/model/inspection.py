@@ -60,15 +60,21 @@ _OF_LIGHTNING = {
 }
 
 
-def check_lightning_module(model: Any) -> None:
+def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
     """Warn of the methods of a LightningModule that a Trainer does not call, and name what takes their place.
+
+    Args:
+        model: the model.
+        calls_forward: whether the Trainer computes the loss by the model's `forward`, and not by an override.
 
     Raises:
         InvalidSetup: for one without a forward of its own, which is what a Trainer calls.
     """
     kind = type(model)
-    bases = [each for each in kind.__mro__ if each.__name__ == "LightningModule" and each.__module__.startswith(_PACKAGES)]
-    if not bases:
+    bases = [
+        each for each in kind.__mro__ if each.__name__ == "LightningModule" and each.__module__.startswith(_PACKAGES)
+    ]
+    if not bases or not calls_forward:
         return
     base = bases[0]
     own = [name for name in dir(base) if getattr(kind, name) is not getattr(base, name)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import math
+import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
@@ -20,7 +22,12 @@ def resumed(folder: str, state: TrainerState) -> str:
 
 
 def finished(
-    state: TrainerState, metric: str | None, metrics: Mapping[str, Any], seconds: Mapping[str, float], steps: int
+    state: TrainerState,
+    metric: str | None,
+    metrics: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    steps: int,
+    share: float,
 ) -> Iterator[str]:
     """Sentences about a run that has ended.
 
@@ -30,23 +37,28 @@ def finished(
         metrics: its last log line.
         seconds: what it did besides training → the time that this took.
         steps: optimizer steps of this call of `train()`.
+        share: these, of the steps that the speeds in `metrics` count.
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
-    speed = [f"{_number(float(metrics[key]))} {name}/s" for name, key in speeds.items() if metrics.get(key)]
+    speed = [f"{_number(float(metrics[key]) * share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
     parts = {"training": runtime - sum(seconds.values()), **seconds}
     spent = [f"{_time(each)} {name}" for name, each in parts.items() if each >= 0.01 * runtime]
-    yield f"Trained {steps:,} steps in {_time(runtime)}: {', '.join(spent)}."
+    yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}: {', '.join(spent)}."
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
-    if state.best_metric is not None:
+    if metric is not None and state.best_metric is not None and math.isfinite(state.best_metric):
         at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
         yield f"Best {metric}: {state.best_metric:.6g}{at}{kept}."
 
 
-def how_to_resume(folder: str) -> str:
-    """The newest checkpoint, and how a run goes on from it."""
-    return f"Last checkpoint: {folder}; trainer.train(resume_from_checkpoint=True) goes on from it."
+def how_to_resume(folders: Sequence[str], *, is_complete: bool) -> str:
+    """The newest checkpoint of those that a run has written, and how it goes on from there; empty if none is left."""
+    left = [folder for folder in folders if os.path.isdir(folder)]
+    if not left:
+        return ""
+    how = "" if is_complete else "; trainer.train(resume_from_checkpoint=True) goes on from it"
+    return f"Last checkpoint: {left[-1]}{how}."
 
 
 def _number(value: float) -> str:

@@ -14,9 +14,10 @@ from torch import nn
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.compat.overrides import make_scheduler
-from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load
+from hftrainer.trainer_pt_utils import nested_apply
 
 #: Returns the optimizer, made at the first call: some strategies never need it.
 MakeOptimizer = Callable[[], torch.optim.Optimizer]
@@ -170,7 +171,8 @@ class Strategy(ABC):
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
         """A batch in the types that the model needs."""
-        return batch
+        dtype = TRUE_TYPES.get(self.plan.precision)
+        return batch if dtype is None else in_type(batch, dtype)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
         """The parameters with weight decay, if the sharded layers no longer show them; None if they do."""
@@ -282,3 +284,12 @@ class ReplicasStrategy(Strategy):
     ) -> None:
         """Load the states of any checkpoint."""
         resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler)
+
+
+def in_type(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch with its floating-point tensors in one type."""
+
+    def converted(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return nested_apply(converted, batch)

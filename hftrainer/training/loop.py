@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DATA = "waiting for data"
-
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainingLoop:
@@ -255,9 +253,7 @@ class TrainingLoop:
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
-        start = time.perf_counter()
         samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss.device)
-        self.run.seconds[_DATA] = self.run.seconds.get(_DATA, 0.0) + time.perf_counter() - start
         self.run.accumulation = len(samples)
         return samples, num_items
 

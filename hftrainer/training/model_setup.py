@@ -110,7 +110,7 @@ class ModelSetup(Component):
         layout = self.components.engine.plan.layout
         if (reason := check_model_layout(layout, model) or inspection.check_quantization(model)) is not None:
             raise InvalidArgument(reason)
-        inspection.check_lightning_module(model)
+        inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
         self.set_inferred(self._inspect(model))
         sharded = self.trainer.is_distributed_loading_by_transformers

@@ -8,7 +8,7 @@ import gc
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -313,17 +313,27 @@ class TrainingRunner(Component):
             trainer.accelerator.processes.while_main_works(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        steps = trainer.state.global_step - self.run.initial_step
-        if steps and trial is None and trainer.is_world_process_zero():
-            best = trainer.args.metric_for_best_model
-            for sentence in summary.finished(trainer.state, best, metrics, self.run.seconds, steps):
-                tell(sentence)
-            if self.run.checkpoints_written:
-                tell(summary.how_to_resume(self.run.checkpoints_written[-1]))
+        if trial is None and trainer.is_world_process_zero():
+            self._summarize(metrics, self.run.loop.reader.waited)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             trainer.neftune_hook_handle.remove()  # copies of transformers' `train` rely on this method for both
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
+
+    def _summarize(self, metrics: Mapping[str, float], waited: float) -> None:
+        """Say how the run went."""
+        run, state, metric = self.run, self.trainer.state, self.trainer.args.metric_for_best_model
+        steps = state.global_step - run.initial_step
+        if not steps:
+            return
+        share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
+        seconds = {"waiting for data": waited, **run.seconds}
+        for sentence in summary.finished(state, metric, metrics, seconds, steps, share):
+            tell(sentence)
+        if checkpoint := summary.how_to_resume(
+            run.checkpoints_written, is_complete=state.global_step >= state.max_steps
+        ):
+            tell(checkpoint)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.compat.messages import tell
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.parallel.processes import Processes
 from hftrainer.reporting import summary
 
@@ -49,7 +48,7 @@ class Interruption:
 
     Attributes:
         received: the number of the received signal, or None.
-        last_words: what to say when the script ends.
+        last_words: what to say at last, below the traceback of KeyboardInterrupt.
         may_abandon: whether the evaluation in progress may be aborted.
     """
 
@@ -132,16 +131,13 @@ class Interruption:
         """
         assert self.received is not None
         if self.received == signal.SIGINT:
-            atexit.register(self._tell_last)
-            raise KeyboardInterrupt
+            interrupt = KeyboardInterrupt()
+            if self.last_words:
+                add_note(interrupt, self.last_words)
+            raise interrupt
         if self.last_words:
             tell(self.last_words)
         raise SystemExit(128 + self.received)
-
-    def _tell_last(self) -> None:
-        """Say the last words below the traceback, if KeyboardInterrupt has ended the script."""
-        if self.last_words and isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
-            tell(self.last_words)
 
 
 class ControlSync:
@@ -240,6 +236,6 @@ class ControlSync:
             interruption.received = None
             self._signal = 0
             return
-        if self.run.checkpoints_written and self.trainer.is_world_process_zero():
-            interruption.last_words = summary.how_to_resume(self.run.checkpoints_written[-1])
+        if self.trainer.is_world_process_zero():
+            interruption.last_words = summary.how_to_resume(self.run.checkpoints_written, is_complete=False)
         interruption.leave()

@@ -1,10 +1,13 @@
 """What is logged at info, and by which switches it is seen: those of transformers."""
 
+import io
+import logging
 import os
 import re
 import textwrap
 
 import pytest
+import transformers
 
 SCRIPT = """
 import logging, os, sys
@@ -214,3 +217,24 @@ def test_without_transformers(tmp_path, shown, how, environment, expected):
     found = shown(program(tmp_path, before=WITHOUT, **how), fresh=True, **environment)
     assert tuple(text.count(LINE) for text in found) == expected, found
     assert "[transformers]" not in "".join(found)
+
+
+class Bare(logging.Formatter):
+    def __init__(self):
+        pass
+
+    def format(self, record):
+        return f"mine: {record.getMessage()}"
+
+
+@pytest.mark.parametrize(("formatter", "start"), [(None, "Resuming"), (Bare(), "mine: Resuming")])
+def test_handlers_of_a_script_keep_their_format(formatter, start):
+    """Those that write to a terminal without a format get ours."""
+    handler = logging.StreamHandler(io.StringIO())
+    handler.setFormatter(formatter)
+    transformers.utils.logging.add_handler(handler)
+    try:
+        logging.getLogger("hftrainer.training").warning("Resuming %s", "words " * 40)
+    finally:
+        transformers.utils.logging.remove_handler(handler)
+    assert handler.stream.getvalue() == start + " " + "words " * 40 + "\n"

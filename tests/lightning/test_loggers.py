@@ -58,6 +58,9 @@ class Logs(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         pl_module.log("mine", float(trainer.global_step))
 
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("of the epoch", float(trainer.global_step))
+
     def on_validation_epoch_end(self, trainer, pl_module):
         for each in trainer.loggers:
             each.log_metrics({"at evaluation": 1.0})
@@ -87,7 +90,8 @@ def test_values_of_callbacks_with_loggers(tmp_path, monkeypatch):
     written = tensorboard.read()
     assert written.steps("lr-AdamW/pg1") == [2, 4, 6, 8]  # as the log lines
     for each in (written, recorder.written):
-        assert [value for _, value in each.curves["mine"]] == [2.0, 4.0, 6.0, 8.0]
+        assert list(each.curves["mine"]) == [(2, 2.0), (4, 4.0), (6, 6.0), (8, 8.0)]
+        assert list(each.curves["of the epoch"]) == [(8, 8.0)]
     assert not [line for line in trainer.state.log_history if "mine" in line]
     assert trainer.lightning_trainer.loggers == trainer.loggers == [trainer.loggers[0], recorder]
 

@@ -314,3 +314,35 @@ def test_a_lightning_module_with_a_forward_trains(make_args, caplog):
     Trainer(Lit(), make_args(), train_dataset=plain_data()).train()
     assert "Lit is a LightningModule, and a Trainer calls only its forward" in caplog.text
     assert "\n- configure_optimizers: the arguments optim, learning_rate and lr_scheduler_type" in caplog.text
+
+
+def test_a_lightning_module_whose_step_is_the_loss(make_args):
+    class Lit(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 3)
+
+        def training_step(self, batch, _):
+            return torch.nn.functional.cross_entropy(self.linear(batch["x"]), batch["labels"])
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, model, inputs, **_):
+            return model.training_step(inputs, 0)
+
+    args = make_args(remove_unused_columns=False)
+    assert OwnLoss(Lit(), args, train_dataset=plain_data()).train().global_step == args.max_steps
+
+
+def test_stale_samples_are_not_named(make_args):
+    class Fails(torch.utils.data.Sampler):
+        def __iter__(self):
+            yield from range(8)
+            raise LookupError
+
+    class OwnSampler(Trainer):
+        def _get_train_sampler(self, *_):
+            return Fails()
+
+    with pytest.raises(LookupError) as caught:
+        OwnSampler(make_plain(), make_args(max_steps=9), train_dataset=plain_data()).train()
+    assert not any("samples" in note for note in caught.value.__notes__)

@@ -146,10 +146,17 @@ class _LazyLoggerConnector(_LoggerConnector):
     @property
     def should_update_logs(self) -> bool:
         """Whether callbacks log in this step, which is counted already."""
-        if self.trainer.state.stage is not RunningStage.TRAINING:
+        trainer: Any = self.trainer
+        if trainer.state.stage is not RunningStage.TRAINING:
             return super().should_update_logs
-        step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
-        return step % self.trainer.log_every_n_steps == 0 or self.trainer.should_stop
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
+
+    def update_train_epoch_metrics(self) -> None:
+        # Lightning has set the number of the step back by one, since it counts from zero.
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
+        super().update_train_epoch_metrics()
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
     def show(self, values: Mapping[str, float]) -> None:
         """Show values in Lightning's progress bars."""

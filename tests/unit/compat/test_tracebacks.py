@@ -40,7 +40,19 @@ CASES = {
     ),
     "collator": ({"data_collator": fail}, ["train", "fail"], READING),
     "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], READING),
-    "metrics": ({"compute_metrics": fail}, ["train", "fail"], "while compute_metrics ran on 10 predictions."),
+    "metrics": (
+        {"compute_metrics": fail},
+        ["train", "fail"],
+        "while compute_metrics ran; predictions: float32 (10, 3).",
+    ),
+    "nested tensors": (
+        {
+            "data_collator": lambda _: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])},
+            "model": Fails(),
+        },
+        ["train", "forward"],
+        "in training step 1, with the batch x: a Tensor.",
+    ),
     "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], None),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},

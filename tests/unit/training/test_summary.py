@@ -1,29 +1,27 @@
 """What a run says of itself: where it resumes, how it went, and how to go on."""
 
 import re
-import signal
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.reporting import summary
-from hftrainer.training.stopping import Interruption
 from tests.support.parity import accuracy
 from tests.support.tiny import make_plain, plain_data
 
+GOES_ON = "trainer.train(resume_from_checkpoint=True) goes on from it."
 SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def train(folder, resume=None, **settings):
+def train(folder, resume=None, callbacks=None, **settings):
     settings = {"max_steps": 4, "use_cpu": True, "disable_tqdm": True, **settings}
     args = TrainingArguments(str(folder), **settings)
-    trainer = Trainer(
-        make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(9), compute_metrics=accuracy
-    )
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data(9), "compute_metrics": accuracy}
+    trainer = Trainer(make_plain(), args, callbacks=callbacks, **data)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -41,15 +39,32 @@ def test_end_of_a_run(tmp_path, said):
     state = trainer.state
     where = f"at step {state.best_global_step}, in {state.best_model_checkpoint}"
     assert best == f"Best accuracy: {state.best_metric:.6g} {where}."
-    assert newest.startswith(f"Last checkpoint: {tmp_path}/checkpoint-4; trainer.train(resume_from_checkpoint=True)")
+    assert newest == f"Last checkpoint: {tmp_path}/checkpoint-4."
+
+
+def test_a_run_that_can_go_on(tmp_path, said):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    train(tmp_path, callbacks=[Stop()], **SAVED)
+    assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2; {GOES_ON}"
+
+
+def test_only_checkpoints_that_are_left(tmp_path, said):
+    still = {"learning_rate": 0.0}  # so that none is better than the first
+    trainer = train(tmp_path, save_total_limit=1, load_best_model_at_end=True, **still, **SAVED)
+    assert trainer.state.best_global_step == 2
+    assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
 
 
 def test_where_the_time_went():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"waiting for data": 30.0, "in evaluations": 600.0, "saving": 59.5}
-    spent, speed = summary.finished(TrainerState(), None, metrics, seconds, 12_000)
+    state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
+    spent, speed = summary.finished(state, None, metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
-    assert speed.startswith("1,235 samples/s, 98,765 tokens/s, peak memory ")
+    assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 
 
 def test_resumed_and_complete(tmp_path, said):
@@ -91,19 +106,4 @@ def test_after_ctrl_c(tmp_path, processes):
     script.write_text(textwrap.dedent(SCRIPT.format(folder=str(tmp_path / "out"))))
     done = subprocess.run([sys.executable, script], env=processes.environment(), capture_output=True, text=True)
     *_, last = done.stderr.strip().splitlines()
-    words = f"[hftrainer] Last checkpoint: {tmp_path}/out/checkpoint-2; trainer.train(resume_from_checkpoint=True)"
-    assert last.startswith(words) and "KeyboardInterrupt" in done.stderr
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError(), None])
-def test_only_if_ctrl_c_has_ended_the_script(monkeypatch, said, error):
-    interruption = Interruption(saves=True)
-    interruption.received, interruption.last_words = signal.SIGINT, "last words"
-    registered = []
-    monkeypatch.setattr("atexit.register", registered.append)
-    with pytest.raises(KeyboardInterrupt):
-        interruption.leave()
-    if error is not None:
-        monkeypatch.setattr(sys, "last_value", error, raising=False)
-    registered[0]()
-    assert said() == (["last words"] if isinstance(error, KeyboardInterrupt) else [])
+    assert last == f"Last checkpoint: {tmp_path}/out/checkpoint-2; {GOES_ON}" and "KeyboardInterrupt" in done.stderr
