@@ -282,8 +282,7 @@ class LightningEngine:
     def show(self, values: Mapping[str, Any]) -> None:
         """Show the numbers of a log line in Lightning's progress bars."""
         if self.trainer is not None and self.fitting and self.callbacks:
-            numbers = {name: float(each) for name, each in values.items() if loops.can_be_logged(name, each)}
-            self.trainer._logger_connector.show(numbers)  # type: ignore[attr-defined]  # of our own class
+            loops.show(self.trainer, values)
 
     @property
     def _training_callbacks(self) -> list[pl.Callback]:

@@ -40,7 +40,7 @@ OF_OTHERS = {
     "hftrainer.parallel.processes": {"_fields": "Python, whose named tuples have it"},
     "hftrainer_xla.devices": _XLA,
     "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
-    "hftrainer_lightning.module": {"_opt_called": "torch's schedules"},
+    "hftrainer_lightning.module": {"_get_learning_rate": "the Trainer", "_opt_called": "torch's schedules"},
     "hftrainer_lightning.launching": {"_exit": "os"},
 }
 #: Functions that take an attribute by its name.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -154,6 +154,12 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
             trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
         elif numbers:
             call._call_callback_hooks(trainer, "on_validation_end")
+
+
+def show(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
+    """Show the numbers of a log line in Lightning's progress bars, which have no other way in than a module's hooks."""
+    numbers = {name: float(value) for name, value in values.items() if can_be_logged(name, value)}
+    trainer._logger_connector._progress_bar_metrics.update(numbers)
 
 
 def can_be_logged(name: str, value: Any) -> bool:

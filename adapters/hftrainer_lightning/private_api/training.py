@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -157,10 +157,6 @@ class _LazyLoggerConnector(_LoggerConnector):
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
         super().update_train_epoch_metrics()
         self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
-
-    def show(self, values: Mapping[str, float]) -> None:
-        """Show values in Lightning's progress bars."""
-        self._progress_bar_metrics.update(values)
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         if self.trainer.state.stage is not RunningStage.TRAINING:
