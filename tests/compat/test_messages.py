@@ -7,7 +7,6 @@ import re
 import textwrap
 
 import pytest
-import transformers
 
 SCRIPT = """
 import logging, os, sys
@@ -232,9 +231,9 @@ def test_handlers_of_a_script_keep_their_format(formatter, start):
     """Those that write to a terminal without a format get ours."""
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(formatter)
-    transformers.utils.logging.add_handler(handler)
+    logging.getLogger("transformers").addHandler(handler)
     try:
         logging.getLogger("hftrainer.training").warning("Resuming %s", "words " * 40)
     finally:
-        transformers.utils.logging.remove_handler(handler)
+        logging.getLogger("transformers").removeHandler(handler)
     assert handler.stream.getvalue() == start + " " + "words " * 40 + "\n"
