@@ -22,7 +22,8 @@ def on_files(files: Files, config: Any) -> Files:
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     pages = {
         "differences.md": f"# Where it differs\n\n{measure}\n\n## {body}",
-        "arguments.md": f"# Every argument\n{arguments}",
+        # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
+        "arguments.md": f'---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>\n{arguments}\n</div>\n',
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
     for name, text in pages.items():
