@@ -7,6 +7,9 @@ import re
 import textwrap
 
 import pytest
+import transformers
+
+import hftrainer
 
 SCRIPT = """
 import logging, os, sys
@@ -231,9 +234,9 @@ def test_handlers_of_a_script_keep_their_format(formatter, start):
     """Those that write to a terminal without a format get ours."""
     handler = logging.StreamHandler(io.StringIO())
     handler.setFormatter(formatter)
-    logging.getLogger("transformers").addHandler(handler)
+    transformers.logging.get_logger("transformers").addHandler(handler)
     try:
-        logging.getLogger("hftrainer.training").warning("Resuming %s", "words " * 40)
+        logging.getLogger(f"{hftrainer.__name__}.training").warning("Resuming %s", "words " * 40)
     finally:
-        logging.getLogger("transformers").removeHandler(handler)
+        transformers.logging.get_logger("transformers").removeHandler(handler)
     assert handler.stream.getvalue() == start + " " + "words " * 40 + "\n"
