@@ -20,10 +20,11 @@ def on_files(files: Files, config: Any) -> Files:
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## ")[2]
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
+    # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
+    head = '---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>'
     pages = {
         "differences.md": f"# Where it differs\n\n{measure}\n\n## {body}",
-        # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
-        "arguments.md": f'---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>\n{arguments}\n</div>\n',
+        "arguments.md": f"{head}\n{arguments}\n</div>\n",
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
     for name, text in pages.items():

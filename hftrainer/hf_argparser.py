@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.old_fields import OldArguments
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.parallel.config_files import parse_bool, read_mapping
 
 
@@ -80,7 +80,8 @@ class HfArgumentParser(argparse.ArgumentParser):
         if return_remaining_strings:
             return (*objects, remaining)
         if remaining:
-            raise ValueError(f"Some words of the command line do not belong to an option: {remaining}")
+            hints = "".join(suggest(word, self._option_string_actions) for word in remaining if word.startswith("-"))
+            raise ValueError(f"Some words of the command line do not belong to an option: {remaining}{hints}")
         return (*objects,)
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:

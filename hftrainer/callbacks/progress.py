@@ -101,6 +101,10 @@ class ProgressCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         """Close the bar."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the bar of the run."""
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
@@ -110,9 +114,11 @@ class PrinterCallback(TrainerCallback):
     """Prints the log lines; the Trainer uses it instead of the progress bar with `disable_tqdm`."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Print the line."""
+        """Print the line; above the bar, if one of Lightning's is there."""
         if state.is_local_process_zero:
-            print(wrapped(str(_format_logs(logs, args)), sys.stdout))
+            from tqdm import tqdm
+
+            tqdm.write(wrapped(str(_format_logs(logs, args)), sys.stdout))
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:

@@ -62,8 +62,9 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         return folder
     folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):
+        hint = " On a command line write auto for the newest one." if folder.lower() in ("true", "1") else ""
         raise CheckpointNotFound(
-            f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
+            f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint).{hint}"
         )
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         inside = get_last_checkpoint(folder)

@@ -143,7 +143,8 @@ def wrapped(text: str, stream: Any) -> str:
         return text
     width = shutil.get_terminal_size().columns
     options: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(textwrap.fill(line, width, **options) for line in text.splitlines())
+    kept = text.replace("': ", "':\xa0")  # a key and its value stay together
+    return "\n".join(textwrap.fill(line, width, **options) for line in kept.splitlines()).replace("\xa0", " ")
 
 
 def tell(text: str) -> None:

@@ -192,9 +192,11 @@ def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
     if found is None or found[1] not in (type(model).__name__, type(peers.without_adapters(model)).__name__):
         return
     if found["unknown"]:
+        instead = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
+        if "label" in found["unknown"]:
+            instead = f"give it a parameter {found['unknown']}=None, and return the loss where that is not None"
         raise UnknownKey(
-            f"The batch has {found['unknown']!r}, which {found[1]}.forward does not take: let data_collator drop it "
-            "(the argument remove_unused_columns drops columns of the dataset only), or add it to forward."
+            f"The batch has {found['unknown']!r}, which {found[1]}.forward does not take: {instead}."
         ) from error
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
     sentence = f"The batch has no {found['missing']!r}, which {found[1]}.forward needs"

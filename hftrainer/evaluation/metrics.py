@@ -128,10 +128,17 @@ class TorchMetrics:
     def _update(self, arguments: Any) -> None:
         if not self._updates and (device := _device_of(arguments)) is not None:
             self.collection.to(device)
-        if isinstance(arguments, Mapping):
-            self.collection.update(**arguments)
-        else:
-            self.collection.update(*arguments)
+        try:
+            if isinstance(arguments, Mapping):
+                self.collection.update(**arguments)
+            else:
+                self.collection.update(*arguments)
+        except Exception as error:
+            given = shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
+            add_note(
+                error, f"The metrics were given {given}; TorchMetrics(metrics, adapter=...) gives them something else."
+            )
+            raise
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics over all processes: numbers, or lists for metrics with several values."""

@@ -69,7 +69,7 @@ class LoaderFactory(Component):
         """See `Trainer._get_dataloader`."""
         trainer, args = self.trainer, self.trainer.args
         given, collator = dataset, trainer.data_collator
-        _check_dataset(dataset, description)
+        check_dataset(dataset, description)
         if peers.is_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
@@ -261,7 +261,7 @@ def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
     return SequentialSampler(dataset) if has_length(dataset) else None
 
 
-def _check_dataset(dataset: Any, description: str) -> None:
+def check_dataset(dataset: Any, description: str) -> None:
     """Refuse what no loader can read: a dict of several sets, an iterator, a loader, or no sample at all.
 
     Raises:

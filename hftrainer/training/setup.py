@@ -45,6 +45,7 @@ from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
 from hftrainer.training.component import Component
+from hftrainer.training.loader_factory import check_dataset
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
@@ -354,6 +355,7 @@ class TrainerSetup(Component):
         if not callable(trainer.data_collator):
             raise InvalidArgument(f"data_collator must be callable, got {type(trainer.data_collator).__name__}.")
         if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
+            check_dataset(trainer.train_dataset, "training")
             raise InvalidArgument(
                 "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
                 "computed from num_train_epochs."

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.compat.messages import tell
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.parallel.processes import Processes
@@ -236,6 +237,9 @@ class ControlSync:
             interruption.received = None
             self._signal = 0
             return
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ProgressCallback):
+                callback.close()  # a bar that Python closes is drawn once more, below what is said last
         if self.trainer.is_world_process_zero():
             interruption.last_words = summary.how_to_resume(self.run.checkpoints_written, is_complete=False)
         interruption.leave()
