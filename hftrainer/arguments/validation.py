@@ -246,15 +246,19 @@ def out_of_range(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 
+#: The arguments that are numbers; transformers' HfArgumentParser replaces the types of fields, which are text.
+_NUMBERS = [
+    name
+    for name, field in BaseArguments.__dataclass_fields__.items()
+    if field.type in ("int", "float", "int | None", "float | None")
+]
+
+
 def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
     """A sentence for each text that is given for a number."""
-    for name, field in type(args).__dataclass_fields__.items():
+    for name in _NUMBERS:
         value = getattr(args, name, None)
-        if (
-            name in ARGUMENTS
-            and isinstance(value, str)
-            and field.type in ("int", "float", "int | None", "float | None")
-        ):
+        if isinstance(value, str):
             yield f"{name}={value!r} {why_text(value) or 'is text: give a number'}."
 
 

@@ -103,12 +103,11 @@ def _arguments_of_script(
     except (Exception, SystemExit) as error:
         if not made and isinstance(error, SystemExit):  # it has said why
             raise
-        failure = f"{script} ended before its Trainer with {type(error).__name__}: {error}"
+        failure = f"{script} ended before its Trainer with {type(error).__name__}: {error}".rstrip(".")
     if not made:
-        how = (failure or f"{script} ended").rstrip(".")
         parser.fail(
-            f"{how}, and made no TrainingArguments. Give the arguments themselves, as in {parser.prog} --fp16; "
-            f"python -m hftrainer run {script} shows where the script ends.",
+            f"{failure or f'{script} ended'}, and made no TrainingArguments. Give the arguments themselves, as in "
+            f"{parser.prog} --fp16; python -m hftrainer run {script} shows where the script ends.",
             status=1,
         )
     return made[-1], failure

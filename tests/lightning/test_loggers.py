@@ -116,6 +116,7 @@ def test_bars_of_lightning_show_the_log_lines(tmp_path):
     lines = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
     assert [each.get("loss") for each in Bar.shown[2:8:2]] == [lines[2], lines[4], lines[6]]
     assert "eval_loss" in Bar.shown[-1] and "loss" not in Bar.shown[0]
+    assert not {"epoch", "learning_rate", "eval_runtime"} & set(Bar.shown[-1])
 
 
 def test_finalized_once_and_after_the_last_line(tmp_path):

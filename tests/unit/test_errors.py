@@ -8,6 +8,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import (
@@ -15,6 +16,7 @@ from hftrainer.errors import (
     InvalidArgument,
     MetricNotFound,
     UnknownArgument,
+    UnknownKey,
     UnsupportedArgument,
     WrongObject,
 )
@@ -194,6 +196,10 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
         (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
         ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
         ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
+        (
+            {"train_dataset": LightningDataModule(), "settings": {"max_steps": -1}},
+            "of a LightningDataModule, the datasets inside",
+        ),
         ({"train_dataset": LightningDataModule()}, "is a LightningDataModule: .*; of a LightningDataModule, the data"),
         (
             {"train_dataset": [{"text": "a", "labels": 0}]},
@@ -233,6 +239,27 @@ def test_evaluation_without_data(make_args):
         Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
 
 
+def test_a_metric_that_does_not_fit(make_args):
+    metrics = {"accuracy": MulticlassAccuracy(4)}
+    with pytest.raises(ValueError, match="preds") as caught:
+        Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
+    assert "given (float32 (8, 3), int64 (8,)); TorchMetrics(metrics, adapter=...)" in caught.value.__notes__[0]
+
+
+def test_labels_that_a_model_does_not_take(make_args):
+    class Unlabelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    args = make_args(remove_unused_columns=False)
+    with pytest.raises(UnknownKey, match="give it a parameter labels=None, and return the loss"):
+        Trainer(Unlabelled(), args, train_dataset=plain_data()).train()
+
+
 def test_stream_that_ends_at_once_stops_training(make_args, caplog):
     assert Trainer(make_plain(), make_args(), train_dataset=Stream(0)).train().global_step == 0
     assert "yielded no batch" in caplog.text
@@ -246,6 +273,7 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     for path, message in [
         (True, "no whole checkpoint-xxx folder"),
         ("", "the folder does not exist"),
+        ("True", "the folder does not exist.*On a command line write auto"),
         (str(tmp_path / "absent"), "the folder does not exist"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "it lacks trainer_state.json"),

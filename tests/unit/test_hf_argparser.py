@@ -150,6 +150,8 @@ def test_several_classes_and_remaining_words():
     assert rest == ["--other", "2"]
     with pytest.raises(ValueError, match="--other"):
         parser.parse_args_into_dataclasses(["--needed", "1", "--other", "2"])
+    with pytest.raises(ValueError, match="did you mean '--extra'"):
+        parser.parse_args_into_dataclasses(["--needed", "1", "--extras", "e"])
 
 
 def test_files(tmp_path, monkeypatch):

@@ -138,7 +138,7 @@ ENDINGS = {
     "caught": "try:\n    Trainer(args=args)\nexcept Exception:\n    pass",
     "default": "Trainer()",
     "none": "",
-    "fails": "raise OSError('not cached')",
+    "fails": "raise OSError('not cached.')",
 }
 
 
@@ -182,7 +182,7 @@ def test_script_as_a_module(script, explain_script):
 
 
 def test_script_without_arguments(tmp_path, explain_script):
-    (tmp_path / "train.py").write_text("raise OSError('not cached')")
+    (tmp_path / "train.py").write_text("raise OSError('not cached.')")
     done = explain_script("train.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "train.py ended before its Trainer with OSError: not cached, and made no TrainingArguments" in done.stderr
