@@ -477,7 +477,7 @@ class Trainer(EarlierMethods):
             resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
         self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
-            with tempfile.TemporaryDirectory(suffix=f"-{os.path.basename(str(resume_from_checkpoint))}") as unpacked:
+            with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         with WithoutEngine():
