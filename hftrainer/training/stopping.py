@@ -49,7 +49,6 @@ class Interruption:
 
     Attributes:
         received: the number of the received signal, or None.
-        last_words: what to say at last, below the traceback of KeyboardInterrupt.
         may_abandon: whether the evaluation in progress may be aborted.
     """
 
@@ -59,7 +58,6 @@ class Interruption:
         self._received_at = 0.0
         self.received: int | None = None
         self.may_abandon = False
-        self.last_words = ""
         self._before: dict[int, Any] = {}
         self._process = 0
 
@@ -123,8 +121,11 @@ class Interruption:
             raise KeyboardInterrupt
         os.kill(os.getpid(), number)
 
-    def leave(self) -> NoReturn:
+    def leave(self, last_words: str = "") -> NoReturn:
         """End the script as the signal would have: by KeyboardInterrupt, or with the status 128 + its number.
+
+        Args:
+            last_words: what to say at last, below the traceback of KeyboardInterrupt.
 
         Raises:
             KeyboardInterrupt: for Ctrl-C.
@@ -133,11 +134,11 @@ class Interruption:
         assert self.received is not None
         if self.received == signal.SIGINT:
             interrupt = KeyboardInterrupt()
-            if self.last_words:
-                add_note(interrupt, self.last_words)
+            if last_words:
+                add_note(interrupt, last_words)
             raise interrupt
-        if self.last_words:
-            tell(self.last_words)
+        if last_words:
+            tell(last_words)
         raise SystemExit(128 + self.received)
 
 
@@ -240,6 +241,5 @@ class ControlSync:
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.close()  # a bar that Python closes is drawn once more, below what is said last
-        if self.trainer.is_world_process_zero():
-            interruption.last_words = summary.how_to_resume(self.run.checkpoints_written, is_complete=False)
-        interruption.leave()
+        says_it = self.trainer.is_world_process_zero()
+        interruption.leave(summary.how_to_resume(self.run.checkpoints_written, is_complete=False) if says_it else "")
