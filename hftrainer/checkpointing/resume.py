@@ -16,7 +16,7 @@ from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_optimizer_state, check_values
-from hftrainer.checkpointing.folder import CheckpointFolder, Inspection, get_last_checkpoint
+from hftrainer.checkpointing.folder import CheckpointFolder, Inspection, by_step, get_last_checkpoint
 from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.compat.reading import fitting, read_torch
 from hftrainer.data.randomness import numpy_state_types
@@ -50,6 +50,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         CheckpointNotFound: when there is none, or when it is damaged or lacks the state or the weights.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        _warn_of_earlier_run(output_dir)
         return None
     if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
@@ -82,6 +83,19 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         )
     _warn_of_changes(found)
     return folder
+
+
+def _warn_of_earlier_run(output_dir: str) -> None:
+    """Warn that a run which starts from scratch shares its folder with another run's checkpoints."""
+    newest = next(by_step(output_dir), None) if os.path.isdir(output_dir) else None
+    if newest is not None:
+        logger.warning(
+            "%s already has checkpoints, up to %s, and this run starts from scratch: it replaces those of the same "
+            "steps, and a later resume_from_checkpoint=True takes the highest step of either run. To go on with "
+            "the earlier run, pass resume_from_checkpoint=True; otherwise use another output_dir.",
+            output_dir,
+            os.path.basename(newest),
+        )
 
 
 def _accept_command(folder: str) -> str:

@@ -19,6 +19,16 @@ from hftrainer.plugins import load
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
 #: torchrun's options for how machines find each other. Without any, one machine uses a free port.
 _RENDEZVOUS = {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
+_HELP = """\
+Run an unmodified Trainer script on Lightning. All that follows SCRIPT is its own.
+
+  -m            run a module, as python -m does
+  --nproc N     this many processes, started by torchrun: a number, or auto, cpu, gpu
+  --tpu         a process for each TPU core of this machine; on a pod, run this on each host
+  --num-cores N with --tpu: 1 core, or all of this machine
+
+Torchrun's options are taken too, such as --nnodes and --rdzv-endpoint: torchrun --help lists them.
+"""
 #: torchrun's names for what it starts.
 _SCRIPT = ("module", "training_script", "training_script_args")
 
@@ -28,11 +38,14 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "run", help="run an unmodified Trainer script, in one process or in several", usage=_USAGE, add_help=False
     )
-    parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="options, and a script")
+    parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(execute=_run, parser=parser)
 
 
 def _run(parser: Parser, options: argparse.Namespace) -> None:
+    if options.words[:1] in (["-h"], ["--help"]):
+        print(f"{parser.format_usage()}\n{_HELP}", end="")
+        return
     as_module = options.words[:1] == ["-m"]
     script, *arguments = options.words[as_module:] or [""]
     if script.startswith("-"):
@@ -84,15 +97,9 @@ def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
 
     launcher = get_args_parser()
     launcher.prog, launcher.usage, launcher.allow_abbrev = parser.prog, _USAGE, False
-    launcher.description = "Run an unmodified Trainer script; with several processes, by torchrun with these options."
-    launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS, help="as --nproc-per-node")
-    on_tpu = launcher.add_argument_group(
-        "TPUs", "torch_xla starts the processes, on each host of a pod that runs this; with torch_tpu, torchrun does."
-    )
-    on_tpu.add_argument("--tpu", action="store_true", help="one process for each TPU core of this machine")
-    on_tpu.add_argument(
-        "--num-cores", "--num_cores", type=int, metavar="N", help="number of cores: 1, or all of this machine"
-    )
+    launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS)
+    launcher.add_argument("--tpu", action="store_true")
+    launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")
     return launcher
 
 

@@ -6,6 +6,7 @@ import importlib
 import itertools
 import logging
 import os
+import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -142,6 +143,12 @@ def _best(state: TrainerState, name: str, steps: list[float], values: list[float
     return values.index(min(values)) if name.endswith("_loss") else None
 
 
+def _needs_log_scale(panel: str, drawn: list[Line]) -> bool:
+    """Whether a few large gradient norms would flatten all others."""
+    norms = [value for line in drawn if line.panel == panel == "gradient norm" for value in line.values]
+    return bool(norms) and min(norms) > 0 and max(norms) > 20 * statistics.median(norms)
+
+
 def draw_png(drawn: list[Line], path: str) -> None:
     """Write the panels as a PNG, without pyplot, so that no window or notebook shows the figure."""
     figure = load("matplotlib.figure").Figure(figsize=(11, 7))
@@ -156,6 +163,8 @@ def draw_png(drawn: list[Line], path: str) -> None:
             axis.scatter(line.steps[line.best], line.values[line.best], marker="*", s=90, color=line.colour, zorder=3)
     for panel, axis in of_panel.items():
         axis.set_title(panel)
+        if _needs_log_scale(panel, drawn):
+            axis.set_yscale("log")
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
@@ -169,13 +178,14 @@ def draw_png(drawn: list[Line], path: str) -> None:
 
 
 def describe(drawn: list[Line]) -> str:
-    """Each curve in a line of text: its first, last, lowest and highest value."""
-    width = max(len(line.label) for line in drawn)
-    return "\n".join(
-        f"{line.label:<{width}}  {line.values[0]:.4g} at step {line.steps[0]:g}, {line.values[-1]:.4g} at step "
-        f"{line.steps[-1]:g}; lowest {min(line.values):.4g}, highest {max(line.values):.4g}"
-        for line in drawn
-    )
+    """A table in text: the steps of each curve, and its first, last, lowest and highest value."""
+    rows = [("", "steps", "first", "last", "lowest", "highest")]
+    for line in drawn:
+        values = (line.values[0], line.values[-1], min(line.values), max(line.values))
+        rows.append((line.label, f"{line.steps[0]:g} to {line.steps[-1]:g}", *(f"{value:.4g}" for value in values)))
+    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    aligned = ([label.ljust(first), *map(str.rjust, cells, widths)] for label, *cells in rows)
+    return "\n".join("  ".join(cells) for cells in aligned)
 
 
 def draw_html(drawn: list[Line], path: str) -> None:
@@ -193,6 +203,9 @@ def draw_html(drawn: list[Line], path: str) -> None:
         )
         figure.add_trace(trace, row=number // 2 + 1, col=number % 2 + 1)
     figure.update_xaxes(title_text="optimizer step")
+    for number, panel in enumerate(PANELS):
+        if _needs_log_scale(panel, drawn):
+            figure.update_yaxes(type="log", row=number // 2 + 1, col=number % 2 + 1)
     figure.update_layout(height=820, template="plotly_white")
     figure.write_html(path, include_plotlyjs=True)
 

@@ -19,6 +19,15 @@ from tests.support.faults import Disk
 from tests.support.jobs import names
 
 
+def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog):
+    make_trainer(tmp_path).train()
+    assert "already has checkpoints" not in caplog.text
+    make_trainer(tmp_path).train(resume_from_checkpoint=True)
+    assert "already has checkpoints" not in caplog.text
+    make_trainer(tmp_path).train()
+    assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
+
+
 def test_rotation_keeps_what_was_just_written(tmp_path):
     make_trainer(tmp_path).train()
     later = (tmp_path / "checkpoint-9").stat().st_mtime + 60

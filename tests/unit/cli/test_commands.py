@@ -11,6 +11,14 @@ def test_all_but_the_run_of_a_script_write_json():
     assert without == ["run"]
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_of_run_fits_a_terminal(option, capsys):
+    main(["run", option])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("--nproc N" in line for line in lines)
+    assert len(lines) < 24
+
+
 @pytest.mark.parametrize("words", [["plot", "--nonsense", "x"], ["dif"], ["diff", "a"]])
 def test_wrong_command_lines_name_the_help(words, capsys):
     with pytest.raises(SystemExit) as ended:

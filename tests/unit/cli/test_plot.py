@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -173,8 +174,9 @@ def show(tmp_path, monkeypatch, capsys):
 def test_a_terminal_without_a_desktop_shows_text(runs, tmp_path, monkeypatch, opened, show):
     monkeypatch.setattr("sys.platform", "linux")
     text = show(runs[0])
-    assert text.startswith(str(tmp_path / "a.png") + "\nloss ")
-    assert "eval_accuracy " in text and " at step 20; lowest " in text and opened == []
+    picture, _, first, *_ = text.splitlines()
+    assert picture == str(tmp_path / "a.png") and first.startswith("loss ")
+    assert "eval_accuracy " in text and " lowest " in text and opened == []
 
 
 def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened, show):
@@ -195,12 +197,23 @@ def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show)
     assert shown == [str(tmp_path / "a.png")] and opened == []
 
 
+@pytest.mark.parametrize(("largest", "scales"), [(100.0, ["log"]), (2.0, [])])
+def test_an_outlier_among_gradient_norms(tmp_path, largest, scales):
+    norms = [1.0, 1.2, largest, 0.8]
+    log = [{"step": step, "grad_norm": norm, "loss": norm} for step, norm in enumerate(norms)]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    plot([str(tmp_path)], html=True)
+    page = (tmp_path / "training.html").read_text()
+    assert re.findall(r'"yaxis\d?":\{[^}]*"type":"(\w+)"', page) == scales
+
+
 def test_text():
     rising = Line("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], "", 0)
     flat = Line("metrics", "longer", [2.0, 4.0], [5.0, 5.0], "", 0)
     assert describe([rising, flat]).splitlines() == [
-        "a       0 at step 1, 7 at step 4; lowest 0, highest 7",
-        "longer  5 at step 2, 5 at step 4; lowest 5, highest 5",
+        "         steps  first  last  lowest  highest",
+        "a       1 to 4      0     7       0        7",
+        "longer  2 to 4      5     5       5        5",
     ]
 
 
