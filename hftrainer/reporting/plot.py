@@ -179,7 +179,7 @@ def draw_png(drawn: list[Line], path: str) -> None:
 
 def describe(drawn: list[Line]) -> str:
     """A table in text: the steps of each curve, and its first, last, lowest and highest value."""
-    rows = [("", "steps", "first", "last", "lowest", "highest")]
+    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest")]
     for line in drawn:
         values = (line.values[0], line.values[-1], min(line.values), max(line.values))
         rows.append((line.label, f"{line.steps[0]:g} to {line.steps[-1]:g}", *(f"{value:.4g}" for value in values)))
