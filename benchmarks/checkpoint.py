@@ -1,4 +1,4 @@
-"""How long training stands still for a checkpoint: transformers, hftrainer, and hftrainer in the background.
+"""How long a checkpoint blocks training: transformers, hftrainer, and hftrainer in the background.
 
     make bench BENCH=checkpoint
 

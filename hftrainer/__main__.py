@@ -25,7 +25,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Parse the command line and run the subcommand, a module of `hftrainer.cli`.
 
     Args:
-        words: the command line; default: the one of this process.
+        words: the command-line arguments; default `sys.argv[1:]`.
     """
     parser = make_parser()
     options, remaining = parser.parse_known_args(words)

@@ -45,7 +45,7 @@ class MissingMethod(InvalidArgument, AttributeError):
 
 
 class MissingFollowedMetric(InvalidArgument, AssertionError):
-    """A callback follows a metric that the arguments do not name, or that evaluations do not return."""
+    """A callback monitors a metric that the arguments do not name, or that evaluations do not return."""
 
 
 class NotACallback(TypeError, AttributeError):
@@ -73,7 +73,7 @@ class RanksLost(RuntimeError):
 
 
 class CheckpointNotFound(ValueError):
-    """There is no checkpoint to resume from in the given place."""
+    """No checkpoint to resume from was found."""
 
 
 class WrongConfig(ValueError):

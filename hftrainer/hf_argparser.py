@@ -57,7 +57,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         """Parse the command line into an instance of each dataclass.
 
         Args:
-            args: the words; by default those of the command line.
+            args: the arguments; default `sys.argv[1:]`.
             return_remaining_strings: also return the words that do not belong to an option, instead of raising.
             look_for_args_file: read the words of a file with the script's name and the suffix `.args` first.
             args_filename: a file whose words are read first.
@@ -81,7 +81,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             return (*objects, remaining)
         if remaining:
             hints = "".join(suggest(word, self._option_string_actions) for word in remaining if word.startswith("-"))
-            raise ValueError(f"Some words of the command line do not belong to an option: {remaining}{hints}")
+            raise ValueError(f"Unrecognized command-line arguments: {remaining}{hints}")
         return (*objects,)
 
     def parse_dict(self, args: dict[str, Any], allow_extra_keys: bool = False) -> tuple[Any, ...]:

@@ -69,7 +69,7 @@ def search(
     for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
         if given is not None and not (callable(given) and takes(given, None)):
             what = "an evaluation's metrics" if option == "compute_objective" else "the trial"
-            raise InvalidArgument(f"{option}={given!r}: give a function of one argument, {what}.")
+            raise InvalidArgument(f"{option}={given!r}: pass a function of one argument, {what}.")
     if name == HPSearchBackend.RAY:
         refuse_uncalled(type(trainer), "_tune_save_checkpoint")
     trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space

@@ -116,7 +116,10 @@ def _check(name: str) -> None:
         by = "" if INTEGRATIONS[name].on_lightning else ", which uses transformers' own callback,"
         raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
-        raise InvalidArgument(f"report_to='kubeflow' works in Kubeflow's training jobs only, which set {KUBEFLOW}.")
+        raise InvalidArgument(
+            f"report_to='kubeflow' needs {KUBEFLOW}, which only Kubeflow's training jobs set. Remove 'kubeflow' "
+            "from report_to."
+        )
     if not _is_written_to(name):
         raise MissingPackage(
             f"report_to={name!r} uses transformers' own callback, which the installed release does not "
@@ -166,7 +169,7 @@ def _is_available(name: str) -> bool:
 
 
 def _is_written_to(name: str) -> bool:
-    """Whether a tracker has a callback: ours with a Lightning logger, else transformers' own."""
+    """Whether a tracker has a callback, ours or that of the installed transformers."""
     if INTEGRATIONS[name].on_lightning:
         return True
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK

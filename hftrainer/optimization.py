@@ -35,7 +35,7 @@ def _warmup_then(
     shape: Callable[[int], float], optimizer: Optimizer, num_warmup_steps: int, last_epoch: int
 ) -> LambdaLR:
     """Rise linearly, then follow `shape`, a function of the steps since the warm-up."""
-    # A partial object, as in transformers' scheduler.pt; of named functions, so that a schedule can be pickled.
+    # A partial, so that scheduler.pt matches transformers; of a named function, so that it can be pickled.
     return LambdaLR(optimizer, partial(_rising_then, shape, num_warmup_steps), last_epoch)
 
 
@@ -161,7 +161,10 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> LambdaLR:
-    """As the one above, but the first step has `warmup_lr_rate` of the peak, or one step's share, instead of 0."""
+    """As `get_cosine_with_min_lr_schedule_with_warmup`, with another first step.
+
+    Its learning rate is `warmup_lr_rate` times the peak; by default one warm-up step's share.
+    """
     least = _least_rate(optimizer, min_lr, min_lr_rate)
     shape = partial(_from_first_step, least, warmup_lr_rate, num_cycles, num_warmup_steps, num_training_steps)
     return LambdaLR(optimizer, shape, last_epoch)
@@ -273,7 +276,7 @@ def follows_metric(scheduler: Any) -> bool:
 
 
 def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
-    """Let a schedule skip parameter groups that were added to the optimizer later, whose rate a callback sets.
+    """Extend a schedule to parameter groups that a callback added, and keep the rates that the callback sets.
 
     Raises:
         UnsupportedArgument: for schedules other than those of `lr_scheduler_type`: torch needs a rate for each group.

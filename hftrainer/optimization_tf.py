@@ -38,7 +38,7 @@ class PolynomialDecay:
         self.end_learning_rate, self.power, self.name = end_learning_rate, power, name
 
     def __call__(self, step: int) -> float:
-        """The learning rate after so many optimizer steps."""
+        """The learning rate after `step` optimizer steps."""
         done = min(step, self.decay_steps) / self.decay_steps if self.decay_steps else 1.0
         left: float = (1 - done) ** self.power
         return (self.initial_learning_rate - self.end_learning_rate) * left + self.end_learning_rate
@@ -70,7 +70,7 @@ class WarmUp:
         self.warmup_steps, self.power, self.name = warmup_steps, power, name
 
     def __call__(self, step: int) -> Any:
-        """The learning rate after so many optimizer steps."""
+        """The learning rate after `step` optimizer steps."""
         if step < self.warmup_steps:
             return self.initial_learning_rate * (step / self.warmup_steps) ** self.power
         return self.decay_schedule_fn(step - self.warmup_steps)

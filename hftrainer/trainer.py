@@ -60,7 +60,7 @@ TRAINER_STATE_NAME, TRAINING_ARGS_NAME = names.TRAINER_STATE_NAME, names.TRAININ
 OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = names.OPTIMIZER_NAME, names.SCHEDULER_NAME, names.SCALER_NAME
 PREFIX_CHECKPOINT_DIR = names.PREFIX_CHECKPOINT_DIR
 
-#: The class of the progress bar, by its name in transformers; in a notebook another class replaces it.
+#: Class of the progress bar, named as in transformers. Notebooks use `NotebookProgressCallback` instead.
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
@@ -75,10 +75,10 @@ class Trainer(EarlierMethods):
         data_collator: makes a batch of a list of samples. Default: `DataCollatorWithPadding` with a tokenizer or
             sequence feature extractor as `processing_class`, else `default_data_collator`.
         train_dataset: map-style, iterable, or `datasets.Dataset`.
-        eval_dataset: likewise, or a dict of them: each is evaluated, and metrics' names contain its name.
+        eval_dataset: as `train_dataset`, or a dict by name; the metrics' names then contain the set's name.
         processing_class: tokenizer or processor, saved with the model (named `tokenizer` before v4.46).
         model_init: makes the model; takes a hyperparameter trial or nothing. Each `train()` calls it again.
-        compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss; gets the labels instead of the model.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss. The model's inputs then lack the labels.
         compute_metrics: `EvalPrediction` → dict of metrics; or a torchmetrics `Metric`, a `MetricCollection`, a dict of
             these, or `TorchMetrics` around them, updated batch by batch on the device.
         callbacks: Trainer callbacks and Lightning callbacks, as classes or instances.
@@ -96,7 +96,7 @@ class Trainer(EarlierMethods):
             after each. With `accelerator.gather`, an incomplete last batch counts as a full one in the loss.
         loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
         hp_study: the study of the last hyperparameter search.
-        hub_model_id: the repository for uploads, once there is one; in the main process.
+        hub_model_id: the repository for uploads; None before we open it, and on other ranks.
 
     Raises:
         InvalidArgument: for arguments that contradict each other.
@@ -211,7 +211,7 @@ class Trainer(EarlierMethods):
         further_loggers = integrations.further_loggers(reports, loggers, self.args)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
         self.create_accelerator_and_postprocess()
-        components.model_setup.seed()  # not before: the engine's libraries draw random numbers on import
+        components.model_setup.seed()  # after the engine is built: importing its libraries draws random numbers
         components.model_setup.set_model(model if model is not None else self.call_model_init())
         components.setup.init_attributes()
         if not isinstance(callbacks, (list, tuple, type(None))):
@@ -288,12 +288,12 @@ class Trainer(EarlierMethods):
     def add_callback(self, callback: Any) -> None:
         """Add a Trainer callback or a Lightning callback, given as a class or as an instance.
 
-        One of Lightning's progress bars replaces the Trainer's own, in whichever order they are added.
+        A Lightning progress bar replaces the Trainer's own, in any order of adding.
         """
         self._hftrainer.setup.add_callback(callback)
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, by class or instance, and return it; None when there is none."""
+        """Remove a callback, by class or instance, and return it; None if not found."""
         return self._hftrainer.setup.pop_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -379,7 +379,7 @@ class Trainer(EarlierMethods):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
         """Number of labels that are not -100, over all micro-batches; None when nothing uses it.
 
-        Summed over all ranks with `average_tokens_across_devices`; not in evaluations, whose loss is that of a batch.
+        With `average_tokens_across_devices`, the sum over all ranks, except in evaluations.
         """
         return self._hftrainer.steps.num_items(batch_samples, device)
 
@@ -388,7 +388,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.steps.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """A part of the batch on the device; for containers, this method is called for each part."""
+        """The data on the device. For a container, the method calls itself for each item."""
         return self._hftrainer.steps.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ class Trainer(EarlierMethods):
         make_scheduler(self, num_training_steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer, unless there is one: weight decay on all but biases and normalization layers."""
+        """Make the optimizer, unless it exists. Weight decay excludes biases and normalization layers."""
         if self.optimizer is None:
             self.optimizer = self._hftrainer.model_setup.create_optimizer(self.model if model is None else model)
         return self.optimizer
@@ -457,15 +457,14 @@ class Trainer(EarlierMethods):
         """Train.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder to resume; True for the last whole one in `output_dir`; "auto"
-                for that if there is one, and else the beginning; a Lightning checkpoint of this Trainer, `x.ckpt`; or
-                "hub:owner/name" or "hub:owner/name@revision" for the `last-checkpoint` of a repository on the Hub, or
-                else its newest checkpoint-xxx.
-            trial: a hyperparameter trial, or a dict of hyperparameters: passed to `model_init`, and its values set in
-                the arguments.
+            resume_from_checkpoint: a checkpoint folder; True for the newest complete one in `output_dir`; "auto" for
+                the same, or a new run if none exists; a Lightning checkpoint `x.ckpt` of this Trainer;
+                "hub:owner/name[@revision]" for `last-checkpoint` in a Hub repository, else its newest checkpoint-xxx.
+            trial: a hyperparameter trial or a dict. `model_init` gets it, and its values replace those of the
+                arguments.
             ignore_keys_for_eval: the model's outputs that evaluation leaves out.
-            model_path: old name of `resume_from_checkpoint` (v4.0 to v4.57); a folder without `trainer_state.json` is
-                the one that the script loaded its model from, and nothing is resumed.
+            model_path: old name of `resume_from_checkpoint` (v4.0 to v4.57). A folder without `trainer_state.json` is
+                ignored: v4.1 scripts pass their pretrained model.
 
         Returns:
             Optimizer steps done, mean training loss, and the final metrics.
@@ -506,7 +505,7 @@ class Trainer(EarlierMethods):
             total_train_batch_size: samples per optimizer step over all processes; passed until v5.2.
 
         Returns:
-            Seven values; the fifth and sixth have another meaning when a release before v5.3 is followed.
+            Seven values. Before v5.3, the fifth and sixth are `epoch_based` and `len_dataloader`.
         """
         return self._hftrainer.runner.planner.lengths(args, dataloader, total_train_batch_size)
 
@@ -575,10 +574,10 @@ class Trainer(EarlierMethods):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        """Run one pass over the data, by Lightning's loop. Overrides may add code before and after it.
+        """Run one epoch with Lightning's loop. Overrides may add code before and after it.
 
         Raises:
-            UnsupportedArgument: for other arguments than those of this epoch: the run is already planned.
+            UnsupportedArgument: if an argument differs from the planned one.
         """
         given = {name: value for name, value in locals().items() if name != "self"}
         assert self._hftrainer.run.loop is not None
@@ -611,7 +610,7 @@ class Trainer(EarlierMethods):
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], contextlib.AbstractContextManager], dict[str, Any]]:
-        """A context for the step on a batch, and the batch. The context is empty: each process has whole sequences."""
+        """A context for the step, and the batch. The context does nothing, since we do not split sequences."""
         return contextlib.nullcontext, inputs
 
     def log_metric(self, name: str, value: Any) -> None:
@@ -668,7 +667,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.clip_grad_norm(parameters(model), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm of the gradients, for the log line; measured unless clipping has returned it."""
+        """The gradient norm for the log line, computed unless clipping returned it."""
         if grad_norm is not None:
             return grad_norm
         if self._has_mixed_mesh_grads(model):
@@ -848,7 +847,7 @@ class Trainer(EarlierMethods):
         self._hftrainer.saver.save_files_of_model(folder, state_dict)
 
     def save_lightning_checkpoint(self, path: str) -> None:
-        """Write a checkpoint as Lightning does, in one file, during or after `train()`.
+        """Write a Lightning checkpoint (one file), during or after `train()`.
 
         Args:
             path: the file, ending in '.ckpt'; `train(resume_from_checkpoint=path)` resumes from it.
@@ -859,7 +858,7 @@ class Trainer(EarlierMethods):
         if not str(path).endswith(".ckpt"):
             raise InvalidArgument(f"save_lightning_checkpoint({str(path)!r}): give a file that ends in .ckpt.")
         if not self._hftrainer.engine.save_lightning_checkpoint(str(path)):
-            raise InvalidArgument("save_lightning_checkpoint() needs a run: call train() first, or use a callback.")
+            raise InvalidArgument("save_lightning_checkpoint() needs a run: call it after train(), or in a callback.")
 
     def save_state(self) -> None:
         """Write `trainer_state.json` to the output folder."""
@@ -874,10 +873,10 @@ class Trainer(EarlierMethods):
         return os.path.join(str(self.args.output_dir), name)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: dict[str, float] | None = None) -> None:
-        """Write `checkpoint-{step}`, whole or not at all, and delete checkpoints beyond `save_total_limit`.
+        """Write `checkpoint-{step}` atomically, and delete checkpoints beyond `save_total_limit`.
 
         If the storage fails (full, read-only), the checkpoint is skipped, an error is logged, and training continues.
-        Files that an override has written to that folder before become part of the checkpoint.
+        Files that an override wrote into that folder beforehand become part of the checkpoint.
 
         Args:
             model: the model in training.
@@ -952,17 +951,17 @@ class Trainer(EarlierMethods):
             resume.warn_of_fresh(self.callback_handler.callbacks, self.state.stateful_callbacks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Remember the metric if it is the best so far; returns whether it is.
+        """Record the metric if it is the best so far; returns True then.
 
         Raises:
-            MetricNotFound: when evaluation returns no such metric, naming those that it does.
+            MetricNotFound: if evaluation does not return the metric; the error lists the metrics it returns.
         """
         return self._hftrainer.log_save_evaluate.determine_best_metric(metrics, trial)
 
     # ---- The Hub and the model card ----------------------------------------------------------------------------
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Create the repository `hub_model_id`, unless it exists, and check that it can be written to.
+        """Create the repository `hub_model_id`, unless it exists, and check write access.
 
         Args:
             token: a token with write access; default `hub_token`.
@@ -970,7 +969,7 @@ class Trainer(EarlierMethods):
 
         Raises:
             InvalidArgument: for an invalid name of a repository.
-            HubError: when it cannot be written to; the error says why.
+            HubError: without write access; the error gives the reason.
         """
         if self.is_world_process_zero():
             self._hftrainer.publisher.open_repository(token, private)
@@ -1068,14 +1067,14 @@ class Trainer(EarlierMethods):
         hp_name: Callable[[Any], str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """Train with many choices of arguments, each with a new model, and return the best choice.
+        """Train a new model for each choice of hyperparameters, and return the best trial.
 
         Optuna's study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True`
         an interrupted search continues, and several processes or machines share one.
 
         Ray trains each trial in its own process, in the working directory of this one, with a copy of this Trainer. An
-        interrupted search continues with `name` and `resume="AUTO"`. Its trials, and those of population based
-        training, resume from the last evaluation whose step was saved too.
+        interrupted search continues with `name` and `resume="AUTO"`. Interrupted trials, and those of population-based
+        training, resume from the last evaluated step that was saved.
 
         Args:
             hp_space: trial → the arguments of the trial, as a dict; with Ray None → a dict of Ray's distributions, and
@@ -1090,9 +1089,9 @@ class Trainer(EarlierMethods):
                 name in trackers. With Ray the trial is the chosen dict, and the default is `run-{trial_id}` for both.
             kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
                 `Study.optimize` (timeout in seconds, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar).
-                `n_jobs` processes train trials, all but the first with a pickled copy of the Trainer. With Ray those of
-                `ray.tune.run`, of which resources_per_trial is one CPU by default, and a GPU where there is one; with
-                W&B those of `search.wandb_search.WandbSearch.run`.
+                `n_jobs` processes train trials, all but the first with a pickled copy of the Trainer. With Ray: those
+                of `ray.tune.run`; resources_per_trial defaults to one CPU, and one GPU if the Trainer uses one. With
+                W&B: those of `search.wandb_search.WandbSearch.run`.
 
         Returns:
             The best trial (for 'wandb', of those trained here); with several objectives, a list of the Pareto-optimal
@@ -1174,7 +1173,7 @@ class Trainer(EarlierMethods):
     def end(self) -> None:
         """Leave the process group, at the end of a script: operations that need other processes fail afterwards.
 
-        Waits for a checkpoint and uploads in the background first.
+        First waits for background checkpoints and uploads.
         """
         self._hftrainer.checkpoint_writer.close()
         self._finish_current_push()
@@ -1185,7 +1184,7 @@ class Trainer(EarlierMethods):
         return self.args.local_process_index == 0
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the main process of all."""
+        """Whether this process has rank 0."""
         return self.args.process_index == 0
 
 
@@ -1193,6 +1192,8 @@ def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         return processing_class
     if processing_class is not None and processing_class is not tokenizer:
-        raise InvalidArgument("tokenizer is the old name of processing_class: pass one of them.")
+        raise InvalidArgument(
+            "tokenizer and processing_class differ, but mean the same argument: pass only processing_class."
+        )
     warnings.warn("Trainer(tokenizer=...) is now Trainer(processing_class=...)", FutureWarning, stacklevel=3)
     return tokenizer

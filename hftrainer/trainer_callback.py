@@ -1,4 +1,4 @@
-"""The callbacks of a Trainer, under the module's name in transformers; they are defined in `hftrainer.callbacks`."""
+"""Re-exports `hftrainer.callbacks` under the name of transformers' module."""
 
 from hftrainer.callbacks.flow import (
     DEFAULT_CALLBACKS as DEFAULT_CALLBACKS,

@@ -1,4 +1,4 @@
-"""THE TABLE of optimizers: name → how it is made; and their parameter groups."""
+"""The table of optimizers by name, and the parameter groups for weight decay."""
 
 from __future__ import annotations
 

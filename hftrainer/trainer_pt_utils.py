@@ -27,7 +27,7 @@ def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int
 
 def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply `function` to every leaf of nested mappings, lists and tuples."""
-    if isinstance(data, torch.Tensor):  # most are; asking whether something is a Mapping is slow
+    if isinstance(data, torch.Tensor):  # the common case first: `isinstance(data, Mapping)` is slow
         return function(data)
     if isinstance(data, _CONTAINERS):
         return rebuilt(data, lambda value: nested_apply(function, value))
@@ -61,7 +61,7 @@ def _numpify(leaf: Any) -> Any:
 
 
 def without_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
-    """The nested outputs with 0 rows in their arrays; with `lists_of_samples`, also with empty lists."""
+    """The nested outputs with all rows removed; with `lists_of_samples`, lists become empty."""
     if lists_of_samples and isinstance(data, list):
         return []
     if isinstance(data, _CONTAINERS):
@@ -87,7 +87,7 @@ class LabelSmoother:
 
     Attributes:
         epsilon: the fraction that is spread.
-        ignore_index: label that does not count.
+        ignore_index: label that the loss ignores.
     """
 
     epsilon: float = 0.1

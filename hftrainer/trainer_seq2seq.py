@@ -65,7 +65,10 @@ class Seq2SeqTrainer(Trainer):
         num_beams: int | None = None,
         **gen_kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluate as `Trainer.evaluate`; the rest goes to `model.generate`, of which v4.15 took two by position."""
+        """Evaluate as `Trainer.evaluate` does.
+
+        Other arguments go to `model.generate`. (v4.15 took the first two by position.).
+        """
         # An incomplete last batch counts as a full one.
         self.gather_function = make_full_gather(self.accelerator, self.args)
         self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
@@ -80,7 +83,7 @@ class Seq2SeqTrainer(Trainer):
         num_beams: int | None = None,
         **gen_kwargs: Any,
     ) -> PredictionOutput:
-        """Predict as `Trainer.predict`; the rest goes to `model.generate`, as in `evaluate`."""
+        """Predict as `Trainer.predict` does; other arguments go to `model.generate`."""
         self.gather_function = make_full_gather(self.accelerator, self.args)
         self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)

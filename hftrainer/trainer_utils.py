@@ -106,7 +106,7 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """The loss of an evaluation, or the sum of its other metrics if there are any; times and memory do not count."""
+    """The sum of an evaluation's metrics without loss, epoch, times and memory; the loss if none remain."""
     others = [value for name, value in metrics.items() if name not in ("eval_loss", "epoch") and not is_measured(name)]
     return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # callers reject None
 
@@ -184,5 +184,5 @@ def _as_number(leaf: Any) -> Any:
 
 
 def is_main_process(local_rank: int) -> bool:
-    """Whether this is the process that writes and prints, from its local rank (-1: a single process)."""
+    """Whether this local rank belongs to a main process; -1 means a single process."""
     return local_rank in (-1, 0)

@@ -1,8 +1,7 @@
 """`TrainingArguments`: plain data.
 
-The constructor validates. It also sets the states of DeepSpeed and accelerate, where they are used,
-and starts the process group if a launcher has started the processes, for scripts that call `torch.distributed` before
-the Trainer is made.
+The constructor validates. It also sets up the global state of DeepSpeed and accelerate, and joins the process group of
+launched processes, so that scripts can use `torch.distributed` before they make a Trainer.
 """
 
 from __future__ import annotations
@@ -136,7 +135,8 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
     def deepspeed_plugin(self) -> Any:
         """DeepSpeed's configuration under accelerate's names; None without DeepSpeed.
 
-        It is not cached: `from_pretrained` partitions models as long as a reference to `hf_deepspeed_config` exists.
+        Not cached: a cached plugin would keep `hf_deepspeed_config` alive, and with it ZeRO-3's partitioning in
+        `from_pretrained`.
         """
         config = self.hf_deepspeed_config
         return None if config is None else load("deepspeed", "settings").DeepSpeedPlugin(config)
@@ -149,7 +149,7 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
             )
 
     def _connect_launched(self) -> None:
-        """Start the process group if a launcher has started the processes: scripts expect it once arguments exist.
+        """Start the process group of launched processes, which scripts expect once arguments exist.
 
         Unsupported arguments raise when the Trainer is made; here they only keep the process group from starting.
         """
@@ -221,7 +221,7 @@ def _not_taken(initialize: Callable[..., None], names: list[str]) -> list[str]:
 
 
 def _check_positional(cls: type[TrainingArguments], values: tuple[Any, ...]) -> None:
-    """Check that arguments by position are in the order of v4; that of v5 begins with numbers instead of switches."""
+    """Check that positional arguments have the order of v4. In v5, numbers come where v4 has booleans."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return

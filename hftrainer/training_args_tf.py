@@ -19,7 +19,7 @@ _CLOUD_TPU = "refused: use `python -m hftrainer run --tpu` on the TPU's own mach
 
 
 class OneProgramStrategy:
-    """What scripts ask of a `tf.distribute.Strategy`: Lightning places the model, so its scope has nothing to do.
+    """A `tf.distribute.Strategy` whose methods do nothing, since Lightning places the model.
 
     Attributes:
         num_replicas_in_sync: the number of processes.
@@ -39,10 +39,10 @@ class OneProgramStrategy:
 
 @dataclass
 class TFTrainingArguments(TrainingArguments):
-    """`TrainingArguments` for `TFTrainer`. What trains is torch on Lightning, so all other arguments are as there.
+    """`TrainingArguments` for `TFTrainer`, which trains with torch on Lightning, so all arguments apply.
 
     Raises:
-        UnsupportedArgument: for the name of a TPU in Google's cloud.
+        UnsupportedArgument: for `tpu_name`, `tpu_zone` and `gcp_project`.
     """
 
     framework = "tf"
@@ -76,7 +76,7 @@ class TFTrainingArguments(TrainingArguments):
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of a micro-batch in all processes together, unlike that of `TrainingArguments`."""
+        """Samples of a micro-batch over all processes; in `TrainingArguments` it is of one process."""
         return super().train_batch_size * self.n_replicas
 
     @property

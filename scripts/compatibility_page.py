@@ -98,7 +98,7 @@ BY_KEY = {
         "`stage3_param_persistence_threshold`; anywhere else it is refused by name"
     ),
     "no `optimizer`": (
-        "the Trainer's (`optim`), in DeepSpeed's hands; with `offload_optimizer` DeepSpeed's Adam for the CPU"
+        "the Trainer's (`optim`), run by DeepSpeed; with `offload_optimizer` DeepSpeed's Adam for the CPU"
     ),
     "no `scheduler`": "the Trainer's (`lr_scheduler_type`)",
     "no `fp16`, `bf16`": "what the arguments or `accelerate launch --mixed_precision` ask for",
@@ -166,7 +166,8 @@ without the scaled loss `tests/support/fake_tpu.py`); several processes have not
 run on XLA's CPU.
 """
 LIMITS = """
-Tools that rewrite the source text of the private loop of `transformers.Trainer` cannot work here: there is none.
+Tools that rewrite the source text of the private loop of `transformers.Trainer` do not work here, because we do not use
+that loop.
 
 ## Arguments
 
@@ -175,7 +176,7 @@ argument may be a little older; old names have their exact releases. `hftrainer`
 
 - **mapped**: becomes a setting of Lightning
 - **handled**: does here what it does in transformers
-- **inert**: accepted, and nothing follows from it, for the reason given
+- **inert**: accepted without effect, for the reason given
 - **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and
   what to use instead
 

@@ -41,12 +41,12 @@ _OF_RUN = (
 #: Keys of v4.1's documentation → DeepSpeed's current keys.
 _RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
-#: Keys whose values are sections with keys of their own.
+#: Keys whose values are nested objects.
 _SECTIONS = (
     *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "amp"),
     *("checkpoint", "activation_checkpointing"),
 )
-#: Optimizers that need whole parameters or their own modes, but would get flat parts: parts of their names.
+#: Name parts of optimizers that need whole parameters or a train mode; DeepSpeed passes flat shards.
 _NEEDS_WHOLE_PARAMETERS = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
 #: Settings of accelerate's files that DeepSpeed's file has too.
 _IN_FILES = {
@@ -138,7 +138,7 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
 
 
 def configure(args: BaseArguments) -> DeepSpeedConfig | None:
-    """The configuration completed from the arguments, with its contradictions to them; None without DeepSpeed.
+    """The configuration, completed from the arguments; None without DeepSpeed. `mismatches` lists contradictions.
 
     Raises:
         WrongConfig: if it cannot be read.
@@ -264,7 +264,7 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
 
 
 def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each setting that DeepSpeed does not support."""
+    """Yields an error for each setting that DeepSpeed does not support."""
     if importlib.util.find_spec("deepspeed") is None:
         asked = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
         yield f"{asked} needs DeepSpeed, which is not installed: install it with pip install 'hftrainer[deepspeed]'."

@@ -120,7 +120,7 @@ class DeepSpeedStrategy(Strategy):
         trainer.model_wrapped = trainer.deepspeed = run.engine
         if scheduler is not None:
             trainer.lr_scheduler = scheduler
-        else:  # not before: DeepSpeed drops empty parameter groups
+        else:  # after `initialize`, which drops empty parameter groups
             trainer.create_scheduler(num_training_steps=max_steps)
         config = json.dumps(run.config.config, indent=2, default=str)
         logger.info("DeepSpeed trains with this configuration:\n%s", config)

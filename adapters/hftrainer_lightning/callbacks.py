@@ -109,7 +109,7 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
         if (steps := run.accumulate_grad_batches) != 1:
             yield f"gradient_accumulation_steps={steps} and {name} both set the accumulation: leave the argument at 1."
     if isinstance(callback, StochasticWeightAveraging) and hidden.starts_at_fraction(callback) and not run.knows_epochs:
-        yield f"{name}(swa_epoch_start) is a fraction of the epochs, and the data has no length: use an integer."
+        yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not run.evaluates:
         yield from _problems_without_evaluations(callback, name)
     if isinstance(callback, FINDERS):
@@ -118,14 +118,14 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
 
 def _problems_without_evaluations(callback: Callback, name: str) -> Iterator[str]:
     if isinstance(callback, EarlyStopping) and not hidden.checks_on_train_epoch_end(callback):
-        yield f"{name}(monitor={callback.monitor!r}) reads evaluations, and the run has none: set eval_strategy."
+        yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
-        yield f"{name}(monitor={callback.monitor!r}) waits for evaluations, and the run has none: set eval_strategy."
+        yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
 
 
 def _problems_of_finder(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:
     if run.has_several_processes:
-        yield f"{name} is not supported yet in several processes: run it in one, and set its result."
+        yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
     for hook in [hook for hook in _HOOKS if _overrides(finder, hook, *FINDERS)]:
@@ -152,7 +152,7 @@ def collect_state(
 
     Returns:
         The weights to save instead of the model's own, by the names of the model's state dict (None: the model's own);
-        and the state to save besides: `{"callbacks": states by state_key, ...}`, empty when there is none.
+        and other state to save, `{"callbacks": states by state_key, ...}`; an empty dict without such state.
     """
     states = {callback.state_key: state for callback in callbacks if (state := hidden.checkpoint_state(callback))}
     kept: dict[str, Any] = {"callbacks": states} if states else {}
@@ -173,7 +173,7 @@ def collect_state(
 
 
 def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
-    """The weights that callbacks see: none if they are sharded, since they would have to be gathered."""
+    """The weights for callbacks; empty for a sharded model, since gathering them would be expensive."""
     return {} if trainer.strategy.shards else module.state_dict()  # type: ignore[attr-defined]
 
 
@@ -181,7 +181,7 @@ def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]
 def put_weights_into_model(
     model: torch.nn.Module, weights: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
-    """Put the weights to save into the model, so that any code that saves it saves them; then restore its own.
+    """In the block, the model holds the weights to save. So any code that saves the model saves them.
 
     Yields:
         The weights, if their names differ from the model's, so that they must be saved separately.
@@ -220,7 +220,7 @@ def restore_state(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str,
         callback.on_load_checkpoint(trainer, module, checkpoint)
     for callback in callbacks:
         if callback.state_key in checkpoint["callbacks"]:
-            if isinstance(callback, SpikeDetection):  # lightning 2.6 loads into a name that it does not have
+            if isinstance(callback, SpikeDetection):  # lightning 2.6 restores into an attribute that does not exist
                 callback.running = callback.running_mean  # type: ignore[attr-defined]
             with fitting(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
                 callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
@@ -243,7 +243,7 @@ def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torc
 
 
 def announce_resumed_epoch(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Announce an epoch that is resumed in the middle to callbacks that prepare each epoch: Lightning does not."""
+    """Call `on_train_epoch_start` for an epoch that is resumed in the middle. Lightning does not."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
             callback.on_train_epoch_start(trainer, module)
@@ -307,5 +307,5 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
             first = getattr(layer["data"], name)
             live = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)
             if live is not None and torch.equal(first, live):
-                # After Lightning has reset weights to them, it trains on their storage, so training changes them too.
+                # After a reset to these values, copy and parameter share storage, so training changes the copy too.
                 first.data = live.data

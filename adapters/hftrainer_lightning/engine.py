@@ -51,7 +51,7 @@ class LightningEngine:
 
     Attributes:
         plan: the training arguments, translated for Lightning; `take` updates it.
-        ignored_changes: argument → its first value, for changes that came too late; a warning has named them.
+        ignored_changes: argument → the value that stays in effect, for changes that were ignored with a warning.
         scaler: the loss scaler with float16, else None.
         trainer: the `lightning.Trainer` of the last run, or None.
         module: the `LightningModule` of the last run, or None.
@@ -146,7 +146,7 @@ class LightningEngine:
             trainer.loggers = loggers
             module.detach()
             release_callbacks(self.callbacks)
-            # StochasticWeightAveraging leaves its own rate, with which the next run would begin.
+            # StochasticWeightAveraging leaves its own initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = rate
 
@@ -188,7 +188,7 @@ class LightningEngine:
         return contextlib.nullcontext() if block is None else block()
 
     def evaluate(self, evaluation: EvaluationPass, model: torch.nn.Module, stage: Stage = "validate") -> None:
-        """Drive a pass over an evaluation or test set, alone or within `fit`.
+        """Run an evaluation, test or prediction pass, alone or within `fit`.
 
         Args:
             evaluation: the evaluation pass.
@@ -206,7 +206,8 @@ class LightningEngine:
             return
         outer = self.trainer, self.module, self.evaluating
         with around_lightning():
-            if self.trainer is None or self.evaluating:  # compute_metrics may start another evaluation
+            # compute_metrics may start a nested evaluation, which needs a second trainer.
+            if self.trainer is None or self.evaluating:
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
                 callback
@@ -255,8 +256,8 @@ class LightningEngine:
         Weights that callbacks want saved instead of the model's are in the model during the block.
 
         Yields:
-            Such weights if their names differ from the model's, else None; and the state to save for a run that resumes
-            from the checkpoint, empty when there is none. A nested block yields the same as the outer one.
+            Such weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,
+            which may be empty. A nested block yields the values of the outer one.
         """
         if self._saving is not None or not self.fitting:
             yield self._saving or (None, {})
@@ -302,12 +303,13 @@ class LightningEngine:
 
     @property
     def stops(self) -> bool:
-        """Whether Lightning's trainer is to stop, as a callback may have requested."""
+        """Lightning's `should_stop`, which a callback may have set; False outside of `fit`."""
         return self.trainer is not None and self.fitting and self.trainer.should_stop
 
     @stops.setter
     def stops(self, stops: bool) -> None:
-        if self.trainer is not None and self.fitting:  # not when the resumed run was already complete
+        # Outside of `fit` (a resumed run was already complete) there is nothing to stop.
+        if self.trainer is not None and self.fitting:
             self.trainer.should_stop = stops
 
     def accumulation_at(self, epoch: int, now: int | None = None) -> int:
@@ -348,7 +350,7 @@ class LightningEngine:
             loss.backward(**kwargs)
 
     def _found_loggers(self) -> list[Logger]:
-        """The loggers, or a substitute where Lightning's callbacks would refuse to run without one."""
+        """The loggers, or a fallback, since some Lightning callbacks refuse to run without a logger."""
         return self._loggers() or ([self._values] if self.callbacks else [])
 
     def _build_trainer(
@@ -382,7 +384,7 @@ class LightningEngine:
 
 
 class _EvaluationBatches:
-    """An iterable that Lightning leaves as it is: it would rebuild a `DataLoader` with other samplers.
+    """The batches of an evaluation. Not a `DataLoader`, which Lightning would rebuild with other samplers.
 
     The iterator is made when the first batch is requested. Lightning calls `iter()` once more, to check that it can,
     and a `DataLoader` draws from torch's generator each time.
@@ -392,7 +394,7 @@ class _EvaluationBatches:
         limited: whether only a fraction of them is used, which needs a length, even an estimated one.
     """
 
-    #: Where prediction writers look for the indices of the samples in each batch.
+    #: Prediction writers read the sample indices of each batch from this attribute.
     batch_sampler: loops.SeenBatches | None = None
 
     def __init__(self, evaluation: EvaluationPass, *, limited: bool) -> None:
@@ -410,5 +412,5 @@ class _EvaluationBatches:
 
     def __len__(self) -> int:
         if not (self._limited or self.evaluation.has_exact_length):
-            raise TypeError("the length is an estimate, and Lightning would stop there")
+            raise TypeError("the length is an estimate, at which Lightning would stop")
         return len(self.evaluation)

@@ -1,4 +1,4 @@
-"""Starting the other processes of a run, and the ranks as Lightning sees them."""
+"""Starts the other processes of a run, and gives Lightning the ranks."""
 
 from __future__ import annotations
 
@@ -82,11 +82,11 @@ class LaunchedEnvironment(ClusterEnvironment):
 
 
 def start_other_processes(rank_info: RankInfo, timeout: float) -> None:
-    """Start the script once more for each further device, when it uses several without a launcher.
+    """Start the script once for each further device, if there is no launcher.
 
-    No process is left running: the others end with this one, and this one ends with the first of them that fails, also
-    if its own script has ended; its exit status is then not 0.
-    Afterwards the environment variables hold this process's ranks, as they do in the others.
+    All processes end together: the others exit with this one, and this one exits with a nonzero status when another
+    fails, even after its own script has finished. Afterwards the environment variables hold the ranks of this process,
+    as in the others.
 
     Args:
         rank_info: the ranks of this process.
@@ -128,7 +128,7 @@ def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> Non
 
 
 def _exit_with_parent(starter: int) -> None:
-    """End this process when the one that started it ends, for any reason. Starts one thread per process."""
+    """Exit when the process that started this one has ended. Starts at most one thread."""
     if any(thread.name == _exit_with_parent.__name__ for thread in threading.enumerate()):
         return
 

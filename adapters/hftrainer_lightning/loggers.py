@@ -45,7 +45,7 @@ class TrainStepLogger(WandbLogger):
 
 
 class _LateWriter:
-    """A placeholder until something is written: Lightning asks for a writer before training begins.
+    """Creates the writer at its first use. Lightning asks for a writer before training begins.
 
     Args:
         make: makes the writer.
@@ -67,7 +67,7 @@ class WriterLogger(TensorBoardLogger):
     Lightning's scalar for its table of hyperparameters is left out.
 
     Args:
-        writer: returns the writer; with `make=False` None if there is none yet.
+        writer: returns the writer; with `make=False`, None if it has not been created yet.
         folder: where it writes.
     """
 

@@ -116,7 +116,7 @@ class TrainerModule(WithoutBatchTransfer):
             callbacks.restore_state(self.trainer, self, self._resumed_from)
 
     def on_fit_start(self) -> None:
-        """Load the optimizer's state, once callbacks have given it the parameter groups that it had."""
+        """Load the optimizer's state, after callbacks have restored its parameter groups."""
         assert self._optimizer is not None
         if self._resumed_from is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.hooks.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a schedule by which a callback has replaced the run's; the run steps its own itself."""
+        """Step a scheduler that a callback has put in place of the run's. The run steps its own scheduler."""
         if scheduler is not self._scheduler:
             super().lr_scheduler_step(scheduler, metric)
 
@@ -169,12 +169,12 @@ class TrainerModule(WithoutBatchTransfer):
         """Nothing: the run clears the gradients right after the step, not before the next."""
 
     def backward(self, loss: torch.Tensor, *args: Any, learning_rate: float | None = None, **kwargs: Any) -> None:
-        """Run backward, which for LOMO is the optimizer step as well.
+        """Run backward; for LOMO this includes the optimizer step.
 
         Args:
             loss: the loss.
             args: for `loss.backward`.
-            learning_rate: for that optimizer step; default the scheduler's.
+            learning_rate: learning rate of that optimizer step; by default the scheduler's.
             kwargs: for `loss.backward`.
         """
         loss = loss / self.hooks.backward_divisor if self.hooks.backward_divisor > 1 else loss
@@ -193,7 +193,7 @@ class TrainerModule(WithoutBatchTransfer):
             checkpoint["hftrainer"] = self.own_state()
 
     def on_train_start(self) -> None:
-        """Begin the run. When it resumes within an epoch, Lightning does not announce that epoch, so this does."""
+        """Begin the run. Announce an epoch that is resumed in the middle, since Lightning does not."""
         if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
         self.hooks.begin()
@@ -268,13 +268,13 @@ class TrainerModule(WithoutBatchTransfer):
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
-        """Complete what callbacks have done to the model."""
+        """Recompute batch-norm statistics, if a callback has averaged the weights."""
         callbacks.update_batch_norm(self.trainer, self, self.hooks)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
     def attach_evaluation(self, evaluation: EvaluationPass | None, loop: Any) -> None:
-        """Connect the evaluation pass that one of Lightning's loops will drive, and that loop."""
+        """Connect an evaluation pass and the Lightning loop that runs it."""
         self.active_evaluation = evaluation, loop
 
     @property
@@ -285,19 +285,19 @@ class TrainerModule(WithoutBatchTransfer):
         return evaluation
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """One batch. The Trainer's `prediction_step` decides about gradients itself, and overrides may need them."""
+        """Evaluate one batch, with gradients enabled: overrides of `prediction_step` may need them."""
         with torch.enable_grad():
             self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """One batch, as in validation; returns the predictions, for Lightning's prediction writers."""
+        """Evaluate one batch, and return the predictions for Lightning's prediction writers."""
         with torch.enable_grad():
             return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Remember that the start of validation has been announced to callbacks."""
+        """Record that callbacks have been told of the start of validation."""
         self.is_validating = True
 
     def on_validation_epoch_end(self) -> None:

@@ -1,4 +1,4 @@
-"""Precision plugins: where autocast begins and ends."""
+"""Precision plugins, which limit autocast to the model's forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hftrainer_lightning.private_api.trainer import announce_gradients, has_list
 
 
 class PlainPrecision(Precision):
-    """Steps as in a plain loop: no context around them, and backward before the optimizer is called.
+    """A precision plugin that steps as a plain loop does: backward first, then the optimizer.
 
     Lightning nests two contexts around each step, and passes backward to the optimizer as a closure: the optimizer's
     step hooks would then see no gradients, and optimizers that ignore closures would not train.
@@ -41,7 +41,7 @@ class PlainPrecision(Precision):
         return tensor if self.scaler is None else self.scaler.scale(tensor)
 
     def post_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """Announce the end of the backward pass."""
+        """Call `on_after_backward`."""
         if has_listeners(module.trainer):
             return super().post_backward(tensor, module)
         module.on_after_backward()
@@ -50,7 +50,10 @@ class PlainPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run forward, backward and clipping, then the step; an optimizer fused into backward has stepped already."""
+        """Run forward, backward and clipping, then the step.
+
+        An optimizer that is fused into backward has already stepped.
+        """
         closure()
         if model.automatic_optimization:
             self.unscale(optimizer)
@@ -169,7 +172,7 @@ def _to_float32(output: Any) -> Any:
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
-    """The plugin for the plan's precision, with the scaler, which is kept as long as the Trainer."""
+    """The precision plugin for the plan. The scaler is the Trainer's, so it survives the run."""
     if plan.precision == "32-true":
         return FullPrecision()
     if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":

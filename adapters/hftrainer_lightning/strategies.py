@@ -88,7 +88,8 @@ class Replicas(KeepDeviceStrategy, DDPStrategy):
     """A replica of the model in each process.
 
     Args:
-        device: of this process. Lightning counts visible devices, but a launcher may show each process only its own.
+        device: the device of this process. Lightning would count visible devices, but a launcher may show each process
+            only one.
         settings: keywords of `DDPStrategy`.
     """
 
@@ -114,7 +115,7 @@ class Replicas(KeepDeviceStrategy, DDPStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
 
-        DDP's wrapper would give all processes the buffers of the first.
+        DDP's wrapper would broadcast the buffers of rank 0.
         """
         assert self.lightning_module is not None
         with self.precision_plugin.val_step_context():

@@ -1,1 +1,1 @@
-"""The work behind `TFTrainer`: tf.data's batches, Keras' optimizers, TensorFlow's models and files, all for torch."""
+"""Internals of `TFTrainer`: converts tf.data batches, Keras optimizers and TensorFlow weights to torch."""

@@ -1,4 +1,4 @@
-"""The `Trainer` behind a `TFTrainer`: asks it for everything that a TFTrainer documents."""
+"""The `Trainer` behind a `TFTrainer`, which calls the TFTrainer's documented methods."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TFEngine(Trainer):
     # ---- Data --------------------------------------------------------------------------------------------------
 
     def batches(self, pipeline: Any, count: int, **settings: Any) -> BatchLoader:
-        """The part of this process in a pipeline."""
+        """A loader of this rank's rows of a pipeline."""
         processes = self.accelerator.processes
         rank, number = processes.data_rank, processes.data_processes
         return BatchLoader(Batches(pipeline, count, rank=rank, processes=number, **settings))
@@ -61,7 +61,7 @@ class TFEngine(Trainer):
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Those of the TFTrainer, computed by torch."""
+        """Convert the TFTrainer's optimizer and schedule to torch."""
         self.host.create_optimizer_and_scheduler(num_training_steps)
         self.optimizer, self.lr_scheduler = optimizers.to_torch(
             self.host.optimizer, self.host.lr_scheduler, self.model, parameter_names(self.model)
@@ -82,7 +82,7 @@ class TFEngine(Trainer):
         )
 
     def _resume_within_epoch(self, folder: str) -> None:
-        """Continue the sum of the losses of a checkpoint, unless an epoch ends there."""
+        """Restore the loss sum of a checkpoint, for use unless an epoch ends there."""
         path = os.path.join(folder, _EPOCH_LOSS)
         if not os.path.isfile(path):
             return
@@ -105,11 +105,11 @@ class TFEngine(Trainer):
         """The loss of the TFTrainer's `training_step`."""
         loss = self.host._trained(inputs["features"], inputs["labels"], inputs["instances"])
         self.epoch_loss = self.epoch_loss + loss.detach()
-        # The processes' losses are parts of a sum, and their gradients are averaged.
+        # Each rank has a part of the loss, but gradients are averaged: multiply by the number of ranks.
         return loss * self.accelerator.processes.data_processes
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """A TFTrainer clips with accumulation only, and each value by itself."""
+        """Clip each gradient value, and only with accumulation, as TFTrainer did."""
         if self.args.gradient_accumulation_steps > 1:
             torch.nn.utils.clip_grad_value_(model.parameters(), self.args.max_grad_norm)
         return torch.zeros(())
@@ -117,11 +117,11 @@ class TFEngine(Trainer):
     # ---- Evaluation --------------------------------------------------------------------------------------------
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
-        """The logits of the TFTrainer's `prediction_step`, for the rows that this process answers for."""
+        """The logits of the TFTrainer's `prediction_step`, for the rows of this rank."""
         inputs = self._prepare_inputs(inputs)
         processes = self.accelerator.processes
         shared = inputs["whole"] and processes.data_processes > 1
-        # Each process computes the loss of all rows, and they are summed.
+        # All ranks compute the same rows and their losses are summed: divide by the number of ranks.
         instances = inputs["instances"] * (processes.data_processes if shared else 1)
         with torch.no_grad():
             logits = self.host.prediction_step(inputs["features"], inputs["labels"], instances)
@@ -140,7 +140,7 @@ class TFEngine(Trainer):
     # ---- Logs and files ----------------------------------------------------------------------------------------
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """A TFTrainer evaluates before it logs."""
+        """Evaluate before logging, as TFTrainer did."""
         control = self.control
         if control.should_evaluate and control.should_log:
             saves, control.should_log, control.should_save = control.should_save, False, False
@@ -153,7 +153,7 @@ class TFEngine(Trainer):
         self.host.epoch_logging = self.state.global_step / self.host.steps_per_epoch
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """A log line of training, by the TFTrainer's `log`: the mean loss since the epoch began, and the next rate."""
+        """Log the mean loss of the epoch so far and the next learning rate, through the TFTrainer's `log`."""
         if "loss" not in logs:
             return
         self._note_step()

@@ -28,14 +28,14 @@ _NAMES = {
     "moving_mean": "running_mean",
     "moving_variance": "running_var",
 }
-#: Axes of a Keras kernel in torch's order, by their number: dense, and convolutions over one and two dimensions.
+#: Number of axes of a Keras kernel → their order in torch: dense, 1-D and 2-D convolution.
 _AXES = {2: (1, 0), 3: (2, 1, 0), 4: (3, 2, 0, 1)}
 _DEPTHWISE_AXES = (2, 3, 0, 1)
 
 
 def torch_name(name: str) -> tuple[str, str]:
     """The torch name of a weight of TensorFlow's, and Keras' name of its last part."""
-    # `_._` is a dot, in `x___y` only y counts, and the first part is the model itself if there are others.
+    # `_._` stands for a dot and `x___y` for y. The first of several parts is the model.
     parts = [part.rpartition("___")[2] for part in name.removesuffix(":0").replace("_._", "/").split("/") if part]
     *path, last = parts[1:] or parts
     return ".".join([*path, _NAMES.get(last, last)]), last
@@ -60,7 +60,8 @@ def weights_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with h5py.File(path) as file:
         for layer in file.attrs["layer_names"]:
             held = file[layer]
-            if isinstance(held, h5py.Dataset):  # in shards, each weight is by itself, without the model's name
+            # Sharded files hold each weight directly, without the model's name.
+            if isinstance(held, h5py.Dataset):
                 yield f"model/{_text(layer)}", torch.from_numpy(held[()])
                 continue
             for name in held.attrs["weight_names"]:
@@ -81,7 +82,7 @@ def files_in(folder: str) -> list[str]:
 
 
 def load_weights(model: nn.Module, paths: list[str]) -> None:
-    """Load what the model has of the weights in files; say what is missing, and what is left over.
+    """Load the weights that the model has. Logs missing and unused weights.
 
     Args:
         model: a torch model of transformers.
@@ -180,7 +181,7 @@ def _made(base: Any, name: str) -> type:
 
 
 def _folder_of_tensorflow(name_or_path: str, kwargs: dict[str, Any]) -> str | None:
-    """The folder with a model's TensorFlow weights, if it has no others; of a model on the Hub, the downloaded one."""
+    """The local or downloaded folder with a model's TensorFlow weights; None unless these are its only weights."""
     if os.path.isdir(name_or_path):
         folder = os.path.join(name_or_path, kwargs.get("subfolder", ""))
         of_torch = any(file.endswith((".safetensors", ".bin")) for file in os.listdir(folder))

@@ -1,4 +1,4 @@
-"""The torch model that a `TFTrainer` trains: a torch module, Keras 3 on torch, or the twin of a TensorFlow model."""
+"""The torch model that a `TFTrainer` trains, also in place of a TensorFlow model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _twin(model: Any) -> nn.Module:
 
 
 def give_back(trained: nn.Module, given: Any) -> None:
-    """Write the weights that were trained into the TensorFlow model that the script has."""
+    """Copy the trained weights into the script's TensorFlow model."""
     if given is not trained:
         state = {name: value.detach().cpu() for name, value in trained.state_dict().items()}
         importlib.import_module("transformers").load_pytorch_weights_in_tf2_model(given, state, allow_missing_keys=True)
@@ -71,7 +71,7 @@ def parameter_names(model: Any) -> dict[int, str]:
 
 
 def loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
-    """The sum of the model's loss over what it is a mean of, and its outputs.
+    """The loss summed over its terms, and the model's outputs.
 
     Raises:
         InvalidArgument: for a Keras model that is not compiled with a loss.
@@ -95,7 +95,7 @@ def _of_keras(model: Any, features: Any, labels: Any, training: bool) -> tuple[t
 
 
 def _terms(model: nn.Module, labels: Any) -> int:
-    """How many terms the model's loss is the mean of."""
+    """Number of terms that the model's loss averages."""
     if isinstance(labels, Mapping):
         return number_of_rows(labels)
     if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):

@@ -91,7 +91,7 @@ class KerasSGD(torch.optim.Optimizer):
 
 
 class KerasSchedule(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule of Keras, or any function of the number of optimizer steps that are done that gives the rate."""
+    """A Keras schedule, or any function from completed optimizer steps to the learning rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, schedule: Callable[[int], Any]) -> None:
         self.schedule = schedule
@@ -102,7 +102,7 @@ class KerasSchedule(torch.optim.lr_scheduler.LRScheduler):
         return [float(self.schedule(self.last_epoch))] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position; the schedule itself is made anew by each run."""
+        """The position only. Each run creates the schedule."""
         return {name: value for name, value in super().state_dict().items() if name != "schedule"}
 
 
@@ -126,7 +126,8 @@ def to_torch(
     if schedule is None and not isinstance(optimizer, torch.optim.Optimizer):
         schedule = _own_rate(optimizer)
     made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, model, names)
-    if schedule is None:  # torch's optimizer, whose rate stays
+    # A torch optimizer without a schedule keeps its learning rate.
+    if schedule is None:
         schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)
     if not isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
         schedule = KerasSchedule(made, schedule)
@@ -134,7 +135,7 @@ def to_torch(
 
 
 def _own_rate(optimizer: Any) -> Any:
-    """The schedule or rate in an optimizer: Keras shows a schedule's current value only, except in these places."""
+    """The learning rate or schedule of a Keras optimizer, whose public attributes show only the current value."""
     rate: Any = getattr(optimizer, "_learning_rate", None)
     if rate is None:
         rate = getattr(optimizer, "_hyper", {}).get("learning_rate", getattr(optimizer, "learning_rate", None))

@@ -19,7 +19,7 @@ from hftrainer.trainer_pt_utils import nested_apply
 logger = logging.getLogger(__name__)
 
 INFINITE, UNKNOWN = -1, -2
-#: Columns that hold the labels of a row: the first of these, or all of the last two together.
+#: Label columns: the first that exists, or else both columns of `_SPANS`.
 _LABELS = ("labels", "label")
 _SPANS = ("start_positions", "end_positions")
 
@@ -27,7 +27,7 @@ _SPANS = ("start_positions", "end_positions")
 class RowDataset:
     """A dataset of `datasets` or torch, with the methods of `tf.data.Dataset` that `TFTrainer` calls.
 
-    Each call makes a new one, as there. Each iteration over a shuffled one has another order.
+    Each method returns a new dataset, as in tf.data. Each iteration over a shuffled dataset has a new order.
 
     Args:
         rows: dicts with 'label' or 'labels' (or 'start_positions' and 'end_positions'), or pairs
@@ -56,7 +56,7 @@ class RowDataset:
         return self._with(repeats=True)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
-        """In another order for each pass; all rows are shuffled, whatever the buffer's size."""
+        """Shuffle all rows in each pass; `buffer_size` is ignored."""
         return self._with(seed=0 if seed is None else seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> RowDataset:
@@ -120,7 +120,8 @@ def _stacked(values: list[Any]) -> Any:
     if isinstance(values[0], Mapping):
         return {name: _stacked([value[name] for value in values]) for name in values[0]}
     arrays = [np.asarray(value) for value in values]
-    if arrays[0].dtype == np.float64 and not hasattr(values[0], "dtype"):  # Python's numbers, as torch takes them
+    # Python floats become float32, as in torch.
+    if arrays[0].dtype == np.float64 and not hasattr(values[0], "dtype"):
         arrays = [array.astype(np.float32) for array in arrays]
     if len({array.shape for array in arrays}) > 1:
         shapes = ", ".join(sorted({str(array.shape) for array in arrays}))
@@ -138,13 +139,13 @@ def as_pipeline(dataset: Any) -> Any:
         return dataset
     if not isinstance(dataset, Iterable) and not hasattr(dataset, "__getitem__"):
         raise InvalidArgument(
-            f"{type(dataset).__name__} is no dataset: TFTrainer takes a tf.data.Dataset, or one of datasets or torch."
+            f"{type(dataset).__name__} is not a dataset: pass a tf.data.Dataset, or a dataset of datasets or torch."
         )
     return RowDataset(dataset)
 
 
 def count_rows(dataset: Any, *, may_be_infinite: bool = False) -> int:
-    """Rows of a pipeline, counted by reading it once if it does not say.
+    """The number of rows. Reads the pipeline once if its length is unknown.
 
     Returns:
         The number, or `INFINITE`.
@@ -154,9 +155,7 @@ def count_rows(dataset: Any, *, may_be_infinite: bool = False) -> int:
     """
     count = int(dataset.cardinality())
     if count == INFINITE and not may_be_infinite:
-        raise InvalidArgument(
-            "The dataset is infinite: dataset.take(n) says how much of it to use; for training, max_steps does too."
-        )
+        raise InvalidArgument("The dataset is infinite: use dataset.take(n), or for training set max_steps.")
     if count == UNKNOWN:
         count = sum(1 for _ in arrays(dataset))
         logger.info("The dataset does not say how long it is: %d examples were counted.", count)
@@ -199,10 +198,10 @@ def number_of_rows(values: Any) -> int:
 
 @dataclass(eq=False)
 class Batches(IterableDataset[Any]):
-    """The part of one process in the batches of a pipeline, in micro-batches.
+    """The micro-batches of one rank, from the batches of a pipeline.
 
     Each is a dict: `features` and `labels` as tensors, `instances`: the labels of the whole batch that are not -100,
-    and `whole`: whether all processes get the same rows, since the rows cannot be shared out evenly.
+    and `whole`: whether all ranks get all rows, because the rows cannot be divided.
 
     Args:
         pipeline: yields batches of pairs.
@@ -210,7 +209,7 @@ class Batches(IterableDataset[Any]):
         rank: the rank of this process.
         processes: how many share each batch.
         micro_batches: parts of a process's rows, for accumulation.
-        trains: refuse batches that cannot be divided, rather than giving them to all processes.
+        trains: raise for batches with too few rows, instead of giving all rows to all ranks.
     """
 
     pipeline: Any
@@ -228,7 +227,8 @@ class Batches(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for _ in range(self._begun, self.epoch):
-            iter(self.pipeline)  # tf.data shuffles anew for each iterator: those of earlier epochs, when a run resumes
+            # tf.data reshuffles for each iterator, so a resumed run first creates those of earlier epochs.
+            iter(self.pipeline)
         self._begun = self.epoch + 1
         for batch in itertools.islice(arrays(self.pipeline), self.count):
             features, labels = as_pair(batch)
@@ -258,7 +258,7 @@ class Batches(IterableDataset[Any]):
 
 
 def share_of(outputs: Any, rank: int, processes: int) -> Any:
-    """The rows of outputs for a whole batch that one process answers for; the last row again where there are none left.
+    """The rows of one rank from the outputs of a whole batch, padded with the last row.
 
     Args:
         outputs: tensors of shape `(rows, ...)` in nested containers.
@@ -274,11 +274,11 @@ def share_of(outputs: Any, rank: int, processes: int) -> Any:
 
 
 class BatchLoader(DataLoader[Any]):
-    """A loader of `Batches`, which are told the epoch."""
+    """A loader that passes the epoch to its `Batches`."""
 
     def __init__(self, batches: Batches) -> None:
         super().__init__(batches, batch_size=None)
 
     def set_epoch(self, epoch: int) -> None:
-        """The pass that the next iteration is."""
+        """Set the epoch of the next iteration."""
         self.dataset.epoch = epoch  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """`TFTrainer` of transformers 4.0 to 4.36, with a torch model as its engine.
 
-tf.data and its order of samples stay TensorFlow's, as does `tf.summary`. The model, the optimizer and the step are
-torch's. TensorFlow is not imported here: scripts do, and its objects are recognized by their methods.
+TensorFlow provides tf.data, its order of samples, and `tf.summary`. torch provides the model, the optimizer and the
+step. Only scripts import TensorFlow; we recognize its objects by their methods.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ class TFTrainer:
         eval_dataset: likewise.
         compute_metrics: `EvalPrediction` → dict of metrics.
         tb_writer: a `tf.summary` writer that gets each log line, besides the trackers of `args.report_to`.
-        optimizers: an optimizer and a schedule, or (None, None). Adam, AdamW and SGD of Keras are read by their
-            `get_config()`, and the schedule is called with the number of optimizer steps that are done; those of
-            `create_optimizer`, or of torch.
+        optimizers: an optimizer and a schedule, or (None, None). They come from `create_optimizer`, from torch, or from
+            Keras (Adam, AdamW, SGD). A schedule is called with the number of completed optimizer steps.
 
     Attributes:
         global_step: optimizer steps done.
@@ -90,7 +89,8 @@ class TFTrainer:
             self.setup_wandb()
         if "comet_ml" in reports:
             self.setup_comet()
-        if "tensorflow" in sys.modules:  # the order of the samples depends on it
+        # tf.data's order of samples depends on this seed.
+        if "tensorflow" in sys.modules:
             sys.modules["tensorflow"].random.set_seed(args.seed)
 
     def _refuse_overrides(self) -> None:
@@ -104,20 +104,21 @@ class TFTrainer:
     # ---- Data --------------------------------------------------------------------------------------------------
 
     def get_train_tfdataset(self) -> Any:
-        """The batches of training, `total_train_batch_size` rows each, without an end. Override it for your own."""
+        """Endless training batches of `total_train_batch_size` rows. Override it to build your own."""
         if self.train_dataset is None:
             raise InvalidArgument("Training needs a train_dataset: pass one to TFTrainer.")
         args, dataset = self.args, self._pipeline(self.train_dataset)
         self.total_train_batch_size = args.train_batch_size * args.gradient_accumulation_steps
         count = pipelines.count_rows(dataset, may_be_infinite=args.max_steps > 0)
-        if count == pipelines.INFINITE:  # nothing can be shuffled as a whole: it comes as it is
+        # An infinite dataset cannot be shuffled as a whole.
+        if count == pipelines.INFINITE:
             self.num_train_examples = args.max_steps * self.total_train_batch_size
             return dataset.batch(self.total_train_batch_size)
         self.num_train_examples = count
         return dataset.repeat().shuffle(count, seed=args.seed).batch(self.total_train_batch_size)
 
     def get_eval_tfdataset(self, eval_dataset: Any = None) -> tuple[Any, int, int]:
-        """The batches of an evaluation, their number, and that of their samples. Each sample is there once."""
+        """The evaluation batches, their number, and the number of samples. Each sample occurs once."""
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to TFTrainer, or to evaluate().")
@@ -132,13 +133,14 @@ class TFTrainer:
         count = pipelines.count_rows(pipeline)
         if drop_last and count < size:
             raise InvalidArgument(
-                f"dataloader_drop_last leaves nothing of the {count} samples of the evaluation, in batches of {size}."
+                f"dataloader_drop_last=True drops all {count} evaluation samples, since a batch has {size}: set it "
+                "to False."
             )
         steps = count // size if drop_last else math.ceil(count / size)
         return pipeline.batch(size, drop_remainder=drop_last), steps, min(count, steps * size)
 
     def _pipeline(self, dataset: Any) -> Any:
-        """A `tf.data.Dataset` as it is; other datasets without the columns that the model does not take."""
+        """The dataset as a pipeline, without the unused columns of a `datasets` dataset."""
         if peers.is_any_dataset(dataset):
             dataset = self._engine._remove_unused_columns(dataset)
         return pipelines.as_pipeline(dataset)
@@ -263,7 +265,8 @@ class TFTrainer:
         self._eval_loss = torch.zeros((), device=self.args.device)
         output = engine.evaluation_loop(engine.batches(dataset, steps), description, prediction_loss_only)
         self._past = None
-        kept = engine.accelerator.processes.first_rows  # a last batch that cannot be shared out is filled up
+        # The last batch is padded if it cannot be divided among ranks.
+        kept = engine.accelerator.processes.first_rows
         predictions, label_ids = (
             None if each is None else kept(each, num_examples) for each in (output.predictions, output.label_ids)
         )
@@ -305,7 +308,7 @@ class TFTrainer:
         self._engine.log_line(logs)
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model, so that `from_pretrained` loads it; a TensorFlow model's files and Keras' `model.keras` too.
+        """Save the model for `from_pretrained`, and also as TensorFlow files or as Keras' `model.keras`.
 
         Args:
             output_dir: the folder; default `args.output_dir`.

@@ -13,7 +13,7 @@ from hftrainer.parallel.environment import RankInfo
 
 
 def device() -> torch.device:
-    """The XLA device of this process; does not initialize it, since SPMD could then no longer be enabled."""
+    """The XLA device of this process. Does not initialize it, since SPMD must be enabled before."""
     load()
     return torch.device("xla", 0)
 
@@ -22,7 +22,7 @@ def load() -> Any:
     """Import torch_xla, which registers the device type in torch.
 
     Raises:
-        MissingPackage: if this torch cannot load it: it refers to symbols of the torch that it was built with.
+        MissingPackage: if torch_xla was built for another release of torch.
     """
     try:
         import torch_xla

@@ -27,7 +27,7 @@ class Accelerator(XLAAccelerator):
 
     @staticmethod
     def is_available() -> bool:  # type: ignore[override]
-        """True: otherwise the plan would name another device."""
+        """True: the plan names XLA only if it is available."""
         return True
 
     @staticmethod
@@ -46,7 +46,7 @@ class Accelerator(XLAAccelerator):
         return [torch.device("xla", index) for index in range(int(devices))]
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """The device's memory statistics, which TPUs have and torch_xla's CPU has not."""
+        """The device's memory statistics; empty on torch_xla's CPU, which has none."""
         import torch_xla.core.xla_model as xm
 
         try:
@@ -113,7 +113,7 @@ class _CpuCheckpointIO(XLACheckpointIO):
 
 
 class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
-    """Shared by one device and several: model and optimizer are on their devices before Lightning begins."""
+    """Base of the XLA strategies: model and optimizer are on their devices before Lightning starts."""
 
     def setup(self, trainer: Any) -> None:
         """Set up all but the model, which the Trainer moved before it made the optimizer."""
@@ -220,7 +220,10 @@ class XLAFSDPStrategy(XlaReplicas):
 
 
 def build(plan: LightningPlan, *, shards: bool) -> Strategy:
-    """The strategy. Replicas' gradients are averaged once a step, without DDP; those of shards in the backward pass."""
+    """Build the strategy.
+
+    Gradients of replicas are averaged once per step, without DDP; those of shards, in the backward pass.
+    """
     mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if mixed else XLAFullPrecision()
     if shards:

@@ -107,7 +107,7 @@ def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
 
 
 def whole_model_state(model: Any) -> dict[str, Any]:
-    """Gather the whole weights by name, in CPU memory; a collective call, whose result only rank 0 gets."""
+    """Gather the full weights by name in CPU memory. All ranks must call it; only rank 0 gets them."""
     from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 
     part = xla.to_host(model.state_dict())
@@ -118,14 +118,15 @@ def whole_model_state(model: Any) -> dict[str, Any]:
     if parts is None:
         return {}
     whole = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
-    return {name: value.clone() for name, value in whole.items()}  # without the padding of the shards
+    # Clone the values, to drop the padding of the shards.
+    return {name: value.clone() for name, value in whole.items()}
 
 
 # ---- One process for all devices ------------------------------------------------------------------------------------
 
 
 def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> None:
-    """Shard parameters, inputs and outputs over the devices; the compiler does the rest.
+    """Mark parameters, inputs and outputs as sharded over the devices; XLA's compiler shards the computation.
 
     torch_xla's wrapper annotates a module in its constructor. The wrapper is then dropped, so that the names of the
     weights do not change; hooks do the work of its `forward`.

@@ -54,7 +54,7 @@ class XlaStrategy(ReplicasStrategy):
     def end_batch(self) -> None:
         """Compile and run the recorded operations, without waiting for them.
 
-        XLA records operations, and compiles as one graph those recorded between two calls: this ends a step.
+        XLA compiles all operations between two calls as one graph, so call this once per step.
         """
         devices.load().sync()
 
@@ -64,7 +64,7 @@ class XlaStrategy(ReplicasStrategy):
 
 
 class XlaSpmdStrategy(XlaStrategy):
-    """One process drives all devices, which shard the model's tensors; the compiler does the rest."""
+    """One process drives all devices, over which the model's tensors are sharded (SPMD)."""
 
     argument = "fsdp"
     card = "FSDP"
@@ -111,7 +111,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
-        """Their names in the sharded model; flattened parameters always have weight decay."""
+        """The names of parameters with weight decay in the sharded model; includes all flattened parameters."""
         if not sharding.is_sharded(model):
             return None
         parameters = [name for name, _ in model.named_parameters()]
@@ -129,7 +129,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         return norm
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
-        """A block whose backward passes leave gradients local."""
+        """A context in which backward passes do not reduce gradients."""
         return None if self._prepared is None else self._prepared.no_sync()
 
     def release(self) -> None:
@@ -183,7 +183,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """Read the part of this process in a checkpoint.
 
         Raises:
-            CheckpointNotFound: when there is none for this rank and number of processes.
+            CheckpointNotFound: if the checkpoint has no part for this rank and world size.
         """
         path = os.path.join(folder, self._part_name(kind))
         if not os.path.isfile(path):

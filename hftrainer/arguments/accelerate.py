@@ -1,8 +1,8 @@
 """What accelerate's launchers set, and its global states, which we keep equal to this run.
 
 accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) read `PartialState` and `AcceleratorState`.
-Without them they raise or do nothing. We fill them in ourselves: accelerate would set a launcher's environment
-variables and the number of threads, and choose devices and processes a second time.
+Without these states, accelerate's helpers raise or do nothing. We fill them in directly: accelerate's own setup would
+change environment variables and thread counts, and detect device and ranks again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def _library() -> Any:
         return importlib.import_module("accelerate.state")
     except ImportError as error:
         warnings.warn(
-            f"accelerate cannot be imported ({error}): its states and loggers do not know this run.", stacklevel=2
+            f"accelerate cannot be imported ({error}), so its state and loggers are not set up for this run.",
+            stacklevel=2,
         )
         return None
 

@@ -26,7 +26,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a number of micro-batches, at least 1"),
     "dict[str, Any] | None": ((Mapping, type(None)), "a dict"),
 }
-#: Affects how the arguments are made, not the run: this key is not serialized.
+#: True only in a script that set up accelerate's state itself, so it is not serialized.
 OF_CONSTRUCTION = "use_configured_state"
 
 
@@ -42,7 +42,7 @@ class AcceleratorConfig:
         dispatch_batches: only the main process reads the data and sends it to the others; None does so for streams.
         even_batches: fill the last round of batches with samples from the beginning of the epoch.
         use_seedable_sampler: random orders depend on the seed and the epoch only.
-        non_blocking: batches move to the device while it computes; needs page-locked memory.
+        non_blocking: copy batches to the device while it computes; needs pinned memory.
         gradient_accumulation_kwargs: 'num_steps' (micro-batches per optimizer step) and 'sync_each_batch' (average the
             gradients of the processes after each micro-batch); 'adjust_scheduler' and 'sync_with_dataloader' are for
             loops in which accelerate accumulates, and have no effect in a Trainer.

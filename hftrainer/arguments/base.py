@@ -1,6 +1,6 @@
 """`BaseArguments`: the fields of `TrainingArguments`, and the values that follow from them alone.
 
-Functions that take arguments take these; a script passes our `TrainingArguments` or transformers'.
+Our functions accept this type. Scripts pass our `TrainingArguments` or those of transformers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class BaseArguments(OldArguments):
         kind = devices.detect_device_type()
         if kind in ("cpu", "mps"):
             return torch.device(kind)
-        if kind == "tpu":  # torch_tpu gives each process one, as the first
+        # torch_tpu shows each process its own TPU as index 0.
+        if kind == "tpu":
             return torch.device(kind, 0)
         return torch.device(kind, self._rank_info.device_index(devices.device_count(kind)))
 
@@ -182,7 +183,7 @@ class BaseArguments(OldArguments):
     # ---- Serialization -----------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, enumerations and dtypes too; tokens are replaced by their name.
+        """The fields as plain values. Enumerations and dtypes become strings; tokens become placeholders.
 
         Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
         without a JSON form, in a subclass's fields, are kept as they are.

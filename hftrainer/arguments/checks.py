@@ -22,7 +22,7 @@ from hftrainer.plugins import load
 
 #: Devices that are not supported → why.
 _UNSUPPORTED_DEVICES = {
-    "hpu": "Gaudi needs replaced torch operators and graph marks in the loop; optimum-habana has both",
+    "hpu": "Gaudi needs replaced torch operators and mark_step calls in the loop; use optimum-habana",
     "sdaa": "the Trainer of transformers does not use it either",
     "neuron": "it compiles whole graphs, which the loop does not support; use optimum-neuron",
 }
@@ -43,7 +43,7 @@ BACKENDS = {
 
 
 def check_device(resolved: ResolvedArguments) -> Iterator[str]:
-    """A sentence for each setting that the device does not support."""
+    """Yields an error for each setting that the device does not support."""
     args, kind, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
     if legacy.value(args, "use_mps_device") and kind != "mps":
@@ -59,7 +59,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     if kind == "mps":
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
     elif kind in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
-        yield f"Models can be sharded and split on CUDA and CPU only, and this device is {kind}: leave out fsdp."
+        yield f"Sharding needs CUDA or the CPU, and this device is {kind}: remove fsdp and parallelism_config."
     if resolved.precision in TRUE_TYPES and (is_model_sharded or kind == "xla"):
         yield (
             f"lightning_config['precision']={resolved.precision!r} is for a whole model on a CPU or GPU: load the "
@@ -115,11 +115,11 @@ def _check_backend(given: str, kind: str, several: bool) -> str | None:
 
 
 def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
-    """A sentence for each setting that TPUs do not support."""
+    """Yields an error for each setting that TPUs do not support."""
     args, kind, rank_info = resolved.args, resolved.device.type, resolved.rank_info
     cores = legacy.value(args, "tpu_num_cores") or None
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
-        reason = "there is none: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
+        reason = "no TPU was found: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
     if kind not in ("xla", "tpu"):
         return
@@ -140,7 +140,7 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
             "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
         )
     if args.fp16 or args.fp16_full_eval:
-        yield "fp16: TPUs compute in bfloat16, which needs no scaled losses: use bf16."
+        yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
     if args.torch_compile and kind == "xla":
         yield "torch_compile=True: XLA already compiles the whole step; leave it out."
     elif args.torch_compile and args.torch_compile_backend == "inductor":
@@ -154,7 +154,7 @@ _NEEDS_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
 
 
 def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Iterator[str]:
-    """A sentence for each setting that FSDP does not support.
+    """Yields an error for each setting that FSDP does not support.
 
     Args:
         resolved: the arguments.
@@ -173,7 +173,8 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
         yield f"{asked} on a TPU uses torch_xla: give fsdp_config={{'xla': True}} too."
     elif world_size == 1 and resolved.rank_info.launcher == "lightning":
         yield (
-            f"{asked} shards the model over processes, but there is one: start the script with torchrun, accelerate "
+            f"{asked} shards the model over processes, but there is only one process: start the script with "
+            "torchrun, accelerate "
             "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
         )
     elif "hybrid" in settings.strategy and world_size == 1:
@@ -211,7 +212,7 @@ def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla:
     }
     for name in (name for name, given in asked.items() if given):
         instead = "set 'xla_fsdp_grad_ckpt' instead" if name == "activation_checkpointing" else "leave it out"
-        yield f"fsdp_config[{name!r}] is a key of torch's FSDP, but with 'xla' torch_xla shards: {instead}."
+        yield f"fsdp_config[{name!r}] has no effect with 'xla', where torch_xla shards the model: {instead}."
 
 
 def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_optimizer: bool) -> Iterator[str]:

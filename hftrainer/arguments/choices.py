@@ -8,7 +8,7 @@ from typing import Any
 from hftrainer.compat.messages import LEVELS
 from hftrainer.errors import InvalidArgument, suggest
 
-#: Names of log levels → Python's numbers; 'passive' leaves the level as it is.
+#: Names of log levels → Python's numbers; 'passive' does not change the level.
 LOG_LEVELS = {**LEVELS, "passive": -1}
 
 

@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: what becomes of each argument, before anything runs."""
+"""`python -m hftrainer explain`: how each argument is handled, without running anything."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What becomes of some training arguments.
+    """How training arguments are handled.
 
     Attributes:
         lines: the arguments that differ from their defaults.
@@ -71,7 +71,7 @@ class Explanation:
 
     @property
     def refused(self) -> list[str]:
-        """The arguments with which no Trainer can be made."""
+        """The arguments that a Trainer refuses."""
         return [line.argument for line in self.lines if line.kind == "refused"]
 
 

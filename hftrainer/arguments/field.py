@@ -85,7 +85,10 @@ _arguments: dict[dataclasses.Field[Any], Argument] = {}
 
 
 class _Words(argparse.Action):
-    """Stores the words after a flag as a list, or `const` if there is none; argparse does so for one word only."""
+    """Stores the values of a flag as a list, or `const` if none follows.
+
+    Argparse supports `const` for one value only.
+    """
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -178,7 +181,7 @@ def same(new: str) -> Rename:
 
 
 def switch_of(new: str, value: str, otherwise: str | None = None) -> Rename:
-    """An old switch for one of the new argument's values; without `otherwise`, switching it off has no effect."""
+    """Renames a boolean to a value of the new argument. Without `otherwise`, False has no effect."""
 
     def write(now: Any, old: Any) -> Any:
         if old:

@@ -92,9 +92,7 @@ class CurrentArguments:
 
     # ---- The optimizer, the loss and the gradients ------------------------------------------------------------------
 
-    learning_rate: float = arg(
-        5e-5, "Peak learning rate, in weight units per optimizer step.", "4.1", "trainer_optimizer", minimum=0
-    )
+    learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", "trainer_optimizer", minimum=0)
     optim: OptimizerNames | str = arg(
         "adamw_torch_fused",
         "Name of the optimizer (v4.0: always AdamW).",
@@ -174,7 +172,10 @@ class CurrentArguments:
         False, "The model's `config.use_cache` during training.", "5.0", "trainer: model.config", read_once=True
     )
     torch_empty_cache_steps: int | None = arg(
-        None, "Optimizer steps after which the device's cache is emptied, each time.", "4.48", "training.steps"
+        None,
+        "Empty the device's cache after every this many optimizer steps; None never does.",
+        "4.48",
+        "training.steps",
     )
 
     # ---- From dataset to batch --------------------------------------------------------------------------------------
@@ -190,19 +191,17 @@ class CurrentArguments:
     )
     dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", "4.1", "trainer: loaders")
     dataloader_num_workers: int = arg(
-        0, "Processes that load data, per training process; 0 loads in this one.", "4.1", "trainer: loaders", minimum=0
+        0, "Loader workers per training process; 0 loads in the training process.", "4.1", "trainer: loaders", minimum=0
     )
     dataloader_pin_memory: bool = arg(
         True, "Load batches into page-locked memory when there is an accelerator.", "4.15", "trainer: loaders"
     )
     dataloader_persistent_workers: bool = arg(
-        False, "Keep the loading processes alive between epochs.", "4.40", "trainer: loaders"
+        False, "Keep the loader workers alive between epochs.", "4.40", "trainer: loaders"
     )
-    dataloader_prefetch_factor: int | None = arg(
-        None, "Batches loaded in advance, per loading process.", "4.40", "trainer: loaders"
-    )
+    dataloader_prefetch_factor: int | None = arg(None, "Batches prefetched per worker.", "4.40", "trainer: loaders")
     dataloader_multiprocessing_context: str | None = arg(
-        None, "How loading processes are started.", "5.23", "trainer: loaders", choices=["fork", "spawn", "forkserver"]
+        None, "Start method of the loader workers.", "5.23", "trainer: loaders", choices=["fork", "spawn", "forkserver"]
     )
     dataloader_in_order: bool = arg(
         True, "Yield batches in the sampler's order, not as workers finish them.", "5.23", "trainer: loaders"
@@ -252,7 +251,7 @@ class CurrentArguments:
     )
     log_level_replica: str = arg(
         "warning",
-        "The same for the other processes.",
+        "Level of the library's messages on the other processes.",
         "4.15",
         "training_args: get_process_log_level",
         choices=LOG_LEVELS,
@@ -294,7 +293,10 @@ class CurrentArguments:
         "trainer_callback",
     )
     eval_delay: float = arg(
-        0, "Epochs or optimizer steps, after `eval_strategy`, before the first evaluation.", "4.30", "trainer_callback"
+        0,
+        "Epochs or optimizer steps (the unit of `eval_strategy`) before the first evaluation.",
+        "4.30",
+        "trainer_callback",
     )
     eval_on_start: bool = arg(False, "Evaluate once before the first optimizer step.", "4.48", "training.loop")
     eval_do_concat_batches: bool = arg(
@@ -368,7 +370,8 @@ class CurrentArguments:
     hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15", "hub.repository")
     hub_strategy: HubStrategy | str = arg(
         "every_save",
-        "'end' or 'every_save'; 'checkpoint' and 'all_checkpoints' also upload the last or all of them at every save.",
+        "'end', 'every_save', 'checkpoint' (also the last checkpoint at every save) or 'all_checkpoints' (also "
+        "every checkpoint).",
         "4.15",
         "hub.uploads",
         choices=HubStrategy,
@@ -456,7 +459,7 @@ class CurrentArguments:
 
     # ---- Debugging aids ---------------------------------------------------------------------------------------------
 
-    # With None in second place both parsers read words, and leave their number to `arg`.
+    # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(
         "",
         "Debugging aids, separated by spaces: 'underflow_overflow'.",
@@ -465,6 +468,4 @@ class CurrentArguments:
         bare=True,
         several=True,
     )
-    skip_memory_metrics: bool = arg(
-        True, "Leave memory use out of the metrics.", "4.15", "reporting.memory", read_once=True
-    )
+    skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", "reporting.memory", read_once=True)

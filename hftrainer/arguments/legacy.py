@@ -51,7 +51,7 @@ def gone(args: Any) -> list[str]:
 
 
 def redeclared(kind: type) -> frozenset[str]:
-    """Old names that a subclass declares as fields of its own, as libraries do that support several releases.
+    """Old names that a subclass declares as its own fields, for example to support several releases.
 
     They are arguments of the subclass, with its values and meanings: nothing here reads or changes them.
     """
@@ -69,7 +69,7 @@ def set_current(args: BaseArguments, name: str, value: Any) -> None:
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
-    """Write the values given by old names to the new ones, with one FutureWarning for all that is old.
+    """Copy values given by old names to the new names, with one FutureWarning for all of them.
 
     An old name keeps the value that it was given; it does not follow the new one. `dataclasses.replace` passes both,
     and the old one takes effect if they differ, as in the releases that had it.

@@ -10,10 +10,13 @@ from hftrainer.arguments.field import Rename, arg, arguments_of, as_words, item_
 from hftrainer.arguments.fields import CurrentArguments
 from hftrainer.errors import InvalidArgument
 
-_JIT = (True, "torch has discontinued TorchScript: evaluations run the model as it is; torch_compile=True compiles it")
+_JIT = (
+    True,
+    "torch discontinued TorchScript, so evaluation does not trace the model; use torch_compile=True to compile it",
+)
 _IPEX = (
     True,
-    "Intel has moved its extension into torch: the model runs by torch's own kernels; leave the argument out",
+    "Intel moved its extension into torch, so the model uses torch's kernels; remove the argument",
 )
 _BACKEND: dict[str, Any] = {
     "until": "4.57",
@@ -82,7 +85,7 @@ class OldArguments(CurrentArguments):
         None, _ORGANIZATION, "4.7", "4.57", "Organization part of `hub_model_id`."
     )
     push_to_hub_token: str | None = old_name(None, same("hub_token"), "4.7", "4.57")
-    # With None in second place both parsers read one word; a list is for scripts.
+    # With None as the second member, both argument parsers read one string. Scripts may pass a list.
     sharded_ddp: str | None | list[str] = old_name(
         None,
         Rename("fsdp", "fsdp", _to_fsdp, lambda now: None),

@@ -51,7 +51,7 @@ class ResolvedArguments:
 
     @classmethod
     def of(cls, args: BaseArguments) -> ResolvedArguments:
-        """The resolved arguments of the last Trainer made with `args`; new ones if there is none."""
+        """The resolved arguments of the last Trainer made with `args`; otherwise new ones."""
         return vars(args).get("_resolved") or cls(args)
 
     @functools.cached_property
@@ -75,7 +75,7 @@ class ResolvedArguments:
     @functools.cached_property
     def rank_info(self) -> RankInfo:
         """Rank and world size of this process."""
-        # Arguments of transformers do not count GPUs: several would mean DataParallel.
+        # transformers' arguments would use several GPUs for DataParallel, so count one.
         return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
     def forget_rank_info(self) -> None:

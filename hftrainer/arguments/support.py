@@ -50,7 +50,7 @@ def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
 
 
 def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool = False) -> list[str]:
-    """A sentence for each argument that this release does not support.
+    """Error messages for arguments that this release does not support.
 
     Args:
         resolved: the training arguments, with the model if it exists: the way it was loaded is checked too.
@@ -76,7 +76,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
 
 
 def check_launch(resolved: ResolvedArguments) -> list[str]:
-    """A sentence for each reason why the processes that the launcher has started cannot train."""
+    """Error messages for launched processes that cannot train."""
     gpus = visible_device_count(resolved.device)
     return [*check_rank_info(resolved.rank_info, resolved.readable_config, gpus), *check_xla(resolved)]
 
@@ -118,7 +118,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
 
 
 def overridden(resolved: ResolvedArguments) -> list[str]:
-    """A sentence for each setting without effect: overridden by `lightning_config` or an argument, or unused."""
+    """Warnings for settings without effect: overridden by `lightning_config` or an argument, or unused."""
     args, config, found = resolved.args, resolved.lightning_config, []
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
     if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:  # as transformers decides
@@ -130,9 +130,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
         found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
     gpus = 1 if "devices" in config else visible_device_count(resolved.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
-        found.append(
-            f"Only one of {gpus} GPUs is used: the others need processes, which a script or a launcher can start."
-        )
+        found.append(f"Only one of {gpus} GPUs is used: run a script or use a launcher to start one process per GPU.")
     if resolved.deepspeed is not None:
         found += resolved.deepspeed.notes
     if "tpu_metrics_debug" in (args.debug or ()) and resolved.device.type != "xla":
@@ -142,7 +140,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
     if args.fsdp_config and not args.fsdp and not legacy.is_set_by_release(args, "fsdp_config"):
         found.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
-        found.append(f"{' and '.join(given)} have no effect with fsdp: there are no replicas.")
+        found.append(f"{' and '.join(given)} have no effect with fsdp, which does not use DDP.")
     return found + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in _OVERRIDDEN_ARGUMENTS.items()
@@ -204,7 +202,7 @@ _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_
 
 
 def _check_keywords(config: Mapping[str, Any]) -> list[str]:
-    """A sentence for each keyword that is unknown or not supported."""
+    """Error messages for keywords that are unknown or not supported."""
     errors = list(check_choices(config))
     for name, value in config.items():
         allowed = _PROFILERS if name == "profiler" and isinstance(value, str) else ALLOWED.get(name, (value,))
@@ -227,12 +225,12 @@ def _has_async_checkpoint_plugin(plugins: Any) -> bool:
 
 # ---- Changes after the Trainer is made ------------------------------------------------------------------------------
 
-#: Read once. Too much depends on them to continue with the old value and a warning.
+#: Changing these raises, since most of the Trainer was built from them.
 _NEEDS_ANOTHER_TRAINER = ("lightning_config", "deepspeed")
 
 
 def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool) -> None:
-    """Apply the current values of the arguments to a run, as far as transformers does.
+    """Apply changed arguments to the next run, where transformers would apply them.
 
     Most arguments are read when they are needed. Those that the engine stores are passed to it. Those that are read
     once, when the Trainer is made, keep their first value, and a warning names them.

@@ -51,7 +51,8 @@ def normalize(args: BaseArguments) -> None:
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
         raise InvalidArgument(f"output_dir={args.output_dir!r}: give the path of a folder.")
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
-    if args.hub_model_id and args.hub_model_id.endswith("/"):  # push_to_hub_organization alone
+    # push_to_hub_organization alone gives 'organization/'; add the folder's name.
+    if args.hub_model_id and args.hub_model_id.endswith("/"):
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
@@ -73,7 +74,7 @@ def normalize(args: BaseArguments) -> None:
         args.do_eval = True
     if args.eval_strategy == IntervalStrategy.STEPS and not args.eval_steps:
         args.eval_steps = args.logging_steps
-        logger.info("eval_steps is not given: the value of logging_steps, %s, is used.", args.logging_steps)
+        logger.info("eval_steps is not set: using logging_steps=%s.", args.logging_steps)
     _choose_best_metric(args)
     args.accelerator_config = as_accelerator_config(args.accelerator_config)
     set_accumulation_steps(ResolvedArguments(args))
@@ -84,7 +85,7 @@ def normalize(args: BaseArguments) -> None:
 
 
 def choose_start_method(args: BaseArguments) -> None:
-    """Choose fork for loading processes if there is an Apple GPU, unless the script has chosen."""
+    """Choose fork for loader workers on Apple GPUs, unless the script chose a start method."""
     if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
@@ -121,7 +122,7 @@ def _value(args: BaseArguments, field: dataclasses.Field[Any]) -> Any:
 
 
 def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[str]:
-    """A sentence for each error in the normalized arguments.
+    """Error messages for the normalized arguments.
 
     Args:
         resolved: the arguments.
@@ -336,4 +337,4 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
     if args.lr_scheduler_type in _BY_METRIC and args.eval_strategy == IntervalStrategy.NO:
-        yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} follows the evaluation: set eval_strategy."
+        yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} needs evaluation metrics: set eval_strategy."

@@ -56,7 +56,10 @@ class CallbackHandler(TrainerCallback):
             )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
-            raise NotACallback(f"callbacks: {given} is not a callback: it handles none of the events")
+            raise NotACallback(
+                f"callbacks: {given} handles no event, such as on_step_end: pass a TrainerCallback or a Lightning "
+                "callback"
+            )
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()
@@ -73,7 +76,7 @@ class CallbackHandler(TrainerCallback):
         return len(self.callbacks) < before
 
     def pop_callback(self, callback: Any) -> Any:
-        """Remove a callback, by class or instance, and return it; None when there is none."""
+        """Remove a callback, by class or instance, and return it; None if not found."""
         return pop_matching(self.callbacks, callback)
 
     def remove_callback(self, callback: Any) -> None:
@@ -187,7 +190,7 @@ def make_callback(callback: Any) -> Any:
             inspect.signature(callback).bind()
     except TypeError as error:
         name = callback.__name__
-        raise TypeError(f"callbacks: the constructor of {name} has a {error}; give an instance, {name}(...).") from None
+        raise TypeError(f"callbacks: {name}() fails ({error}): pass an instance, {name}(...).") from None
     return callback()
 
 

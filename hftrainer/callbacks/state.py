@@ -32,8 +32,8 @@ class TrainerCallback:
     `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict`
     also `metrics`. An event that changes `control` may return it.
 
-    An `on_step_end` with parameters of these names also receives `loss` (a tensor of shape `()` on the device: the
-    step's, as it is logged), `inputs` (the step's last micro-batch) and `outputs` (the model's, for that micro-batch).
+    An `on_step_end` that names them also gets `loss` (the step's logged loss, shape `()`, on the device), `inputs` (its
+    last micro-batch) and `outputs` (the model's, for that micro-batch).
     """
 
     def on_init_end(self, args, state, control, **kwargs):

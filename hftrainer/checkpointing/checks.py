@@ -26,11 +26,11 @@ _TORCH = (".pt", ".pth", ".bin")
 _END_OF_ARCHIVE, _END_LENGTH = b"PK\x05\x06", 22
 
 _NUMBERS = (int, float, torch.Tensor)
-#: Kinds of values that None does not replace.
+#: Types of values for which the checkpoint must not have None.
 _NEEDED = (*_NUMBERS, list, tuple)
-#: What Adam keeps of each parameter that it has stepped.
+#: Adam's state of each parameter that it has updated.
 _OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
-#: Settings of optimizers in each release of torch; others were added, and have defaults.
+#: Optimizer settings of every torch release. Later releases added settings, which have defaults.
 _SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
 
 
@@ -132,13 +132,14 @@ def check_values(found: Any, now: Any, name: str = "the state") -> None:
         for key, value in now.items():
             check_values(found[key], value, str(key))
     elif not _is_like(found, now):
-        raise TypeError(f"{name} is {reprlib.repr(found)}, not such as {reprlib.repr(now)}")
+        raise TypeError(f"{name} is {reprlib.repr(found)}, but must have the type of {reprlib.repr(now)}")
 
 
 def _is_like(found: Any, now: Any) -> bool:
     if now is None or (found is None and (isinstance(now, bool) or not isinstance(now, _NEEDED))):  # such as `fused`
         return not isinstance(found, torch.Tensor) or found.numel() == 1
-    if isinstance(now, list):  # of parameter groups, which callbacks add to
+    # A list has a value for each parameter group; callbacks may have added groups.
+    if isinstance(now, list):
         enough = isinstance(found, (list, tuple)) and len(found) >= len(now)
         return enough and all(_is_like(each, now[0]) for each in found if now)
     if isinstance(now, tuple):
@@ -152,10 +153,11 @@ def _is_like(found: Any, now: Any) -> bool:
 def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     """Check settings and tensors of an optimizer's state.
 
-    Tensors of Adam and SGD have the shape of their parameter, but for the steps; those of others are not known.
+    For Adam and SGD, each tensor except the step count must have its parameter's shape. Other optimizers are not
+    checked.
 
     Raises:
-        TypeError, KeyError, ValueError: for what cannot be a state of this optimizer.
+        TypeError, KeyError, ValueError: if the state cannot belong to this optimizer.
     """
     groups = state["param_groups"]
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
@@ -176,17 +178,17 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_names(states: list[dict[str, Any] | None], group: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Check that all parameters of a group that have a state have the same, and what Adam needs."""
+    """Check that all states in a group have the same keys. For Adam, check its required keys."""
     kept = [state.keys() for state in states if state]
     if any(names != kept[0] for names in kept):
-        raise KeyError("the states of some parameters lack what others have")
+        raise KeyError("the states of the parameters have different keys")
     needed = _OF_ADAM | ({"max_exp_avg_sq"} if group.get("amsgrad") else set())
     if kept and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)) and (missing := needed - kept[0]):
         raise KeyError(f"the states lack {min(missing)}")
 
 
 def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:
-    """Fused kernels do not compare shapes: a wrong one is a segmentation fault."""
+    """Check a tensor's shape. Fused kernels do not, and a wrong shape is a segmentation fault."""
     if name == "step":
         check_values(value, 0, name)
     elif isinstance(value, torch.Tensor) and value.shape != parameter.shape:

@@ -111,7 +111,7 @@ def _allocate(size: int, pinned: bool) -> torch.UntypedStorage:
 
 
 def save(value: Any, path: str) -> Entry | None:
-    """`torch.save`, as a stream: threads that train can run meanwhile, unlike when torch writes to a path.
+    """Call `torch.save` with a stream. Unlike when torch writes to a path, other threads run meanwhile.
 
     Returns:
         The manifest's entry of a large file, which is on the disk then; None for a smaller one.
@@ -185,7 +185,10 @@ class _StreamedFile:
 
 
 def flush_to_disk(path: str | Path) -> None:
-    """Flush a file, or a folder's entries, to the disk; for folders, some file systems cannot do it."""
+    """Flush a file or a folder's entries to the disk.
+
+    Errors for folders are ignored, since some file systems cannot flush them.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -197,16 +200,16 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
-    """Free the memory in which the system keeps a large file that is on the disk, or its bytes from `start` to `end`.
+    """Drop a large file, or its bytes from `start` to `end`, from the page cache. It must be on the disk.
 
-    A checkpoint is seldom read again. The memory serves the next one; otherwise it would push out the files of the
-    data set.
+    A checkpoint is rarely read again, and would evict the files of the data set from the cache.
     """
     if not hasattr(os, "posix_fadvise") or os.path.getsize(path) < _LARGE:
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # advice, which some file systems do not take
+        # Some file systems do not support this advice.
+        with contextlib.suppress(OSError):
             os.posix_fadvise(descriptor, start, end and end - start, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -248,7 +251,8 @@ def write_manifest(folder: Path, written: Mapping[str, Entry] | None = None) -> 
     entries = _flush_and_describe([folder / name for name in list_files(folder)], written or {})
     files = {path.relative_to(folder).as_posix(): dataclasses.asdict(entry) for path, entry in entries.items()}
     manifest = folder / names.MANIFEST_NAME
-    beside = manifest.with_name(f"_{manifest.name}")  # a process that is killed here leaves the old manifest
+    # Write a temporary file, so that a killed process leaves the old manifest intact.
+    beside = manifest.with_name(f"_{manifest.name}")
     content = {"files": files, "crc32": crc32_of_list(files)}
     beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     flush_to_disk(beside)
@@ -260,7 +264,7 @@ def write_manifest(folder: Path, written: Mapping[str, Entry] | None = None) -> 
 def _flush_and_describe(paths: list[Path], written: Mapping[str, Entry]) -> dict[Path, Entry]:
     """The entry of each file; all are on the disk when this returns.
 
-    Checksums are computed while the disk writes, from the page cache: neither holds the interpreter's lock.
+    Checksums are computed from the page cache while the disk writes; neither holds the GIL.
 
     Raises:
         OSError: the first one of any file.

@@ -350,7 +350,7 @@ def rotate_checkpoints(
     keep: Sequence[str] = (),
     checkpoints: Sequence[str] | None = None,
 ) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`; the newest whole one and the best are always kept.
+    """Delete the oldest checkpoints beyond `save_total_limit`; the newest complete one and the best are always kept.
 
     Args:
         output_dir: the folder of the checkpoints.
@@ -393,7 +393,10 @@ def complete_rotation(last: str, output_dir: str, save_total_limit: int | None, 
 
 
 def keep_only(best: str, output_dir: str) -> None:
-    """Delete every checkpoint but `best`, as `save_total_limit=1` does at the end of a run; none if it is damaged."""
+    """Delete every checkpoint except `best`, for `save_total_limit=1` at the end of a run.
+
+    Delete nothing if `best` is damaged.
+    """
     if CheckpointFolder(best).inspect(only_weights=True).why_unusable is not None:
         return
     for checkpoint in sort_checkpoints(output_dir):

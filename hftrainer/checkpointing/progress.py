@@ -1,4 +1,4 @@
-"""The progress of a run that `trainer_state.json` lacks: a file of our own that makes resuming exact."""
+"""The parts of a run's progress that are not in `trainer_state.json`, for an exact resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ POSITION_SETTINGS = {
     "dataloader_persistent_workers": "random numbers in the data change",
     "max_steps": "the learning-rate schedule continues with its new length",
 }
-#: Settings whose product is the samples of a step; they may change together without changing it.
+#: Settings whose product is the number of samples per step, which may stay the same if they change together.
 _OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 #: Changes that leave the position in the data valid.
 _HARMLESS = frozenset({"max_steps"})
@@ -83,7 +83,7 @@ class RunProgress:
     data: dict[str, Any] | None
 
     def resume_position(self, micro_batches: int) -> tuple[int, int] | None:
-        """Finished epochs, and finished micro-batches of the next one; None when they must be computed from the steps.
+        """Finished epochs, and finished micro-batches of the next epoch; None if unknown.
 
         Args:
             micro_batches: maximum number in an epoch; a stream may end earlier.
@@ -118,7 +118,7 @@ class RunProgress:
 
 
 def load_progress(folder: str, process_index: int, world_size: int) -> RunProgress | None:
-    """The progress of one process in a checkpoint; None when the checkpoint has none, as those of transformers.
+    """The progress of one process in a checkpoint; None in checkpoints of transformers.
 
     If the checkpoint was written by a different number of processes, all get the progress of rank 0, with the mean of
     the losses.
@@ -151,13 +151,15 @@ def _read(path: str) -> RunProgress:
 
 def _check(saved: dict[str, Any]) -> None:
     check_fields(saved, RunProgress)
-    if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:  # a sampler's seed has 64 bits
+    # The upper limit keeps a sampler's seed within 64 bits.
+    if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
         raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}")
     if (data := saved["data"]) is not None:
         check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
-            raise TypeError("data['before'] is no dict")
-    json.dumps(saved["settings"])  # an error for what is not plain, so that it could not be compared
+            raise TypeError("data['before'] is not a dict")
+    # Raise for values that are not plain, since they cannot be compared.
+    json.dumps(saved["settings"])
     if found := [name for name in _OF_STEP if not isinstance(saved["settings"].get(name, 1), int)]:
         raise TypeError(f"{found[0]} is {reprlib.repr(saved['settings'][found[0]])}")
     sums = {"loss": saved["loss"]}

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def of_model_path(model_path: str | bool, resume_from_checkpoint: str | bool | None) -> str | bool | None:
-    """What `train(model_path=...)` resumes from: v4.1's scripts passed the folder that they had loaded the model from.
+    """The value of `resume_from_checkpoint` for `train(model_path=...)`, the name in v4.1.
+
+    None if the folder has no state.
 
     Raises:
         InvalidArgument: when `resume_from_checkpoint` is given too.
@@ -47,7 +49,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
     """The checkpoint folder for `train(resume_from_checkpoint=...)`, or None to start from scratch.
 
     Raises:
-        CheckpointNotFound: when there is none, or when it is damaged or lacks the state or the weights.
+        CheckpointNotFound: if the checkpoint does not exist, is damaged, or lacks the state or the weights.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         _warn_of_earlier_run(output_dir)

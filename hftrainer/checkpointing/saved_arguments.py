@@ -1,4 +1,4 @@
-"""Reads `training_args.bin`, a pickle, without running code in it: its values are read, its objects are not made."""
+"""Reads the values in `training_args.bin`, a pickle, without running its code or creating its objects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from hftrainer.arguments.accelerator_config import OF_CONSTRUCTION
 from hftrainer.errors import DamagedCheckpoint
 
-#: Attributes that are not arguments: objects of accelerate, DeepSpeed's configuration again, and how one is made.
+#: Attributes that are not arguments: objects of accelerate, a copy of DeepSpeed's configuration, and
+#: `use_configured_state`, which only affects how arguments are created.
 _OTHERS = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", OF_CONSTRUCTION)
 
 
 class _StandIn(dict[Any, Any]):
-    """Takes the place of any object in the pickle, and keeps what its class or function would have been given."""
+    """A placeholder for an object in the pickle. It keeps the object's arguments and state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -71,7 +72,8 @@ def _plain(value: Any) -> Any:
         if value.state is not None:
             return _fields(value.state) if isinstance(value.state, dict) else _plain(value.state)
         args = [_plain(item) for item in value.args]
-        return args[0] if len(args) == 1 else f"{type(value).__name__}{tuple(args)}"  # an enumeration has its value
+        # An enum has one argument, its value.
+        return args[0] if len(args) == 1 else f"{type(value).__name__}{tuple(args)}"
     if isinstance(value, dict):
         return {str(_plain(key)): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

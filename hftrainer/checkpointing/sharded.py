@@ -1,7 +1,7 @@
-"""Weights and optimizer states of models that are sharded over processes: whole in one file, or a part from each.
+"""Saves and loads states of sharded models: one full file, or a part per process.
 
-torch keys all states by parameter name here, in FSDP1, FSDP2 and plain models alike, so that each can read the
-checkpoints of the others, with any number of processes. All processes must call the functions that communicate.
+All states are keyed by parameter name, so that FSDP1, FSDP2 and plain models can read each other's checkpoints, with
+any number of processes. All processes must call the functions that communicate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hftrainer.parallel.process_group import Awaiting
 
 #: Components that wrappers add to parameter names.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
-#: Module → classes and functions of which the list of parts is made.
+#: Module → classes and functions that the pickled list of parts may use.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
@@ -69,7 +69,7 @@ def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) ->
 
 
 def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Whole weights, none a view of a larger tensor; the names of a tied parameter share one tensor, written once."""
+    """Prepare full weights for saving. Views are cloned, and all names of a tied parameter get one tensor."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
             state[name] = value.clone()  # a view: torch.save would write the whole storage
@@ -82,7 +82,7 @@ def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 def share_buffers(model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, as for replicas; each process has statistics of its own data."""
+    """Broadcast the buffers of rank 0, as DDP does. Each rank has statistics of its own data."""
     if distributed.is_initialized():
         for buffer in model.buffers():
             with Awaiting("the buffers of rank 0"):
@@ -107,7 +107,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = 
         Missing and unexpected weights; None for a folder of parts, where all must match.
 
     Raises:
-        CheckpointNotFound: when there are none, or only adapters, which a sharded model cannot load.
+        CheckpointNotFound: if there are no weights, or only adapters, which a sharded model cannot load.
     """
     if holds(PARTS, "model", folder):
         load_model_parts(model, folder, only_trained=only_trained)
@@ -219,7 +219,7 @@ def _plain_errors(within: contextlib.AbstractContextManager[None] | None = None)
     """Raise the first error of a process; torch wraps it in an exception that `except Exception` does not catch.
 
     Args:
-        within: where to raise it; errors of the communication are not torch's to wrap, and are raised as they are.
+        within: a context in which to raise it. Communication errors, which torch does not wrap, are raised unchanged.
     """
     try:
         yield
@@ -250,7 +250,8 @@ class _PartsReader(FileSystemReader):
             _check_list(self._parts, folder)
         self._parts.storage_meta = StorageMeta(load_id=self.load_id)
 
-    def read_metadata(self) -> Metadata:  # without the rank, for which torch would look for a list of its own
+    # Takes no rank, with which torch would look for a separate list of parts of that rank.
+    def read_metadata(self) -> Metadata:
         """The list of parts."""
         return self._parts
 
@@ -271,7 +272,7 @@ def _check_list(parts: Any, folder: str) -> None:
 
 
 def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state by parameter name, from torch's own form, which numbers the parameters."""
+    """Convert an optimizer's state from parameter indices to parameter names."""
     names_of = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
     order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]

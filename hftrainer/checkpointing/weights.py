@@ -59,7 +59,7 @@ def save_weights(
 
 @contextlib.contextmanager
 def _as_if_whole(model: Any) -> Iterator[None]:
-    """Let a model that was loaded in shards write gathered weights, without waiting for other processes."""
+    """Let one process save a distributed model's gathered weights. transformers would wait for the other processes."""
     config: Any = getattr(model, "config", None)
     loaded = getattr(config, "distributed_config", None)
     if loaded is None:
@@ -82,7 +82,7 @@ def save_configs(model: Any, folder: str) -> None:
 
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
     takes_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
-    # v4 always passes the format: a model's own method may have another default, such as SpanMarker's.
+    # As v4 does, always pass the format: a model's own `save_pretrained` may have another default (SpanMarker).
     passes_format = takes_format and (not safe or installed_release() < (5, 0))
     keywords = {"safe_serialization": safe} if passes_format else {}
     model.save_pretrained(folder, state_dict=state_dict, **keywords)
@@ -146,7 +146,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         Missing and unexpected weights; None for adapters and parts, where all must match.
 
     Raises:
-        CheckpointNotFound: when there are none.
+        CheckpointNotFound: if there are no weights.
     """
     if holds(PARTS, "model", folder):
         from hftrainer.checkpointing.sharded import load_model_parts  # imports torch's FSDP
@@ -271,7 +271,7 @@ def has_states(folder: str, *, universal: bool = False) -> bool:
 
 
 def read_tag(folder: str, *, universal: bool = False) -> str:
-    """The name of the folder of the newest states, in a checkpoint; '' if nothing names it.
+    """The folder name of the newest states in a checkpoint; '' without a file `latest`.
 
     Raises:
         DamagedCheckpoint: if the name is not that of a folder in the checkpoint.
@@ -284,7 +284,7 @@ def read_tag(folder: str, *, universal: bool = False) -> str:
 
 
 def write_tag(folder: str, tag: str) -> None:
-    """Name the newest states of a checkpoint, as DeepSpeed does."""
+    """Write the file `latest`, which names the folder of the newest states, as DeepSpeed does."""
     Path(folder, _LATEST).write_text(tag, encoding="utf-8")
 
 

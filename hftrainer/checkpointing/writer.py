@@ -118,8 +118,8 @@ class AddedFiles:
         """Record the files in the folders that a run may write.
 
         Args:
-            run_dir: the folder of its checkpoints; None when a subclass decides it only when saving: files older than
-                the run then count as those of earlier runs.
+            run_dir: the folder of its checkpoints; None if a subclass chooses it only when saving. Files older than the
+                run then count as files of earlier runs.
         """
         self._oldest = time.time_ns() - _COARSE if run_dir is None else 0
         folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
@@ -274,9 +274,9 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def meanwhile(self) -> Iterator[None]:
-        """While a checkpoint is filled: leave the writes in the block to another thread, which is awaited at the end.
+        """Run the writes of the block in another thread. The checkpoint waits for them at the end.
 
-        Their values must not change until then, and devices must have computed them.
+        Until then their values must not change; devices must have finished computing them.
         """
         self._uses_other_thread = True
         try:
@@ -285,7 +285,10 @@ class CheckpointWriter:
             self._uses_other_thread = False
 
     def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """A context for other processes' writes into the current checkpoint; reports storage errors in the same way."""
+        """A context in which ranks other than 0 write into the checkpoint.
+
+        It reports storage errors as `checkpoint` does.
+        """
         self.failed = False
         return self._reporting(path, lambda: None)
 
@@ -339,4 +342,4 @@ class CheckpointWriter:
             message = f"{path} could not be written ({reason}); its partial files were removed."
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error
-            logger.error("%s Training continues; the next checkpoint will be attempted when due.", message)
+            logger.error("%s Training continues, and the next checkpoint is saved as scheduled.", message)

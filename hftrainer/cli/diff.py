@@ -1,4 +1,4 @@
-"""`python -m hftrainer diff RUN_A RUN_B`: the first step at which two runs part, and in what."""
+"""`python -m hftrainer diff RUN_A RUN_B`: the first step at which two runs differ, and which values differ."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_RECORDED = "not recorded in both"
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part: an optimizer step, the name of a value, and the value of each."""
+    """Where two runs diverge: the optimizer step, the name of the value, and both values."""
 
     step: float
     name: str
@@ -42,7 +42,7 @@ class Difference:
 
     Attributes:
         steps: optimizer steps of each.
-        partings: subject → the first parting.
+        partings: subject → its first divergence.
         compared: subject → values that both runs have recorded at the same step.
         only_in_one: values that only one of them has logged → which one, 'A' or 'B'.
         arguments: name → both values, of those that differ; None if they are not recorded.
@@ -82,10 +82,12 @@ class Difference:
         if self.partings:
             step = min(parting.step for parting in self.partings.values())
             subjects = [subject for subject, parting in self.partings.items() if parting.step == step]
-            return f"The runs part at step {step}, in {' and '.join(subjects)} (A | B)."
+            return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
         if self.steps[0] != self.steps[1]:
-            return f"The runs are equal as far as both go: A has {self.steps[0]} steps, B {self.steps[1]}."
-        return "The runs are equal." if self.equal else "The runs have the same values, and differ otherwise (A | B)."
+            return (
+                f"The runs are equal for the steps that both have: A has {self.steps[0]} steps, B has {self.steps[1]}."
+            )
+        return "The runs are equal." if self.equal else "All common values are equal, but other parts differ (A | B)."
 
 
 def _pair(values: tuple[Any, Any]) -> str:
@@ -96,7 +98,7 @@ def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "diff",
-        help="show the first step at which two runs part, and in what",
+        help="show the first step at which two runs differ, and which values differ",
         description="Compare the logs, checkpoints and arguments of two runs, exactly. Exits with 0 if they are equal, "
         "1 if they differ, 2 if they cannot be compared. Data is compared by what is recorded: the position in the "
         "epoch, counted tokens, and, in checkpoints of the same step, what the order of samples depends on.",
@@ -205,7 +207,7 @@ def _versions(run: str) -> dict[str, Any] | None:
 
 
 def _differing(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
-    """What differs among the names that both have: each library and release has some of its own."""
+    """Differences among the names that both have. Other names depend on the library and its release."""
     if a is None or b is None:
         return None
     pairs = {name: (a[name], b[name]) for name in sorted(a.keys() & b.keys())}

@@ -64,7 +64,7 @@ def _text(report: dict[str, Any]) -> str:
         "Devices": [f"{name}: {value}" for name, value in report["devices"].items()],
         "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
         "Free space": [f"{at}: {_gb(on['free'])} of {_gb(on['total'])} at {on['path']}" for at, on in disks],
-        "Not installed, and needed only for": [
+        "Optional packages that are missing, by feature": [
             f"{what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in missing
         ],
         "Environment variables": [f"{name}: {text}" for name, text in report["environment"].items()],
@@ -78,7 +78,7 @@ def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="show versions, devices, launchers, space, what is missing, and the commands that install it",
+        help="show versions, devices, launchers, disk space, missing packages and how to install them",
         description="Show what this machine has for training. Secrets are named as set, and never printed. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
@@ -93,7 +93,7 @@ def _doctor(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Look at this machine; imports torch at most, and nothing is allocated on a device.
+    """Collect the report. Imports nothing heavier than torch, and allocates nothing on a device.
 
     Returns:
         versions: of Python and of libraries, None for those that are not installed.
@@ -277,7 +277,7 @@ EFFECTS = {
     "RAY_SCOPE": "which of a trial's values count",
     "GLIBC_TUNABLES": "how freed memory is kept",
 }
-#: Other variables of these libraries, and all that look like secrets: named, never with their values.
+#: Other variables of these libraries, and likely secrets: shown by name only.
 _NAMED = re.compile(
     r"^(HFTRAINER|HF|HUGGING|TRANSFORMERS|ACCELERATE|FSDP|WANDB|MLFLOW|COMET|CLEARML|SWANLAB|TRACKIO|NCCL|TORCH|PYTORCH"
     r"|CUDA|XLA|PJRT)_|TOKEN$|API_KEY$|SECRET|PASSWORD|CREDENTIAL"

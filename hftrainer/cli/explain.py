@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: what becomes of training arguments, given here or by a script."""
+"""`python -m hftrainer explain`: how training arguments are handled, from the command line or from a script."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
-    # A script comes first and takes all words after it. Training arguments are unknown here: argparse returns those
-    # before the first value apart from it, and `main` puts them together again.
+    # argparse returns unknown training arguments separately from the first value and everything after it; `main` joins
+    # both.
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
     parser.set_defaults(execute=_explain, parser=parser)
 
@@ -90,7 +90,7 @@ class _Stop(BaseException):
 def _arguments_of_script(
     parser: Parser, script: str, *arguments: str, as_module: bool
 ) -> tuple[TrainingArguments, str | None]:
-    """The arguments that the script gives to its first Trainer, or made last; and an error that ended it before."""
+    """The arguments of the script's first Trainer, or its last arguments and the error that ended it."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before these libraries are imported
     from hftrainer.cli.run import run_script
 
@@ -114,7 +114,7 @@ def _arguments_of_script(
 
 
 def _patch_trainer_to_stop() -> list[TrainingArguments]:
-    """From now on, making a Trainer raises `_Stop`; returns the list in which all arguments are kept once made."""
+    """Make Trainer construction raise `_Stop`. Returns a list that collects all arguments made."""
     from hftrainer.trainer import Trainer
 
     made: list[TrainingArguments] = []
@@ -124,7 +124,7 @@ def _patch_trainer_to_stop() -> list[TrainingArguments]:
         check(self)
         made.append(self)
 
-    # Before `__init__`, since those of subclasses prepare data first.
+    # In `__new__`, because `__init__` of subclasses may prepare data first.
     def stop(_: type[Trainer], *given: Any, **named: Any) -> NoReturn:
         raise _Stop(next((value for value in (*given, *named.values()) if isinstance(value, TrainingArguments)), None))
 

@@ -7,14 +7,14 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors name the help that explains the options."""
+    """A parser whose errors mention `--help`."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """End with status 2 for a command line that is wrong."""
-        super().error(f"{message}; {self.prog} --help shows what it takes")
+        super().error(f"{message}; see {self.prog} --help")
 
     def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:
         """End with an error whose message says what to do."""

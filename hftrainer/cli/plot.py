@@ -1,4 +1,4 @@
-"""`python -m hftrainer plot`: draws runs or a search, and shows the picture where it can."""
+"""`python -m hftrainer plot`: plots runs or a search, and displays the plot if possible."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str |
 
 
 def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
-    """Let torchrun start the processes, after setting what torch_tpu's all need; returns False without torch_tpu."""
+    """Prepare the environment and options for torchrun with torch_tpu. Returns False without torch_tpu."""
     import torch
 
     if not devices.torch_tpu.is_available():

@@ -1,8 +1,8 @@
-"""Routes our log messages: same level and same handlers as those of transformers, if it is loaded.
+"""Gives our loggers the level and the handlers of transformers' logger, if it is loaded.
 
 Scripts configure logging with transformers' switches (`set_verbosity_info`, `TRANSFORMERS_VERBOSITY`, `add_handler`,
 `enable_explicit_format`, ...), and with their own handlers on the root logger. Both work: a message goes to the root
-logger, as that of any library, or otherwise to the handlers of transformers' logger; a terminal shows it once.
+logger's handlers, or else to those of transformers' logger. A terminal shows it once.
 """
 
 from __future__ import annotations

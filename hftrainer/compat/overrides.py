@@ -1,4 +1,7 @@
-"""Overrides of our methods: detects them, and calls them by their own signatures; other questions about functions."""
+"""Detects overrides of our methods, and calls them with the arguments that they accept.
+
+Other questions about functions.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def accepted_by(method: Callable[..., Any], values: dict[str, Any]) -> dict[str,
 
 
 def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
-    """`method` itself if it accepts all keywords, else a function that drops the others; for hot loops."""
+    """`method`, or a wrapper that drops the keywords it does not accept. Inspects the signature once, for hot loops."""
     lacking = [keyword for keyword in keywords if not accepts(method, keyword)]
     if not lacking:
         return method
@@ -70,7 +73,7 @@ def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., A
 
 
 def positional_count(method: Callable[..., Any]) -> int | None:
-    """Number of positional arguments of a bound method, or a function in its place; None for any number."""
+    """Number of positional arguments without `self`; None if `*args` accepts any number."""
     return _positional_count(getattr(method, "__func__", method), inspect.ismethod(method))
 
 
@@ -110,7 +113,7 @@ def _record_of(kind: Any) -> dict[str, Any]:
 def make_scheduler(trainer: Any, num_training_steps: int) -> None:
     """Call `create_scheduler`, with the optimizer if the override accepts it: v4 passes it, v5 does not."""
     step = vars(trainer.optimizer).get("step")
-    # torch's schedules cannot wrap a plain function of a script; functions that they have wrapped are kept.
+    # torch's schedulers wrap `optimizer.step` as a method: turn a script's plain function into one.
     if step is not None and not inspect.ismethod(step) and not hasattr(step, "_wrapped_by_lr_sched"):
         trainer.optimizer.step = types.MethodType(lambda _, *args, **kwargs: step(*args, **kwargs), trainer.optimizer)
     given = {"optimizer": trainer.optimizer} if accepts(trainer.create_scheduler, "optimizer") else {}
@@ -142,7 +145,7 @@ def _is_ours(method: Any, ours: Any) -> bool:
 
 
 def runs_backward(trainer: Any) -> bool:
-    """Whether the training step itself runs backward, under Lightning's manual optimization.
+    """Whether overrides run backward themselves, which needs Lightning's manual optimization.
 
     Automatic optimization calls neither `training_step` nor the accelerator's methods.
     """
@@ -176,8 +179,8 @@ _INSTEAD = {
         "no Accelerator is built: set the training arguments (accelerator_config, fsdp, deepspeed, "
         "ddp_...), or override create_accelerator_and_postprocess and change self.accelerator after super()"
     ),
-    "_defer_fsdp_gradient_reduction": "the engine exchanges gradients: use accelerator.no_sync",
-    "_sync_replicated_trainable_parameters": "the engine exchanges gradients: add hooks to the parameters instead",
+    "_defer_fsdp_gradient_reduction": "the engine synchronizes gradients: use accelerator.no_sync",
+    "_sync_replicated_trainable_parameters": "the engine synchronizes gradients: add hooks to the parameters instead",
     "_tune_save_checkpoint": "Ray gets the checkpoint that the step has saved: override save_model instead",
 }
 
@@ -199,7 +202,7 @@ def refuse_uncalled(kind: type, *names: str) -> None:
 
 
 def refuse_rewritten(trainer: Any) -> None:
-    """Refuse methods that a tool has made from the source text of ours: they lack the names in our modules.
+    """Refuse methods that a tool generated from our source text, where the names of our modules are missing.
 
     Args:
         trainer: the Trainer whose methods, of the class or the instance, are checked.
@@ -227,7 +230,7 @@ def refuse_rewritten(trainer: Any) -> None:
 def _rewriter(name: str, method: Any, ours: Any) -> str | None:
     """The module that has made a function from our source text; None for any other function.
 
-    Our methods use `_hftrainer`, which only they have; an override that uses it too still calls the original.
+    Only our methods use `_hftrainer`. An override that uses it also calls the original method.
     """
     method = getattr(method, "func", method)  # a functools.partial
     code = getattr(getattr(method, "__func__", method), "__code__", None)

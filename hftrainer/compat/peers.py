@@ -24,8 +24,8 @@ def is_instance(value: Any, module: str, *class_names: str) -> bool:
     return isinstance(value, classes)
 
 
-# For transformers and torchmetrics, look in the modules that define the classes: transformers would import them when it
-# is asked, which takes seconds, and torchmetrics' classes can be there before the package is.
+# Look in the modules that define the classes: getattr on the transformers package imports them, which takes seconds,
+# and torchmetrics' classes can exist before its package is imported.
 
 
 def is_pretrained(model: Any) -> bool:

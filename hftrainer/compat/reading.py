@@ -1,4 +1,4 @@
-"""Reads files of a checkpoint: only tensors and plain values, so that no code in them is run."""
+"""Loads tensors and plain values from checkpoint files, without running code in them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import torch
 
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
-#: Variables that torch reads whenever it loads a file: as if `weights_only` were True, or False.
+#: Environment variables that force `weights_only` to True or False in `torch.load`.
 _ALWAYS, _NEVER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-#: The class or function that torch refuses, in its message.
+#: Matches the name of the refused class or function in torch's error message.
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
@@ -56,7 +56,7 @@ def read_torch(path: str, *, mmap: bool = False, packed: torch.Tensor | None = N
 
 @contextlib.contextmanager
 def data_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
-    """Let a library that calls `torch.load` itself read tensors and plain values only, whatever it asks for.
+    """Force `weights_only=True` for a library that calls `torch.load`.
 
     Args:
         path: the checkpoint, for the message.
@@ -99,9 +99,9 @@ def read_pickle(path: str, allowed: Iterable[str]) -> Any:
 
 
 class _Unpickler(pickle._Unpickler):
-    """An unpickler that refuses what is not allowed, in torch's words.
+    """An unpickler that refuses classes that are not allowed, with torch's error message.
 
-    It is the one in Python: the one in C allocates a table as long as any number in the file says.
+    Uses Python's implementation, because the C one allocates a table of any size that the file requests.
     """
 
     def __init__(self, file: Any, allowed: frozenset[str]) -> None:
@@ -144,10 +144,10 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def fitting(path: str) -> Iterator[None]:
-    """Name the file if what was read from it does not fit where it is put.
+    """Add the file's name to errors that its content causes.
 
     Raises:
-        DamagedCheckpoint: for any error that is not about the system or unpickling, nor clear already.
+        DamagedCheckpoint: for any error except OSError, MemoryError, UnpicklingError and DamagedCheckpoint.
     """
     try:
         yield
@@ -161,7 +161,7 @@ def fitting(path: str) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """The name, which is that of something in a folder itself.
+    """Returns `name` if it is a plain file name.
 
     Raises:
         ValueError: if it leads to another folder.
@@ -172,7 +172,7 @@ def plain_name(name: str) -> str:
 
 
 def check_fields(values: Mapping[str, Any], kind: type) -> None:
-    """Check values against the types of a dataclass's fields; names that it does not have are left alone.
+    """Check values against the field types of a dataclass. Unknown names are ignored.
 
     Raises:
         TypeError: names the field.
@@ -190,6 +190,7 @@ def _is_of(value: Any, hint: Any) -> bool:
         return any(_is_of(value, each) for each in inner)
     if origin is list:
         return isinstance(value, list) and all(_is_of(each, inner[0]) for each in value)
-    if hint is float or hint is int:  # a bool is an int, and an int will do for a float
+    # Bool is a subclass of int; an int is valid for a float.
+    if hint is float or hint is int:
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)
     return isinstance(value, origin or hint)

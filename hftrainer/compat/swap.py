@@ -25,7 +25,7 @@ def _table(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
     return {module: tuple(words.split()) for module, words in names.items()}
 
 
-#: Module that only transformers 4 has → our names. Where a release has a name of the last, its own stays.
+#: Module of transformers 4 → names that we provide. Optimizer names that a release still has are not replaced.
 _OF_TENSORFLOW = _table(
     {
         "transformers.trainer_tf": "TFTrainer",
@@ -143,7 +143,8 @@ def _swap(module: ModuleType) -> None:
         _add_tensorflow_names(module)
     if module.__name__ == _TOKENIZERS:
         kind = module.PreTrainedTokenizerBase
-        if not hasattr(kind, "batch_encode_plus"):  # gone in v5; each script for TFTrainer is of v4
+        # V5 removed it, but scripts for TFTrainer call it.
+        if not hasattr(kind, "batch_encode_plus"):
             _put(kind, "batch_encode_plus", kind.__call__)
 
 
@@ -204,8 +205,8 @@ class _Loader(importlib.abc.Loader):
 
 # ---- Replaced classes stay picklable ---------------------------------------------------------------------------------
 #
-# A script that imported the original Trainer before `install()` keeps it, with its arguments. It pickles these into
-# each checkpoint (`training_args.bin`), and pickle refuses a class whose module has another one under its name.
+# A script that imported the original Trainer before `install()` pickles the original arguments into each checkpoint.
+# pickle refuses a class if its module holds another class under that name.
 
 
 class _ClassByName:
@@ -256,7 +257,7 @@ def _keep_picklable(kind: Any) -> None:
 def _add_tensorflow_names(package: ModuleType) -> None:
     """Add names to the package such as `TFAutoModelForCausalLM` and `TFBertModel`, of torch's models.
 
-    Names that the package has itself are not touched: this is asked only for those that it cannot find.
+    Names that the package has are unchanged: ours are used only if its lookup fails.
     """
     kind: Any = type(package)
     if hasattr(kind, "_original_class"):

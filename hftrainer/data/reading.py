@@ -74,7 +74,7 @@ class ReadingLog:
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
 
     def begin_workers(self, generator: torch.Generator | None, *, draws_seed: bool) -> None:
-        """Record the generator state that new workers' seeds come from, and whether this epoch draws them."""
+        """Record the generator state before new workers draw their seeds. `now`: whether they do so in this epoch."""
         self.worker_seed = torch.get_rng_state() if generator is None else generator.get_state()
         self.draws_seed = draws_seed
 

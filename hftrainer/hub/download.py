@@ -68,7 +68,8 @@ def download_checkpoint(
 def _parse(reference: str) -> re.Match[str]:
     match = _REFERENCE.fullmatch(reference)
     parts = re.split(r"[/\\]", match["folder"] or "whole") if match else [""]
-    if match is None or not {"", ".", ".."}.isdisjoint(parts):  # which would lead out of the cache
+    # Such a folder would be outside of the cache.
+    if match is None or not {"", ".", ".."}.isdisjoint(parts):
         raise CheckpointNotFound(
             f"resume_from_checkpoint={reference!r}: give 'hub:owner/name', 'hub:owner/name/checkpoint-500' or "
             "'hub:owner/name@revision'."

@@ -49,7 +49,8 @@ def apply_model_arguments(
         yield
     finally:
         noise.remove()
-        if trainer.neftune_hook_handle is not None:  # a script may have replaced it
+        # The Trainer may hold another handle, or none.
+        if trainer.neftune_hook_handle is not None:
             trainer._deactivate_neftune(model)
 
 
@@ -103,7 +104,7 @@ def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -
 def compile_model(model: nn.Module, args: Any) -> None:
     """Compile the model in place, once, so that its weights keep their names.
 
-    `accelerate launch` fills in unset arguments, and may also enable compilation by itself.
+    Environment variables of `accelerate launch` fill in unset arguments, and can enable compilation.
 
     Args:
         model: the model.

@@ -236,7 +236,7 @@ def _tasks_by_class() -> dict[str, str]:
 
 
 def base_model_of(model: Any) -> str | None:
-    """The repository of the pretrained weights; None if they came from a folder, or there are none."""
+    """The repository of the pretrained weights. None without such weights, or if they came from a folder."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and not os.path.isdir(name) and is_repo_id(name) else None
 

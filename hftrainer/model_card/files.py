@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
 PLOT_NAME = "training.png"
-#: Drawing a plot stops training for half a second.
+#: Minimum time between two plots: drawing one blocks training for half a second.
 _SECONDS_BETWEEN_PLOTS = 60
 _ADAPTER_OF = "base_model:adapter:"
 

@@ -26,7 +26,9 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
         return dict(given or {})
     path = Path(os.fspath(given))
     if not path.is_file():
-        raise WrongConfig(f"{argument}={str(given)!r}: there is no such file.")
+        raise WrongConfig(
+            f"{argument}={str(given)!r}: the file does not exist. Give a dict, or the path of a JSON or YAML file."
+        )
     values = read_mapping(path, "JSON" if path.suffix == ".json" else "YAML", f"{argument}: ", WrongConfig)
     if values.keys() >= _OF_ACCELERATE:
         raise WrongConfig(

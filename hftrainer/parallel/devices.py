@@ -62,7 +62,7 @@ def device_module(kind: str) -> Any:
 
 
 def device_count(kind: str) -> int:
-    """Number of accelerators of a type that this process sees; 0 for the CPU, 1 on a Mac or a TPU."""
+    """Number of visible devices of a type: 0 for the CPU, 1 for MPS or TPU."""
     return 0 if kind == "cpu" else 1 if kind in ("mps", "tpu") else device_module(kind).device_count()
 
 
@@ -119,7 +119,7 @@ def _module_in_use() -> Any:
 
 @contextlib.contextmanager
 def error_hints() -> Iterator[None]:
-    """Add a hint to an error about something that a device does not support."""
+    """Add advice to errors about operations that the device does not support."""
     try:
         yield
     except Exception as error:
@@ -161,7 +161,7 @@ def wants_xla() -> bool:
 
 
 def unused_tpu() -> str | None:
-    """What to do if a run on the CPU was meant for a TPU; None if not, or with `USE_TORCH_XLA=0`.
+    """Advice if a TPU was expected but torch does not find it. None otherwise, and with `USE_TORCH_XLA=0`.
 
     `_TPU_VARIABLES` are not checked: a machine without a TPU may set them to use a remote one.
     """

@@ -16,9 +16,9 @@ from typing import Any
 from hftrainer.compat.peers import is_instance
 from hftrainer.plugins import load
 
-#: Selects the launcher whose variables are read, if `lightning_config` does not.
+#: Environment variable that selects the launcher, unless `lightning_config` does.
 CHOICE = "HFTRAINER_ENVIRONMENT"
-#: Set in processes that the script itself has started: the process id of the starting process.
+#: Environment variable with the process id of the script, if the script starts the other processes.
 STARTED_BY = "HFTRAINER_STARTED_BY"
 #: Variables of Open MPI, MVAPICH, and Intel MPI or MPICH: rank, size, local rank, local size.
 _MPI = (
@@ -36,7 +36,7 @@ _LONG = 24 * 3600
 
 
 class WrongEnvironment(ValueError):
-    """A variable of a launcher cannot be read."""
+    """A launcher's environment variable has an invalid value."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RankInfo:
         launcher: where the values come from: a name in `LAUNCHERS`.
         address: hostname of rank 0; None if it is not known yet.
         port: port of rank 0.
-        started: whether the other processes run; False in a script that starts them with its first Trainer.
+        started: whether all processes are running; False in a script whose first Trainer starts the others.
         missing: variables that the launcher should have set but has not.
     """
 
@@ -81,12 +81,15 @@ def _number(*names: str, default: int = 0) -> int:
     """The value of the first variable that is set.
 
     Raises:
-        WrongEnvironment: if it is not a number from 0.
+        WrongEnvironment: if it is not a non-negative integer.
     """
     for name in names:
         if (value := os.environ.get(name)) is not None:
             if not value.strip().isdecimal():
-                raise WrongEnvironment(f"{name}={value!r}: it must be a number from 0, as a launcher sets it.")
+                raise WrongEnvironment(
+                    f"{name}={value!r} is not a non-negative integer. Launchers set this variable: unset it, or "
+                    "start the script with a launcher."
+                )
             return int(value)
     return default
 
@@ -208,9 +211,10 @@ _PLUGINS = {
 
 
 def detect() -> str:
-    """The launcher that has started this process; 'lightning' if there is none.
+    """The launcher that started this process; 'lightning' without a launcher.
 
-    The inner launcher wins: torch_xla's in any other, torchrun in srun or mpirun, mpirun in a SLURM job.
+    The innermost launcher counts: torch_xla within any other, torchrun within srun or mpirun, mpirun within a SLURM
+    job.
     """
     if "PJRT_LOCAL_PROCESS_COUNT" in os.environ:
         return "xla"
@@ -257,7 +261,7 @@ def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
 
 def _by_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
     """Plain python: one process, or one per device, which the script starts itself."""
-    # accelerate launch has started one process on purpose.
+    # accelerate launch started one process because the user asked for one.
     alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
     wanted = _as_count(devices) or (1 if alone else max(gpus(), 1))
     return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
@@ -271,34 +275,37 @@ def _as_count(value: Any) -> int | None:
 
 
 def can_start_again() -> bool:
-    """Whether the command line of this process can be run again; not in notebooks, shells and child processes."""
+    """Whether this command line can be started again: False in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
     return not (interactive or multiprocessing.parent_process() is not None or sys.argv[:1] in ([], [""], ["-"]))
 
 
 def cluster_environment(plugins: Any) -> Any:
-    """The `ClusterEnvironment` among Lightning's plugins, or None; only possible if Lightning is imported."""
+    """The `ClusterEnvironment` among Lightning's plugins, or None. Lightning is not imported for this."""
     module = "lightning.fabric.plugins.environments.cluster_environment"
     given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
     return next((plugin for plugin in given if is_instance(plugin, module, "ClusterEnvironment")), None)
 
 
 def check_choices(config: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each choice of devices, nodes or launcher that cannot be one."""
+    """An error message for each invalid choice of devices, nodes or launcher."""
     devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(CHOICE)
     if isinstance(devices, (list, tuple)):
-        yield f"lightning_config['devices']={devices!r}: give their number, and select them with CUDA_VISIBLE_DEVICES."
+        yield (
+            f"lightning_config['devices']={devices!r}: a list is not supported. Give the number of devices, and select "
+            "them with CUDA_VISIBLE_DEVICES."
+        )
     elif devices not in (None, "auto", -1, "-1") and _as_count(devices) is None:
-        yield f"lightning_config['devices']={devices!r}: it must be a number from 1, -1 or 'auto'."
+        yield f"lightning_config['devices']={devices!r}: it must be a positive integer, -1 or 'auto'."
     if nodes is not None and _as_count(nodes) is None:
-        yield f"lightning_config['num_nodes']={nodes!r}: it must be a number from 1."
+        yield f"lightning_config['num_nodes']={nodes!r}: it must be a positive integer."
     if chosen is not None and chosen not in LAUNCHERS:
         yield f"{CHOICE}={chosen!r}: it must be {' or '.join(map(repr, LAUNCHERS))}."
 
 
 def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | None) -> list[str]:
-    """A sentence for each reason why training cannot start with these processes.
+    """An error message for each reason why training cannot start with these processes.
 
     Args:
         rank_info: rank and world size of this process.

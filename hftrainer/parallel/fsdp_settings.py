@@ -185,7 +185,7 @@ def _parse_words(fsdp: Any) -> dict[str, Any]:
 
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values by the names of the settings; unknown names raise."""
+    """Map the given names to the names of the settings. Unknown names raise `WrongConfig`."""
     keys: dict[str, Any] = {}
     for given_name, value in given.items():
         bare = given_name.removeprefix("fsdp_")
@@ -203,7 +203,7 @@ def _settings(given: Mapping[str, Any]) -> FsdpSettings:
     strategy = keys.pop("reshard_after_forward", STRATEGIES[0])
     version = _choose_version(keys.pop("version", None), strategy, [name for name in _ONLY_FSDP1 if name in keys])
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
-    # v4 had no policies: min_num_params meant size-based wrapping.
+    # v4 had no policies: min_num_params selected size-based wrapping.
     keys.setdefault("auto_wrap_policy", POLICIES[keys.get("min_num_params", 0) > 0 and not classes])
     if keys.get("activation_checkpointing_offload") and not keys.get("activation_checkpointing"):
         raise WrongConfig("fsdp_config['activation_checkpointing_offload'] needs 'activation_checkpointing' too.")
@@ -283,7 +283,7 @@ def _parse_classes(name: str, value: Any) -> tuple[str, ...] | None:
 
 def _parse_count(name: str, value: Any) -> int:
     if not str(value or 0).isdecimal():
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be a number from 0.")
+        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be a non-negative integer.")
     return int(value or 0)
 
 
@@ -315,5 +315,5 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 
 def nearest(word: str, allowed: Collection[str]) -> str:
-    """The end of a sentence about an unknown word: the nearest allowed word, or all of them."""
+    """The end of an error message about an unknown word. It suggests the nearest allowed word, or lists all."""
     return suggest(word, allowed, f": it may be {', '.join(sorted(allowed))}.")

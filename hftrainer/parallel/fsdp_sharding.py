@@ -43,7 +43,8 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         WrongConfig: for classes to wrap that the model does not have.
     """
     settings = plan.sharding
-    if settings is None or is_sharded(model):  # already sharded while it was loaded
+    # The model may have been sharded while it was loaded.
+    if settings is None or is_sharded(model):
         reshard(model)
         return model
     units = find_units(model, settings)
@@ -70,9 +71,9 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard all parameters: after a forward pass without a backward pass FSDP2 keeps the gathered ones.
+    """Reshard all parameters. FSDP2 keeps gathered ones after a forward pass without a backward pass.
 
-    Only the sharded parameters are those that the optimizer has.
+    The optimizer holds the sharded parameters, not the gathered ones.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -130,7 +131,7 @@ def whole_parameters(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
-    """The device mesh: shards over all processes, over those of a copy, or (hybrid) over those of a node."""
+    """The device mesh. Shards span all ranks, the ranks of one replica, or (hybrid) one node."""
     kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
     shape = layout.dp_replicate_size, layout.dp_shard_size
@@ -145,7 +146,7 @@ def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
 
 
 def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    """The modules whose parameters are gathered one module at a time, inner ones first."""
+    """The modules that FSDP gathers one at a time, inner modules first."""
     if settings.auto_wrap_policy == "NO_WRAP":
         return []
     if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
@@ -248,7 +249,10 @@ def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan, 
 
 
 def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: FsdpSettings) -> list[nn.Module]:
-    """Wrap the units; returns the wrappers. FSDP must wrap these, or recomputation would gather again."""
+    """Wrap the units for activation checkpointing.
+
+    Returns the wrappers. FSDP must wrap these, so that recomputation does not gather again.
+    """
     wrappers: list[nn.Module] = []
 
     def wrap(module: nn.Module) -> nn.Module:

@@ -22,7 +22,8 @@ _SIZES = {
     "cp_size": "ring attention needs hooks around the model that Lightning's loop does not have",
     "sp_size": "Ulysses sequence parallelism is part of DeepSpeed, and not supported yet",
 }
-#: Keys with details of a kind of parallelism, without effect while its size is 1; tensor parallelism needs none.
+#: Keys with details of one kind of parallelism. They have no effect: the other kinds have size 1, and tensor
+#: parallelism has no details.
 _DETAILS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
 #: Other kinds of parallelism of a loaded model, by their key in transformers' `DistributedConfig`.
 _LOADED_REFUSED = {"pp_size": "pipeline", "ep_size": "expert"}
@@ -121,7 +122,7 @@ def loaded_layout(model: Any) -> Layout:
 
 
 def check_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> list[str]:
-    """A sentence for each contradiction between a layout and the other arguments."""
+    """An error message for each contradiction between a layout and the other arguments."""
     if layout == Layout():
         return []
     found = []
@@ -180,7 +181,7 @@ class LightningPlan:
         deepspeed: DeepSpeed's configuration; None without DeepSpeed.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
-        read_once: argument → its value when the plan was made, for those that are not read again.
+        read_once: argument → its value when the plan was made, for arguments whose later changes have no effect.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they override the others.
     """
 

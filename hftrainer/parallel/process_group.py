@@ -112,7 +112,7 @@ _GLOO_ERROR_TEXTS = (
     "Timed out waiting",
     "Application timeout",
 )
-#: Seconds in which the ranks that have lost others say so.
+#: Seconds that the remaining ranks have to answer the roll call.
 _ROLL_CALL = 3.0
 
 
@@ -124,9 +124,9 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 class Awaiting:
-    """Context of a collective operation: names what it waited for, and the ranks that were lost, if it fails.
+    """Turns a failed collective operation into a `RanksLost` error. It names what was awaited, and the lost ranks.
 
-    It is entered at each step, and so is not a generator.
+    A class, because it is entered at every step and a generator would be slower.
 
     Args:
         what: completes "while it waited for ...".
@@ -153,7 +153,7 @@ class Awaiting:
 
 
 def lost_ranks_message(what: str) -> str:
-    """Which ranks this one has lost, found by a roll call among those that are left, and what to do."""
+    """The error message about lost ranks, found by a roll call among the remaining ranks."""
     lost = _lost_ranks()
     names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}" if lost else "other ranks"
     return (
@@ -164,7 +164,7 @@ def lost_ranks_message(what: str) -> str:
 
 
 def _lost_ranks() -> list[int]:
-    """The ranks that do not answer a roll call in the store through which all have met; rank 0 if that is lost."""
+    """The ranks that do not answer a roll call in the group's store. Rank 0 if the store itself is lost."""
     own = distributed.get_rank()
     missing = set(range(distributed.get_world_size())) - {own}
     reached = threading.Event()
@@ -173,14 +173,14 @@ def _lost_ranks() -> list[int]:
         with contextlib.suppress(distributed.DistError):  # the store is gone
             store = distributed.distributed_c10d._get_default_store()
             store.set(f"hftrainer/present/{own}", "1")
-            store.check([f"hftrainer/present/{own}"])  # waits for an answer, which `set` does not
+            store.check([f"hftrainer/present/{own}"])  # `check` waits for the store's answer, `set` does not
             reached.set()
             deadline = time.monotonic() + _ROLL_CALL
             while missing and time.monotonic() < deadline:
                 missing.difference_update([rank for rank in missing if store.check([f"hftrainer/present/{rank}"])])
                 time.sleep(0.05)
 
-    # The process with the store may hang and never answer: the thread is left behind then.
+    # If the process with the store hangs, this daemon thread never ends: stop waiting for it.
     thread = threading.Thread(target=call, name="roll-call", daemon=True)
     thread.start()
     thread.join(_ROLL_CALL + 1)

@@ -90,7 +90,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """The part of this process of a sequence, tensor, or dict of them; the first ranks get one item more.
+        """Yield this rank's part of a sequence, tensor or dict. The first ranks may get one item more.
 
         Args:
             inputs: what to split; the values of a dict have the same length.

@@ -120,7 +120,7 @@ class Processes(RankInfo):
         work: Any = distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group, async_op=True)
 
         def result() -> list[int]:
-            with Awaiting("the vote of the ranks about what comes next"):
+            with Awaiting("the maximum over all ranks"):
                 work.wait()
             return numbers.tolist()
 

@@ -245,7 +245,7 @@ class Until4_51(Until4_52):
     until = Release(4, 51)
     changes = {
         "logs_tokens_per_second": "train_tokens_per_second is not logged",
-        "seeds_workers_by_rank": "loading processes of all ranks have the same seeds",
+        "seeds_workers_by_rank": "loader workers of all ranks have the same seeds",
         "steps_of_epoch": "the steps of an epoch are rounded down, so training ends earlier when its last optimizer "
         "step has fewer micro-batches (transformers#37923)",
     }

@@ -1,4 +1,4 @@
-"""Methods of `Trainer` that only earlier releases of transformers have: scripts and libraries call or override them."""
+"""Trainer methods that transformers has removed. Scripts and libraries still call or override them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrainer.training_args import TrainingArguments
 
 
 class EarlierMethods:
-    """The base of `Trainer` with these methods; it has no attributes of its own."""
+    """Mixin of `Trainer` with these methods; it defines no attributes."""
 
     args: TrainingArguments
     state: TrainerState
@@ -46,7 +46,7 @@ class EarlierMethods:
         self.neftune_hook_handle.remove()
 
     def propagate_args_to_deepspeed(self, auto_find_batch_size: bool = False) -> None:
-        """Complete DeepSpeed's configuration again, from arguments that were changed before training (v4.37 to v5.0).
+        """Fill in DeepSpeed's configuration again after the arguments changed (v4.37 to v5.0).
 
         Raises:
             InvalidSetup: without DeepSpeed, and during training.
@@ -107,10 +107,10 @@ class EarlierMethods:
         return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
 
     def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write `checkpoint-{step}` of this step into a folder of Ray's; a search with Ray does not call this.
+        """Write `checkpoint-{step}` into Ray's folder. Our search with Ray does not call this.
 
         Args:
-            checkpoint_dir: the folder in which the checkpoint's is made.
+            checkpoint_dir: the parent folder of the checkpoint.
         """
         name = f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self._hftrainer.saver.write_elsewhere(os.path.join(checkpoint_dir, name))
@@ -118,7 +118,7 @@ class EarlierMethods:
     def compare_trainer_and_checkpoint_args(
         self, training_args: TrainingArguments, trainer_state: TrainerState
     ) -> None:
-        """Warn of arguments that differ from a checkpoint's (v4.37 to v5.0); a run that resumes does so itself."""
+        """Warn about arguments that differ from a checkpoint's (v4.37 to v5.0). A resumed run already warns."""
         warn_of_changed(training_args, trainer_state)
 
     # ---- The Hub -----------------------------------------------------------------------------------------------

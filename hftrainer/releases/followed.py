@@ -93,7 +93,7 @@ def is_before(release: str) -> bool:
 
 
 def follow(release: Release) -> None:
-    """Set the release that Trainers made from now on follow, if their arguments choose none."""
+    """Set the release that new Trainers follow by default."""
     global _default
     _default = policy_of(release)
 

@@ -49,7 +49,7 @@ def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def write_whole(path: str, write: Callable[[str], Any]) -> None:
-    """Write a temporary file, then rename it, so that a concurrent reader (an upload) never sees a partial file.
+    """Write a file atomically: write a temporary file, then rename it.
 
     Args:
         path: the file.

@@ -52,7 +52,7 @@ def read_state(folder: str) -> TrainerState:
 
 
 def read_run(folder: str) -> TrainerState:
-    """`read_state`, of a run that can be drawn.
+    """Like `read_state`, but raises if the log has nothing to draw.
 
     Raises:
         InvalidArgument: when there is no run, or its log has nothing to draw.

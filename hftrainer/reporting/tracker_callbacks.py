@@ -144,7 +144,8 @@ class WandbCallback(TrackerCallback):
         if args.load_best_model_at_end:
             metadata = {
                 f"eval/{args.metric_for_best_model}": state.best_metric,
-                "train/total_floss": state.total_flos,  # spelled so by transformers, whose users look for it
+                # transformers spells it so, and users may look for this name.
+                "train/total_floss": state.total_flos,
                 _SIZE: run.config.get(_SIZE),
             }
         with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from hftrainer.strategies.strategy import MakeOptimizer, Strategy
 
 
 class FsdpStrategy(Strategy):
-    """Each process has a part of each parameter; without `plan.sharding`, by tensor parallelism alone.
+    """FSDP shards the model; without `plan.sharding`, only tensor parallelism splits it.
 
     Checkpoints hold whole states or a part from each process: the plugin decides, and may be changed during a run.
     With tensor parallelism alone they are whole, and the weights are not written to a second file.
@@ -54,7 +54,7 @@ class FsdpStrategy(Strategy):
         return load("lightning", "fsdp").build(self.plan, settings)
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler; FSDP1's finds infinite gradients in the parts of all processes."""
+        """The loss scaler. With FSDP1, it checks the gradient shards of all ranks for infinity."""
         first = self.plugin is not None and self.plugin.fsdp_version == 1
         return ShardedScaler(self.device.type) if first and self.plan.precision == "16-mixed" else super().make_scaler()
 
@@ -77,7 +77,7 @@ class FsdpStrategy(Strategy):
         return sharded.model_state(model, whole=True)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Gather the parameters in the block, where the model's methods do not do it."""
+        """Gather the parameters for the block, unless the model's methods gather them."""
         return super().whole_parameters() if self._prepared is None else sharding.whole_parameters(self._prepared)
 
     @property
@@ -92,7 +92,7 @@ class FsdpStrategy(Strategy):
         return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
-        """A block whose backward passes leave gradients local."""
+        """A context in which backward passes do not reduce gradients."""
         return None if self._prepared is None else sharding.without_sync(self._prepared)
 
     def release(self) -> None:
@@ -146,7 +146,8 @@ class FsdpStrategy(Strategy):
 class ShardedScaler(ShardedGradScaler):
     """Skips a step on all ranks when the gradients of one are infinite.
 
-    torch counts the ranks where they are, in a tensor of shape `(1,)`; its fused optimizers take 0 or 1 of shape `()`.
+    torch counts the ranks with infinite gradients in a tensor of shape `(1,)`; its fused optimizers need 0 or 1 of
+    shape `()`.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

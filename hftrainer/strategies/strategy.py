@@ -40,12 +40,12 @@ class Strategy(ABC):
     """How processes share one model. All processes call a method that communicates, at the same point.
 
     Args:
-        plan: the training arguments, translated for Lightning. They are those with which the Trainer was made;
-            `engine.plan` has the values that have changed since.
+        plan: the training arguments, translated for Lightning. This is the plan from the Trainer's creation;
+            `engine.plan` has later changes.
 
     Attributes:
-        argument: what asks for the strategy, for messages.
-        flags: attributes of the Trainer that are True: transformers' names for the strategy.
+        argument: the argument that selects the strategy, for error messages.
+        flags: the Trainer attributes that are True with this strategy, as in transformers.
         card: its name on a model card; empty for none.
         shards: whether each process has only a part of the model or of the optimizer's state.
         writes_parts: whether each process writes its own part of a checkpoint.
@@ -53,7 +53,7 @@ class Strategy(ABC):
         keeps_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
         needs_group_alone: whether a process group is needed even for one process.
         fixes_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
-        autocasts_own_loops: whether the engine's autocast also works in a script's own loops.
+        autocasts_own_loops: whether the engine's autocast also works in loops that a script writes.
         gathers_in_forward: whether all processes must run a forward pass together, since each has a part of the
             parameters.
     """
@@ -97,7 +97,7 @@ class Strategy(ABC):
         """Refuse an optimizer or a schedule that the script has made, where the strategy has its own."""
 
     def start(self) -> None:
-        """Get ready, once the processes are connected and before any tensor is on a device."""
+        """Initialize the strategy. Called after the processes are connected, before any tensor is on a device."""
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler, which keeps float16 gradients from underflowing; None for other precisions."""
@@ -175,7 +175,7 @@ class Strategy(ABC):
         return batch if dtype is None else in_type(batch, dtype)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
-        """The parameters with weight decay, if the sharded layers no longer show them; None if they do."""
+        """The names of the parameters with weight decay. None if they can be found in the sharded model."""
         return None
 
     def release(self) -> None:
@@ -188,19 +188,19 @@ class Strategy(ABC):
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
-        """A block whose backward passes leave gradients local; None leaves it to Lightning's strategy."""
+        """A context in which backward passes do not reduce gradients; None leaves it to Lightning's strategy."""
         return None
 
     # ---- The device --------------------------------------------------------------------------------------------
 
     def seed(self, seed: int) -> None:
-        """Seed generators that torch's seeds do not reach."""
+        """Seed generators that `torch.manual_seed` does not seed."""
 
     def end_batch(self) -> None:
-        """Run the recorded operations, on devices that record them first."""
+        """Run the operations that the device has recorded; only XLA records operations."""
 
     def to_cpu(self, state: Any) -> Any:
-        """A state that any process can load from a file; on the CPU, if it must be there for that."""
+        """The state in a form that any process can load. On XLA, a copy in CPU memory."""
         return state
 
     # ---- Saving ------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Strategy(ABC):
         """Write this process's part into the folder, which exists."""
 
     def save_beside(self, folder: str) -> None:
-        """Write what `save_model()` did not write, after it."""
+        """Write the parts that `save_model()` has not written."""
 
     def finish(self) -> None:
         """Release what was gathered. If the folder could not be created, tell the ranks that wait for it."""

@@ -1,1 +1,1 @@
-"""One call of `train()`: its schedule, its loop, its losses, its interruption."""
+"""One call of `train()`: schedule, loop, losses, checkpoints, signals."""

@@ -137,7 +137,7 @@ class EngineAccelerator(ProcessState):
         return item
 
     def prepare_data_loader(self, loader: torch.utils.data.DataLoader[Any]) -> Any:
-        """A loader in the Trainer's order, on its device."""
+        """A loader that shards and moves batches like the Trainer's."""
         prepared = self._prepare_loader(loader)
         self._loaders.add(prepared)
         return prepared
@@ -199,9 +199,8 @@ class EngineAccelerator(ProcessState):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without rows of the loader's last batch that are padding.
 
-        Padding rows are those of a batch that only keeps this rank in step with the others, those that fill the last
-        batches of training, and those beyond an incomplete last batch: a loss that is repeated by the nominal batch
-        size then counts by the true size.
+        Padding rows are those of a filler batch, those that complete the last batches of training, and losses repeated
+        beyond the size of an incomplete last batch.
 
         Args:
             input_data: tensors in nested containers, or with `use_gather_object` a sequence of any objects.

@@ -28,10 +28,10 @@ from hftrainer.training.run import Run
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
-#: Attributes that belong to a process: another process makes its own.
+#: Attributes that a copy in another process must create again.
 _OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
-#: Attributes of the Trainer itself that belong to a process.
+#: The same, for attributes of the Trainer.
 _OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
 
 
@@ -49,14 +49,14 @@ class Components:
         resolved: the parsed arguments; a trial of a search replaces these, and the next three.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.
-        checkpoint_writer: writes checkpoint folders, at once or in the background.
+        checkpoint_writer: writes checkpoint folders, synchronously or in the background.
         averages_tokens: whether the items of an optimizer step are counted over all processes.
         past_index: the model's output that the next batch gets as `mems`; -1 for none.
-        uploads: to the repository on the Hub, once there is one; in the main process.
+        uploads: the uploads to the Hub; None before the repository is open, and on other ranks.
         search: the backend of the current hyperparameter search, if any.
-        hp_study: the study of the last search, if its backend has such.
-        searched_arguments: the arguments as they were before that search.
-        args_have_changed: whether the engine has to be built again before the next run.
+        hp_study: the study of the last search with Optuna, or None.
+        searched_arguments: the arguments before the current search.
+        args_have_changed: whether the next run must rebuild the engine.
         lightning_callbacks: Lightning's callbacks, in the order given.
         setup: builds what follows from the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
@@ -102,11 +102,11 @@ class Components:
         return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
 
     def state_of_trainer(self) -> dict[str, Any]:
-        """The state for a copy of the Trainer, by `copy.deepcopy` or by pickling; `rebuild` makes the rest."""
+        """The Trainer's attributes for `copy.deepcopy` and pickling; `rebuild` creates the others."""
         return {**vars(self.trainer), **dict.fromkeys(_OF_THE_TRAINERS_PROCESS), "_eval_dataloaders": {}}
 
     def rebuild(self) -> None:
-        """Make a copied Trainer's own engine, accelerator, and uploads."""
+        """Create engine, accelerator and uploads for a copied Trainer."""
         self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
         self.trainer.create_accelerator_and_postprocess()
@@ -115,7 +115,7 @@ class Components:
 
     @property
     def bare_model(self) -> Any:
-        """The user's own model, without the modules that shard it, and not compiled."""
+        """The user's model, without wrappers, and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
     @property
@@ -130,7 +130,7 @@ class Components:
         self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 
     def made_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; ValueError when there is none yet."""
+        """The optimizer; raises ValueError before its creation."""
         optimizer: torch.optim.Optimizer | None = self.trainer.optimizer
         if optimizer is None:
             raise ValueError("There is no optimizer yet: call create_optimizer() or train() first.")

@@ -85,7 +85,7 @@ class LoaderFactory(Component):
             "in_order": args.dataloader_in_order,
         }
         if not isinstance(dataset, IterableDataset):
-            self._with_all_columns = dataset, given  # samplers may need what the model does not
+            self._with_all_columns = dataset, given  # samplers may need columns that the model does not take
             sampler = None
             if sampler_fn is not None:
                 sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
@@ -110,7 +110,7 @@ class LoaderFactory(Component):
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
             return None
-        # `sortish_sampler` is the old argument for it.
+        # `sortish_sampler` is the old argument for grouping by length.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
             size = self.run.train_batch_size * args.gradient_accumulation_steps
             return LengthGroupedSampler(size, lengths=self._lengths(dataset))
@@ -182,7 +182,7 @@ class LoaderFactory(Component):
             self._prepares_training_data = before
 
     def prepare(self, loader: DataLoader[Any]) -> PreparedDataLoader:
-        """The loader with this process's share of the batches, on its device."""
+        """Prepare a loader: shard its batches for this rank, and move them to the device."""
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
@@ -204,7 +204,7 @@ class LoaderFactory(Component):
         )
 
     def config(self) -> AcceleratorConfig:
-        """The settings for preparing loaders: `accelerator_config`, with later changes on the accelerator.
+        """`accelerator_config` with later changes to `accelerator.dataloader_config`.
 
         Raises:
             InvalidArgument: for invalid values.

@@ -33,7 +33,7 @@ class LogSaveEvaluate(Component):
         start_time: float | None,
         learning_rate: float | None,
     ) -> None:
-        """Log, evaluate and save by the control flags; the arguments are those of `_maybe_log_save_evaluate`."""
+        """Log, evaluate and save as the control flags request; arguments as in `_maybe_log_save_evaluate`."""
         trainer = self.trainer
         loop = self.run.loop
         if loop is not None:
@@ -63,7 +63,7 @@ class LogSaveEvaluate(Component):
             self._sync_control_flags()
 
     def _sync_control_flags(self) -> None:
-        """Set on all ranks the control flags that one rank has."""
+        """Synchronize the control flags of all ranks."""
         if self.run.loop is not None:
             self.run.loop.control_sync.sync_control_flags()
 
@@ -75,7 +75,7 @@ class LogSaveEvaluate(Component):
         steps = self.trainer.state.global_step - run.last_logged
         of_all = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
         summed, further = run.logged_metrics.pop(of_all, steps)
-        tr_loss -= tr_loss  # not zero_(): a NaN that the filter let through stays, as in transformers
+        tr_loss -= tr_loss  # not `zero_()`: as in transformers, NaN stays NaN
         self.components.strategy.end_batch()
         logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
@@ -135,7 +135,7 @@ class LogSaveEvaluate(Component):
         return metrics
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Remember the metric if it is the best so far; returns whether it is.
+        """Record the metric if it is the best so far; returns True then.
 
         Raises:
             MetricNotFound: when evaluation does not return the metric; the error names those that it returns.

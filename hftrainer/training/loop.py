@@ -77,8 +77,8 @@ class TrainingLoop:
         self.loss_sum = LossSum(trainer, self.run)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self._stepping = False  # the optimizer may have changed the weights, and the step is not counted yet
-        self._stepped = False  # the optimizer has stepped, and the step is not counted yet
+        self._stepping = False  # inside an optimizer step, which may have changed the weights
+        self._stepped = False  # the optimizer stepped, but `global_step` does not count it yet
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
@@ -100,7 +100,7 @@ class TrainingLoop:
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
     def load_optimizer(self) -> None:
-        """Load the state of optimizer and scheduler, into the parameter groups that exist by now."""
+        """Load optimizer and scheduler state, after callbacks have added their parameter groups."""
         optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
         keep_pace(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
@@ -318,7 +318,7 @@ class TrainingLoop:
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
-        # Else the log line reads it, after the schedule has stepped.
+        # Otherwise the log line reads the learning rate, after the scheduler's step.
         if self.components.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
         if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
@@ -377,7 +377,7 @@ class TrainingLoop:
             if not self.between_steps:
                 logger.warning("The error occurred within a step: a run resumed from here draws other random numbers.")
         except Exception:
-            logger.exception("The error below ends the run; its last state could not be saved.")
+            logger.exception("Could not save a checkpoint after the error that ends the run.")
 
     def _log_save_evaluate(self) -> None:
         """Log, evaluate and save as requested; an override is called at every step."""

@@ -198,7 +198,7 @@ class ModelSetup(Component):
         if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
             optimizer: torch.optim.Optimizer = kind()(model, **kwargs)
             return optimizer
-        # GaLore, LOMO and layer-wise optimizers pass their own parameters.
+        # GaLore, LOMO and layer-wise optimizers bring their own parameter groups.
         for name in ("params", "model", "optimizer_dict"):
             groups = kwargs.pop(name, groups)
         optimizer = kind(groups, **kwargs)
@@ -247,7 +247,7 @@ class ModelSetup(Component):
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        if self.run.made_scheduler:  # its length is that of the previous call
+        if self.run.made_scheduler:  # it has the length of the previous run
             trainer.lr_scheduler = None
             self.run.made_scheduler = False
 
@@ -290,7 +290,7 @@ class ModelSetup(Component):
         self.components.steps.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
-        """Refuse a new number of micro-batches per optimizer step where it cannot change in a run.
+        """Raise if accumulation steps changed under a strategy that fixes them.
 
         Raises:
             InvalidArgument: the error names both.
@@ -304,7 +304,7 @@ class ModelSetup(Component):
             )
 
     def finds_unused_parameters(self) -> bool:
-        """Whether DDP looks for parameters that a step has not used, unless an argument sets it."""
+        """Default for DDP's `find_unused_parameters`."""
         model = self.trainer.model
         if not peers.is_pretrained(model):
             return True

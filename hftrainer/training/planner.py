@@ -96,7 +96,7 @@ class Planner(Component):
 
         Args:
             schedule: the lengths of the run.
-            position: epochs done and micro-batches done in the next, of a run that resumes from a checkpoint.
+            position: finished epochs, and finished micro-batches of the next; None for a new run.
         """
         sizes = {
             "Number of examples": schedule.num_examples,

@@ -28,7 +28,7 @@ class Run:
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
         accumulation: micro-batches in the current optimizer step.
-        made_scheduler: whether the Trainer made the schedule, for the length of the run.
+        made_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
         loop: the training loop while it runs.
         interruption: the signals that ask this run to stop.

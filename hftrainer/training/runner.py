@@ -1,4 +1,4 @@
-"""One call of `Trainer.train()`: from the checkpoint that it resumes from to its last log line."""
+"""Runs one `Trainer.train()`, from finding the checkpoint to the last log line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingRunner(Component):
-    """Runs a training, restarts it with smaller batches when memory runs out, and releases its objects."""
+    """Runs training, restarts it with smaller batches after out-of-memory errors, and releases its objects."""
 
     def __init__(self, components: Components) -> None:
         super().__init__(components)
@@ -53,7 +53,7 @@ class TrainingRunner(Component):
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
     def check_one_process(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Refuse arguments that work in one process only, if there are several."""
+        """Raise for arguments that work only in one process, if there are several."""
         if self.trainer.args.world_size == 1:
             return
         errors = []
@@ -71,7 +71,7 @@ class TrainingRunner(Component):
             raise UnsupportedArgument("\n".join(errors))
 
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
-        """Make the model and take the arguments of this `train()`; returns the checkpoint to resume from, if any."""
+        """Make the model and apply the arguments of this `train()`; returns the checkpoint to resume from."""
         model_setup = self.components.model_setup
         self.components.checkpoint_writer.wait_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
@@ -122,7 +122,7 @@ class TrainingRunner(Component):
         return folder
 
     def _load_weights_and_batch_size(self, folder: str) -> None:
-        """Load from the checkpoint what the run needs first: an unsharded model's weights, and the batch size."""
+        """Load the weights of an unsharded model, and the batch size, from the checkpoint."""
         if not self.components.strategy.shards:  # a sharded model loads its shards later
             self.trainer._load_from_checkpoint(folder)
         finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
@@ -276,7 +276,7 @@ class TrainingRunner(Component):
             self.components.checkpoint_writer.added.begin_run(run_dir)
 
     def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
-        """Resume from the checkpoint of a complete run: load, announce and upload it, without training."""
+        """Resume a run that had already finished: load and upload its checkpoint, without training."""
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin()
@@ -305,7 +305,7 @@ class TrainingRunner(Component):
             saver.load_best_at_end()
         kept = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
-        # Without the last checkpoint, which a full disk has cost, the one before it is where the run can go on.
+        # If the last save failed, keep the previous checkpoint, from which the run can resume.
         if trainer.args.should_save and kept is not None and trainer.args.save_total_limit == 1 and not writer.failed:
             keep_only(kept, run_dir)
         self.components.announce("on_train_end")
@@ -316,7 +316,8 @@ class TrainingRunner(Component):
         if trial is None and trainer.is_world_process_zero():
             self._summarize(metrics, self.run.loop.reader.waited)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
-            trainer.neftune_hook_handle.remove()  # copies of transformers' `train` rely on this method for both
+            # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
+            trainer.neftune_hook_handle.remove()
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
@@ -380,7 +381,7 @@ class TrainingRunner(Component):
 
 
 class StartingPoint:
-    """The state in which a run begins, kept on the CPU: trained weights, buffers, random states, and `stateful`.
+    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
 
     Frozen weights, most of a model with adapters, are not copied.
 

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, and when a Trainer announces it."""
+"""Writes and loads the contents of checkpoints, and calls `on_save`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver(Component):
-    """Fills checkpoints, announces them, and reads the progress that `trainer_state.json` does not hold."""
+    """Writes checkpoints, calls `on_save`, and loads weights and progress."""
 
     def _gather_files_of_other_ranks(self) -> dict[str, Any]:
         """File name → contents, for the other ranks' files in a checkpoint: random states and progress."""
@@ -92,7 +92,7 @@ class CheckpointSaver(Component):
             drop_from_json(path, "best_global_step")
 
     def load_best_at_end(self) -> None:
-        """Load the best model if `load_best_model_at_end` is set, there is one, and its checkpoint is whole."""
+        """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""
         best = self.trainer.state.best_model_checkpoint
         if not self.trainer.args.load_best_model_at_end:
             return
@@ -118,7 +118,7 @@ class CheckpointSaver(Component):
             writer.failed, state.best_model_checkpoint = from_main(lambda: (writer.failed, state.best_model_checkpoint))
 
     def save_if_needed(self, trial: Any) -> None:
-        """Write a checkpoint of this step unless there is one, and wait until it is on the disk."""
+        """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait()
         if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.failed:
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
@@ -232,7 +232,7 @@ class CheckpointSaver(Component):
         if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
             processing_class = getattr(self.trainer.data_collator, "tokenizer", None)
             if processing_class is not None:
-                logger.info("Without a processing_class, the tokenizer of data_collator is saved.")
+                logger.info("Saving the data_collator's tokenizer, since the Trainer has no processing_class.")
         if processing_class is not None:
             processing_class.save_pretrained(folder)
         torch.save(without_tokens(self.trainer.args), os.path.join(folder, names.TRAINING_ARGS_NAME))
@@ -274,7 +274,7 @@ class CheckpointSaver(Component):
             self.wait()
 
     def write_elsewhere(self, path: str) -> None:
-        """Write a checkpoint of this step that is not this run's: it is neither rotated, announced nor uploaded."""
+        """Write a checkpoint of this step that we do not rotate, announce or upload."""
         self.trainer.store_flos()
         self.wait()
         with self._writing(path, on_written=lambda: None, on_failure=lambda: None) as fill:
@@ -323,7 +323,7 @@ class CheckpointSaver(Component):
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
             return lambda: self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
-        # A restart with smaller batches resumes from that checkpoint again.
+        # Keep the checkpoint from which a restart with smaller batches resumes.
         needed = [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
         best = self.trainer.state.best_model_checkpoint
         return functools.partial(rotate_checkpoints, run_dir, self.trainer.args.save_total_limit, best, [path, *needed])

@@ -83,7 +83,7 @@ class TrainerSetup(Component):
     """
 
     def begin_again(self) -> None:
-        """Rebuild everything that follows from the arguments, for a trial or after a search."""
+        """Rebuild everything that depends on the arguments, for a trial or after a search."""
         trainer = self.trainer
         self.components.args_have_changed = False
         self.resolve_arguments()
@@ -118,7 +118,7 @@ class TrainerSetup(Component):
         self.follow_arguments()
 
     def end_init(self) -> None:
-        """Open the repository and the output folder, and announce that the Trainer is made."""
+        """Open the repository, create the output folder, and call `on_init_end`."""
         args = self.trainer.args
         if args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
@@ -151,7 +151,7 @@ class TrainerSetup(Component):
         )
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback of either kind; one of Lightning's progress bars replaces the Trainer's own."""
+        """Add a Trainer or Lightning callback. A Lightning progress bar replaces the Trainer's own."""
         handler = self.trainer.callback_handler
         of_lightning = self.components.lightning_callbacks
         if _is_of_lightning(callback):
@@ -225,7 +225,7 @@ class TrainerSetup(Component):
                 ours.setLevel(logging.ERROR)  # the main process says what is said in all
 
     def follow_arguments(self) -> None:
-        """Set everything that follows from the arguments, which a hyperparameter trial changes."""
+        """Set everything that depends on the arguments; called again for each trial."""
         self.run.accumulation = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
@@ -233,7 +233,7 @@ class TrainerSetup(Component):
         self._follow_changes()
 
     def _follow_changes(self) -> None:
-        """Set what follows from arguments that may change between two runs."""
+        """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
         self.components.past_index = legacy.value(args, "past_index")
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
@@ -259,7 +259,7 @@ class TrainerSetup(Component):
             )
 
     def _check_supported(self) -> None:
-        """Refuse unsupported arguments; log those that `lightning_config` overrides, and those without effect."""
+        """Raise for unsupported arguments; warn about overridden ones and those without effect."""
         resolved = self.components.resolved
         resolved.model = self.trainer.model
         if found := check_supported(resolved, has_custom_optimizer=self.trainer.optimizer is not None):
@@ -273,7 +273,7 @@ class TrainerSetup(Component):
             )
 
     def _connect(self) -> Strategy:
-        """Start the other processes if no launcher has, and connect all; returns the strategy for the plan."""
+        """Start the other processes unless a launcher did, join the process group, and select the strategy."""
         args = self.trainer.args
         resolved = self.components.resolved
         adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
@@ -288,10 +288,10 @@ class TrainerSetup(Component):
         return strategy
 
     def validate_args(self) -> None:
-        """Refuse invalid arguments before anything is built; they may have changed since they were made."""
+        """Raise for invalid arguments. The script may have changed them since their construction."""
         args = self.trainer.args
         resolved = self.components.resolved
-        set_accumulation_steps(resolved)  # before DeepSpeed's configuration is completed with it
+        set_accumulation_steps(resolved)  # DeepSpeed's configuration needs the accumulation steps
         is_ours = isinstance(args, TrainingArguments)
         if is_ours and (texts := list(texts_for_numbers(args))):
             raise WrongObject("\n".join(texts))
@@ -299,7 +299,8 @@ class TrainerSetup(Component):
             raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
-                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
+                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set "
+                "eval_strategy='no'."
             )
         self._check_optimizer()
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
@@ -328,7 +329,7 @@ class TrainerSetup(Component):
             )
 
     def _check_memmap(self) -> None:
-        """Check the folder of an evaluation that keeps its rows in files."""
+        """Check `eval_memmap_dir`, the folder for memory-mapped predictions."""
         folder = getattr(self.trainer.args, "eval_memmap_dir", None)
         if folder is None:
             return
@@ -409,7 +410,7 @@ def _run_folder(trainer: Trainer, run: Run) -> str:
 
 
 def check_consistency(args: Any, processes: Processes) -> None:
-    """Compare the arguments of all ranks, which must all call this; a subclass's own fields may differ.
+    """Compare the arguments of all ranks (a collective call). Fields of a subclass may differ.
 
     Raises:
         InvalidArgument: on every rank, with each argument that differs and the ranks that have each value.

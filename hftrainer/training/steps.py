@@ -54,7 +54,7 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
         return outputs[0]
     elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):
         log_once(
-            logger, f"The model returned numbers without a loss; the first of them is the loss. If it is not: {REMEDY}"
+            logger, f"The model returned a 1-D tensor; its first number is used as the loss. If that is wrong, {REMEDY}"
         )
         return outputs[0]
     else:
@@ -74,7 +74,7 @@ def check_loss(loss: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.ndim == 0:
         return loss
     shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise InvalidArgument(f"The loss must be a tensor with one number, and is {shown}: {REMEDY}")
+    raise InvalidArgument(f"The loss must be a tensor with one number, but is {shown}: {REMEDY}")
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -291,7 +291,7 @@ class TrainingSteps(Component):
         return inputs
 
     def prepare_input(self, data: Any) -> Any:
-        """A part of the batch on the device; for containers, `Trainer._prepare_input` prepares each part."""
+        """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
             return rebuilt(data, self.trainer._prepare_input)
         return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 #: Seconds in which a second signal counts as a copy that the launcher forwarded.
 _SECONDS_OF_ECHO = 3.0
-#: Python's default handlers; any other handler is the script's own, and stays.
+#: Python's default handlers. We leave any other handler, since it is the script's.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 #: Flags of the control that all ranks set when one does.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
@@ -40,8 +40,8 @@ class EvaluationAbandoned(BaseException):
 class Interruption:
     """Records stop signals inside the block of `listening`.
 
-    The first signal is recorded. The second ends the process at once, as without this class. A second signal shortly
-    after the first is ignored: with Ctrl-C, a launcher forwards a signal that its processes have got already.
+    A second signal ends the process at once. Under a launcher, a second signal shortly after the first is ignored: on
+    Ctrl-C, launchers forward a signal that their processes already got.
 
     Args:
         saves: whether a signal saves a checkpoint; if not, signals are not handled.
@@ -63,7 +63,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen in the block. Python allows it in the main thread only; in other threads this does nothing."""
+        """Record signals in the block. Does nothing outside the main thread, where Python forbids handlers."""
         if not self._saves or threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -94,7 +94,7 @@ class Interruption:
             self.may_abandon = False
 
     def check(self) -> None:
-        """Called after each batch of an evaluation.
+        """Abort the evaluation if a signal arrived; called after each batch.
 
         Raises:
             EvaluationAbandoned: when a signal has arrived and the evaluation may be aborted.
@@ -145,9 +145,9 @@ class Interruption:
 class ControlSync:
     """Synchronizes the control flags and signals of all ranks at the end of each optimizer step.
 
-    Most steps request nothing. Ranks then vote without waiting for each other, and read the votes at the end of the
-    next step. A rank with a request waits for the votes: if all ranks have requests, they act on all of them at once,
-    as in `transformers.Trainer`. Else all act on them at the end of the next step, when all know of them.
+    After each step, ranks all-reduce their requests. A rank without requests reads the result only after the next step;
+    a rank with requests waits for it. If every rank has requests, all act on them at once, as in
+    `transformers.Trainer`; otherwise all act after the next step.
 
     Args:
         components: the parts of the Trainer.
@@ -165,7 +165,7 @@ class ControlSync:
         self._save = save
         self._signal = 0
         self._stop = False
-        self._votes: Callable[[], list[int]] | None = None  # of the last step, if they are not acted on yet
+        self._votes: Callable[[], list[int]] | None = None  # the last step's all-reduce, until its result is applied
 
     def begin_epoch(self) -> None:
         """Clear the flag that stops an epoch."""
@@ -187,7 +187,7 @@ class ControlSync:
             self._act_on(agreed)
 
     def sync_control_flags(self) -> None:
-        """Set on all ranks what one rank requests, where all ranks wait anyway: after long operations and epochs."""
+        """Synchronize at once, after epochs and long operations, where ranks wait for each other anyway."""
         if not self.several:
             return
         wait_for_votes = self._vote(self._requests())
@@ -195,14 +195,14 @@ class ControlSync:
         self._act_on(wait_for_votes()[1:])
 
     def _requests(self) -> list[int]:
-        """The signal and the flags of this rank, and those of all ranks that the last step has left."""
+        """The signal and flags of this rank, merged with pending ones of all ranks."""
         flags = [getattr(self.trainer.control, name) for name in _FLAGS]
         own = [self.run.interruption.received or 0, *map(int, flags), int(self.engine.stops)]
         left = [0] * len(own) if self._votes is None else self._votes()[1:]
         return [max(each) for each in zip(own, left, strict=True)]
 
     def _vote(self, requests: list[int]) -> Callable[[], list[int]]:
-        """Begin to exchange requests; whether some rank has none comes first."""
+        """Start the all-reduce of requests; its first number says whether some rank has none."""
         processes: Processes = self.engine.plan.processes
         return processes.start_max_over_ranks([int(not any(requests)), *requests])
 
@@ -216,7 +216,7 @@ class ControlSync:
 
     @property
     def may_stop(self) -> bool:
-        """Whether all ranks stop: only at the end of an optimizer step, when they are synchronized."""
+        """Whether stop flags may take effect: distributed ranks must have agreed on them."""
         return self._stop or not self.several
 
     def abandoning(self) -> contextlib.AbstractContextManager[Any]:

@@ -445,10 +445,10 @@ class FinderByEpoch(of.LearningRateFinder):
             {"gradient_accumulation_steps": 3},
             "gradient_accumulation_steps=3 and Gradient",
         ),
-        (lambda: of.EarlyStopping("eval_loss"), {}, "reads evaluations, and the run has none"),
+        (lambda: of.EarlyStopping("eval_loss"), {}, "the run does not evaluate"),
         (of.BatchSizeFinder, {"auto_find_batch_size": True}, "auto_find_batch_size and BatchSizeFinder"),
         (FinderByEpoch, {}, "FinderByEpoch.on_train_epoch_start"),
-        (lambda: of.ModelCheckpoint(monitor="eval_loss"), {}, "waits for evaluations"),
+        (lambda: of.ModelCheckpoint(monitor="eval_loss"), {}, "the run does not evaluate"),
     ],
 )
 def test_refusals_say_why(tmp_path, make, settings, words):

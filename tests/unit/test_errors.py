@@ -125,10 +125,14 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (InvalidArgument, {"model": None, "model_init": lambda trial, other: make_plain()}, "model_init"),
         (InvalidArgument, {"model": None, "model_init": make_plain, "optimizers": OPTIMIZERS}, "model_init"),
         (InvalidArgument, {"optimizers": OPTIMIZERS, "optimizer_cls_and_kwargs": SGD}, "both set the optimizer"),
-        (InvalidArgument, {"tokenizer": object(), "processing_class": object()}, "old name of processing_class"),
+        (
+            InvalidArgument,
+            {"tokenizer": object(), "processing_class": object()},
+            "processing_class differ, but mean the same",
+        ),
         (TypeError, {"callbacks": TrainerCallback()}, "callbacks=.*: give a list"),
         *(
-            (TypeError, {"callbacks": [wrong]}, rf"\({type(wrong).__name__}\) is not a callback: it handles none of th")
+            (TypeError, {"callbacks": [wrong]}, rf"\({type(wrong).__name__}\) handles no event, such as on_ste")
             for wrong in (object(), 3, "callback", {}, None, dict, print)
         ),
         (TypeError, {"callbacks": [MODEL]}, "Plain is a module"),
@@ -150,8 +154,12 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             r"(?s)OfLightning is a LightningModule, .* pass the module inside it.*\n- training_step: a forward .*"
             r"\n- on_train_start: a Lightning callback in",
         ),
-        (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath has a missing .*'path'; give an instance"),
-        (TypeError, {"callbacks": [EarlyStopping]}, "EarlyStopping has a missing .*'monitor'; give an instance"),
+        (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath\\(\\) fails .*missing .*'path'.*: pass an instance"),
+        (
+            TypeError,
+            {"callbacks": [EarlyStopping]},
+            "EarlyStopping\\(\\) fails .*missing .*'monitor'.*: pass an instance",
+        ),
     ],
 )
 def test_what_a_trainer_is_given(make_args, kind, given, message):
@@ -211,7 +219,7 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
             for make_output, message in [
                 (lambda logits: {"logits": logits}, "returned no loss, only logits, from the inputs x, labels"),
                 (lambda logits: logits, "returned no loss, a Tensor"),
-                (lambda logits: (logits,), r"one number, and is a tensor of shape \(8, 3\)"),
+                (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\)"),
                 (lambda logits: {"loss": None}, "is NoneType"),
                 (lambda logits: logits.sum(), "returned no loss, a Tensor"),
             ]

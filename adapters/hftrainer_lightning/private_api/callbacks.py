@@ -41,7 +41,7 @@ def checkpoint_state(callback: pl.Callback) -> dict[str, Any]:
 
 
 def starts_at_fraction(averaging: StochasticWeightAveraging) -> bool:
-    """Whether `swa_epoch_start` is a fraction of the epochs, so that their number must be known, and not an epoch."""
+    """Whether `swa_epoch_start` is a fraction of all epochs, whose number must then be known."""
     return isinstance(averaging._swa_epoch_start, float)
 
 
@@ -59,10 +59,10 @@ def leaves_masks(pruning: ModelPruning) -> bool:
 
 
 def first_layers(pruning: ModelPruning) -> list[Any]:
-    """Copies of the layers before training; the lottery ticket hypothesis resets weights to their values."""
+    """Copies of the layers before training, to which lottery-ticket pruning resets the weights."""
     return list((pruning._original_layers or {}).values())
 
 
 def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
-    """The module of the parameter with Lightning's number `index`; `first_layers` are known by number only."""
+    """The module of the parameter with Lightning's index; `first_layers` stores only indices."""
     return pruning._parameters_to_prune[index][0]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class ValidationGroup:
     """Evaluations of several sets within `fit` that Lightning's callbacks see as one validation.
 
-    Callbacks that follow a metric look for it when a validation ends; the metrics of all sets must be there then.
+    Callbacks read the monitored metric at the end of a validation, so the metrics of all sets must exist by then.
 
     Attributes:
         begun: whether the start has been announced.
@@ -109,7 +109,8 @@ def validate_in_fit(
         with _validating(trainer, module):
             loop.run()
     except BaseException:
-        if module.is_validating:  # restore the weights that it has swapped out: a checkpoint may follow
+        # WeightAveraging has swapped in the averages. Swap the weights back, since a checkpoint may follow.
+        if module.is_validating:
             module.is_validating = False
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, WeightAveraging):
@@ -147,7 +148,8 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
     """
     numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
     with _validating(trainer, module):
-        if not group.begun and numbers:  # an `evaluation_loop` override, without Lightning's loop
+        # An override of `evaluation_loop` has not run Lightning's loop.
+        if not group.begun and numbers:
             call._call_callback_hooks(trainer, "on_validation_start")
         trainer._logger_connector._callback_metrics.update(numbers)
         if group.begun:

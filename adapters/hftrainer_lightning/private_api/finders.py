@@ -1,4 +1,4 @@
-"""`LearningRateFinder` and `BatchSizeFinder`: trial steps before training, of which only the result is kept.
+"""Runs `LearningRateFinder` and `BatchSizeFinder` before training; only their result is kept.
 
 The names of the attributes that they change, and the flag that ends a search without training, are private.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class _FinderModule(pl.LightningModule):
-    """The model as Lightning's finders need it: with attributes that they change, and loaders that read them."""
+    """The module for Lightning's finders, with the attributes that they change between trial steps."""
 
     def __init__(self, model: torch.nn.Module, hooks: TrialSteps, size_name: str, rate_name: str) -> None:
         super().__init__()

@@ -83,7 +83,7 @@ _HIDDEN_WARNINGS = (
 
 @contextlib.contextmanager
 def around_lightning() -> Iterator[None]:
-    """Keep Lightning's tips and advertisements out of the user's log; its warnings and errors stay.
+    """Hide Lightning's tips and advertisements, but not its warnings and errors.
 
     What `TrainerWithoutSignals` carried past Lightning becomes the user's KeyboardInterrupt again.
     """
@@ -134,7 +134,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def has_listeners(trainer: pl.Trainer) -> bool:
-    """Whether a callback or a profiler follows the loops; if not, they need not announce each hook."""
+    """Whether a callback or a profiler needs the hooks of Lightning's loops."""
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 
@@ -167,7 +167,7 @@ def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None
 class PrecisionFromPlan(Strategy):
     """Uses the plan's precision plugin where Lightning's strategy requires its own.
 
-    Lightning's plugin for FSDP has autocast on CUDA only, and does not clip norms; that for XLA casts by environment
+    Lightning's FSDP plugin autocasts on CUDA only and cannot clip by norm; its XLA plugin casts by environment
     variables. Lightning's trainer reads the private attribute before the public one.
     """
 
@@ -183,7 +183,7 @@ class PrecisionFromPlan(Strategy):
 
 
 class SharedMeshStrategy(ModelParallelStrategy):
-    """Has the device mesh of earlier runs of this process: Lightning makes one for each, whose process groups stay."""
+    """Reuses the device mesh of earlier runs. Lightning would create one, with new process groups, for each run."""
 
     def setup_environment(self) -> None:
         super(ModelParallelStrategy, self).setup_environment()

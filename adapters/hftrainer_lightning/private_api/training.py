@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class _UndividedLoss(ClosureResult):
     """Leaves the loss undivided.
 
-    Lightning divides it by `accumulate_grad_batches`; the Trainer has already divided it by the micro-batches really
-    in the window, or by its items. The copy of the loss that Lightning keeps for scaling in place is not needed.
+    Lightning divides it by `accumulate_grad_batches`; the Trainer has already divided it by the window's actual
+    micro-batches, or by its items. The copy of the loss that Lightning keeps for scaling in place is not needed.
     """
 
     def _clone_loss(self) -> None:
@@ -41,9 +41,9 @@ class _UndividedLoss(ClosureResult):
 class _WindowedEpochLoop(_TrainingEpochLoop):
     """Steps the optimizer when the accumulation window closes.
 
-    Lightning counts batches, and always steps at the last; with data without a length, the next epoch
-    fills the last, incomplete window. What its callbacks log within a step has the number of that step, as the
-    Trainer's log lines do; Lightning counts a step when it has ended.
+    Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
+    the last window. What its callbacks log within a step has the number of that step, as the Trainer's log lines do;
+    Lightning counts a step when it has ended.
     """
 
     micro_batches: MicroBatchIterator
@@ -53,10 +53,10 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return window is not None and not window.is_last
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Nothing: ranks agree on signals at the end of a step; Lightning would let each batch wait for all of them."""
+        """Do nothing: we synchronize signals once per step, Lightning would do it for every batch."""
 
     def advance(self, data_fetcher: Any) -> None:
-        """Run a micro-batch; if nobody watches, by the module's own hooks alone."""
+        """Run a micro-batch. Without callbacks and profiler, call only the module's own hooks."""
         trainer: Any = self.trainer
         if self.restarting or has_listeners(trainer):
             super().advance(data_fetcher)
@@ -83,7 +83,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
-        """Step only schedules by epoch, which callbacks add: the run steps its own between optimizer step and event."""
+        """Step only per-epoch schedulers, which callbacks add. The run steps its own scheduler."""
         if interval == "epoch":
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 

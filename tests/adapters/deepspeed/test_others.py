@@ -96,7 +96,7 @@ def test_names(found):
     assert len(set(losses)) == 3
     assert names == {
         **{"enabled": True, "type": "DEEPSPEED", "stage": 2, "clipping": 1.0, "unwrapped": True},
-        **{"engine": "DeepSpeedEngine", "strategy": "KeepDeviceStrategy", "shown": True},
+        **{"engine": "DeepSpeedEngine", "strategy": "PreparedStrategy", "shown": True},
     }
 
 

@@ -13,7 +13,7 @@ from tests.support.jobs import Group
 #: Kind of operation → what the message says that was awaited.
 AWAITED = {
     "barrier": "a barrier",
-    "vote": "the vote of the ranks about what comes next",
+    "vote": "the maximum over all ranks",
     "decision": "what rank 0 decides",
     "scatter": "its part of what rank 0 has read",
     "rows": "the rows of all ranks",

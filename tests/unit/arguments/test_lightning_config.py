@@ -107,7 +107,7 @@ def test_command_line(tmp_path):
         ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported: it must be 'auto' or 'ddp'"),
         ({"precision": "16-true"}, r"\['precision'\]='16-true' is not supported: it must be '32-true' or"),
         ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
-        ("absent.json", "there is no such file"),
+        ("absent.json", "the file does not exist"),
         ("a.json", r"a.json is not valid JSON: .*line 1 column 14"),
         ("a.yaml", r"a.yaml is not valid YAML: (.|\n)*line 1"),
         ("b.json", "holds a list"),

@@ -124,7 +124,7 @@ def test_apex_is_autocast(tmp_path, settings):
 def test_arguments_of_an_older_transformers_warn_too(tmp_path):
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     args.jit_mode_eval = True  # 5.23 does not have it
-    with pytest.warns(FutureWarning, match="jit_mode_eval=True: torch has discontinued TorchScript") as caught:
+    with pytest.warns(FutureWarning, match="jit_mode_eval=True: torch discontinued TorchScript") as caught:
         Trainer(make_plain(), args)
     assert files_of(caught, "jit_mode_eval") == [__file__]
 

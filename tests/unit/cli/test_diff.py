@@ -84,7 +84,7 @@ def test_json_of_two_checkpoints(run, tmp_path, capsys):
 def test_a_run_that_is_shorter(run):
     found = compare(run("a"), run("a") + "/checkpoint-6")
     assert found.steps == (12, 6) and not found.partings and not found.equal
-    assert "A has 12 steps, B 6" in str(found)
+    assert "A has 12 steps, B has 6" in str(found)
 
 
 def test_what_one_run_does_not_record(run, tmp_path):
@@ -148,6 +148,6 @@ def test_any_state(run, capsys, tmp_path, state):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     status, shown = command(capsys, run("a"), str(tmp_path))
     if isinstance(state, dict):
-        assert status == 1 and "as far as both go" in shown.out
+        assert status == 1 and "for the steps that both have" in shown.out
     else:
         assert status == 2 and "trainer_state.json does not hold what a checkpoint" in shown.err

@@ -103,13 +103,17 @@ def test_the_launcher():
         (True, {"backward_prefetch": "soon"}, "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
         (True, {"cpu_offload": "perhaps"}, "it must be true or false"),
         ("shard_grad_op", {"reshard_after_forward": True}, "are two strategies"),
-        (True, {"min_num_params": "many"}, r"fsdp_config\['min_num_params'\]='many': it must be a number"),
+        (
+            True,
+            {"min_num_params": "many"},
+            r"fsdp_config\['min_num_params'\]='many': it must be a non-negative integer",
+        ),
         (True, {"activation_checkpointing_offload": True}, "needs 'activation_checkpointing'"),
         (True, {"xla_fsdp_v2": True}, r"fsdp_config\['xla_fsdp_v2'\] needs 'xla': True"),
         (True, {"xla_fsdp_settings": {"a": 1}}, r"fsdp_config\['xla_fsdp_settings'\] needs 'xla': True"),
         (True, {"xla": True, "xla_fsdp_settings": "a"}, "give a dict of keywords"),
         (True, {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_settings": {"a": 1}}, "give one of them"),
-        (True, "absent.json", "there is no such file"),
+        (True, "absent.json", "the file does not exist"),
     ],
 )
 def test_wrong_values(fsdp, fsdp_config, message):

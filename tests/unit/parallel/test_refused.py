@@ -25,7 +25,7 @@ def layout(settings=(), **sizes):
 #: Fixtures → arguments, and what is said of them; None for nothing.
 CASES = {
     "deepspeed_installed": [
-        ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is one"),
+        ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
         ({**CPU, "fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
         ({**CPU, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
         ({**CPU, "fsdp": True, **BACKGROUND}, "async_checkpoint"),
@@ -53,7 +53,7 @@ CASES = {
     ],
     "xpu two_processes every_backend": [
         ({}, None),
-        ({"fsdp": True}, "sharded and split on CUDA and CPU only, and this device is xpu: leave out fsdp"),
+        ({"fsdp": True}, "Sharding needs CUDA or the CPU, and this device is xpu: remove fsdp"),
         ({**CPU, "ddp_backend": "nccl"}, "'nccl' does not connect processes on cpu: use 'gloo', or leave it out."),
         ({**CPU, "ddp_backend": "mpi"}, None),
         ({"ddp_backend": "xccl"}, None),
@@ -66,7 +66,7 @@ CASES = {
         ({"bf16": True}, None),
         (XLA, None),
         ({"tpu_num_cores": 8}, f"this run uses 1 of this machine's cores: {START}"),
-        ({"fp16": True}, "TPUs compute in bfloat16"),
+        ({"fp16": True}, "TPUs, which compute in bfloat16"),
         ({"torch_compile": True}, "XLA already compiles the whole step"),
         ({"fsdp": True}, "uses torch_xla: give fsdp_config={'xla': True} too"),
         ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),
@@ -78,10 +78,10 @@ CASES = {
         ({}, None),
         ({"bf16": True, "tpu_num_cores": 1}, None),
         ({"torch_compile_backend": "tpu"}, None),
-        ({"fp16": True}, "TPUs compute in bfloat16"),
+        ({"fp16": True}, "TPUs, which compute in bfloat16"),
         ({"torch_compile": True}, "set torch_compile_backend='tpu'"),
         ({"tpu_num_cores": 4}, f"this run uses 1 of this machine's cores: {START}"),
-        ({"fsdp": True}, "this device is tpu: leave out fsdp"),
+        ({"fsdp": True}, "this device is tpu: remove fsdp"),
         (TWO, START),
     ],
 }

@@ -54,7 +54,7 @@ REFUSED = {
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a positive integer"),
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None: the search would never end"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
-    "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: give a function"),
+    "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: pass a function"),
     "a method": (always(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
     "of the model": (always(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
     "no number": (always(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),

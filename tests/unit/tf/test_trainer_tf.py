@@ -380,7 +380,7 @@ class Endless:
 
 
 def test_infinite_data_needs_max_steps(make):
-    with pytest.raises(InvalidArgument, match=r"infinite: dataset\.take"):
+    with pytest.raises(InvalidArgument, match=r"infinite: use dataset\.take"):
         make(Endless()).train()
     trainer = make(Endless(), max_steps=3)
     trainer.train()
@@ -398,7 +398,7 @@ BAD_DATA = {
     "triple": ([({"x": x}, 0, 1.0)] * 4, "yields 3 values: TFTrainer takes pairs"),
     "no names": ([(x, 0)] * 4, "features being a dict of names"),
     "empty": ([], "The dataset is empty"),
-    "no dataset": (7, "int is no dataset"),
+    "no dataset": (7, "int is not a dataset"),
     "none": (None, "needs a train_dataset"),
 }
 
@@ -419,7 +419,7 @@ def test_ragged_tensors_are_refused():
 def test_missing_data(make):
     with pytest.raises(InvalidArgument, match="needs an eval_dataset"):
         make().evaluate()
-    with pytest.raises(InvalidArgument, match="leaves nothing of the 3 samples"):
+    with pytest.raises(InvalidArgument, match="drops all 3 evaluation samples"):
         make(dataloader_drop_last=True).evaluate(rows(3))
 
 
