@@ -26,14 +26,14 @@ class DebugUnderflowOverflow:
     def __init__(self, model: nn.Module, max_frames_to_save: int = 21) -> None:
         self.names = {module: name or "the model" for name, module in model.named_modules()}
         self.frames: collections.deque[str] = collections.deque(maxlen=max_frames_to_save)
-        self.handles = [module.register_forward_hook(self._look) for module in self.names]
+        self.handles = [module.register_forward_hook(self._check_module) for module in self.names]
 
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
 
-    def _look(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _check_module(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
         tensors: list[tuple[str, torch.Tensor]] = [*module.named_parameters(recurse=False)]
         tensors += _leaves("input", inputs) + _leaves("output", outputs)
         lines = [f"{self.names[module]} ({type(module).__name__})"]

@@ -44,7 +44,7 @@ class MissingMethod(InvalidArgument, AttributeError):
     """An argument needs a method that the model does not have."""
 
 
-class MissingFollowedMetric(InvalidArgument, AssertionError):
+class MissingMonitoredMetric(InvalidArgument, AssertionError):
     """A callback monitors a metric that the arguments do not name, or that evaluations do not return."""
 
 
@@ -76,7 +76,7 @@ class CheckpointNotFound(ValueError):
     """No checkpoint to resume from was found."""
 
 
-class WrongConfig(ValueError):
+class InvalidConfig(ValueError):
     """The configuration in an argument cannot be read, or contradicts itself."""
 
 
@@ -112,3 +112,8 @@ class MetricNotFound(_PlainKeyError, ValueError):
 
 class RemovedColumn(_PlainKeyError):
     """A collator or a loss reads a column that `remove_unused_columns` has removed."""
+
+
+# The names until 0.1, which scripts may catch.
+WrongConfig = InvalidConfig
+MissingFollowedMetric = MissingMonitoredMetric

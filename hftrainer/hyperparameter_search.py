@@ -76,14 +76,14 @@ def search(
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
     trainer.hp_search_backend, components.search = name, found
-    components.searched_arguments = dict(vars(trainer.args))
+    components.arguments_before_search = dict(vars(trainer.args))
     try:
         return found.run(trainer, n_trials, direction, **kwargs)
     finally:
         trainer.hp_search_backend = components.search = None
         _restore_arguments(components)
-        components.searched_arguments = None
-        components.args_have_changed = True
+        components.arguments_before_search = None
+        components.needs_rebuild = True
 
 
 def set_trial_arguments(components: Components, trial: Any) -> None:
@@ -99,7 +99,7 @@ def set_trial_arguments(components: Components, trial: Any) -> None:
 
 
 def _restore_arguments(components: Components) -> None:
-    before = components.searched_arguments
+    before = components.arguments_before_search
     assert before is not None
     vars(components.trainer.args).clear()
     vars(components.trainer.args).update(before)

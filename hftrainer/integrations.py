@@ -32,14 +32,14 @@ class Integration:
     Attributes:
         modules: modules that must be importable; alternatives are separated by '|'.
         install: the package to install.
-        on_lightning: whether a Lightning logger writes to it; otherwise transformers' callback does.
+        has_lightning_logger: whether a Lightning logger writes to it; otherwise transformers' callback does.
         in_all: whether `report_to='all'` includes it, when it is installed.
         switch: an environment variable that disables the tracker.
     """
 
     modules: tuple[str, ...]
     install: str
-    on_lightning: bool = False
+    has_lightning_logger: bool = False
     in_all: bool = True
     switch: str | None = None
 
@@ -47,19 +47,19 @@ class Integration:
 #: In the order in which transformers uses them for 'all'.
 INTEGRATIONS = {
     "azure_ml": Integration(("azureml.core.run",), "azureml-core"),
-    "comet_ml": Integration(("comet_ml",), "comet-ml", on_lightning=True),
+    "comet_ml": Integration(("comet_ml",), "comet-ml", has_lightning_logger=True),
     "dagshub": Integration(("dagshub", "mlflow"), "dagshub mlflow"),
     "dvclive": Integration(("dvclive",), "dvclive"),
-    "mlflow": Integration(("mlflow",), "mlflow", on_lightning=True, switch="DISABLE_MLFLOW_INTEGRATION"),
-    "tensorboard": Integration(("tensorboard|tensorboardX",), "tensorboard", on_lightning=True),
-    "wandb": Integration(("wandb",), "wandb", on_lightning=True, switch="WANDB_DISABLED"),
+    "mlflow": Integration(("mlflow",), "mlflow", has_lightning_logger=True, switch="DISABLE_MLFLOW_INTEGRATION"),
+    "tensorboard": Integration(("tensorboard|tensorboardX",), "tensorboard", has_lightning_logger=True),
+    "wandb": Integration(("wandb",), "wandb", has_lightning_logger=True, switch="WANDB_DISABLED"),
     "codecarbon": Integration(("codecarbon",), "codecarbon"),
     "clearml": Integration(("clearml",), "clearml"),
     "swanlab": Integration(("swanlab",), "swanlab"),
     "trackio": Integration(("trackio",), "trackio"),
     "kubeflow": Integration((), "", switch="DISABLE_KUBEFLOW_INTEGRATION"),
     "flyte": Integration(("flytekit",), "flytekit", in_all=False),
-    "csv": Integration((), "", on_lightning=True, in_all=False),
+    "csv": Integration((), "", has_lightning_logger=True, in_all=False),
 }
 #: Set by Kubeflow in its jobs; without it there is no server to report to.
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -113,7 +113,7 @@ def _check(name: str) -> None:
         raise InvalidArgument(f"COMET_MODE={_comet_mode()!r} must be one of {', '.join(map(repr, COMET_MODES[1:]))}.")
     missing = missing_packages(name)
     if missing:
-        by = "" if INTEGRATIONS[name].on_lightning else ", which uses transformers' own callback,"
+        by = "" if INTEGRATIONS[name].has_lightning_logger else ", which uses transformers' own callback,"
         raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
         raise InvalidArgument(
@@ -132,7 +132,7 @@ def missing_packages(name: str) -> str:
     kind = INTEGRATIONS[name]
     there = all(any(map(_is_installed, module.split("|"))) for module in kind.modules)
     needed = [] if there else [kind.install]
-    if not kind.on_lightning and not _is_installed("transformers"):
+    if not kind.has_lightning_logger and not _is_installed("transformers"):
         needed.append("transformers")
     return " ".join(needed)
 
@@ -170,7 +170,7 @@ def _is_available(name: str) -> bool:
 
 def _is_written_to(name: str) -> bool:
     """Whether a tracker has a callback, ours or that of the installed transformers."""
-    if INTEGRATIONS[name].on_lightning:
+    if INTEGRATIONS[name].has_lightning_logger:
         return True
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -184,7 +184,7 @@ def callback_classes(names: Sequence[str]) -> list[Any]:
     for name in names:
         if name in ours:
             found.append(ours[name])
-        elif not INTEGRATIONS[name].on_lightning:
+        elif not INTEGRATIONS[name].has_lightning_logger:
             from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
             found += get_reporting_integration_callbacks([name])

@@ -17,7 +17,7 @@ from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import contents
 from hftrainer.model_card.contents import format_value
 from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
-from hftrainer.reporting.metrics import write_whole
+from hftrainer.reporting.metrics import write_atomically
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -113,7 +113,7 @@ class TrainingSummary:
         Raises:
             InvalidArgument: for values of a wrong type.
         """
-        model, folder = trainer._hftrainer.bare_model, Path(str(trainer.args.output_dir))
+        model, folder = trainer._hftrainer.unwrapped_model, Path(str(trainer.args.output_dir))
         finetuned_from = finetuned_from or contents.base_model_of(model)
         best = trainer.state.best_global_step if trainer.args.load_best_model_at_end else None
         summary = cls(
@@ -130,8 +130,12 @@ class TrainingSummary:
             eval_results=contents.final_results(trainer.state.log_history, best),
             eval_lines=contents.evaluation_rows(trainer.state.log_history),
             hyperparameters=contents.hyperparameters(trainer._hftrainer),
-            library_name="peft" if peers.is_peft(model) else "transformers" if peers.is_pretrained(model) else None,
-            model_class=type(peers.without_adapters(model)).__name__.removeprefix("FSDP"),
+            library_name="peft"
+            if peers.is_peft(model)
+            else "transformers"
+            if peers.is_transformers_model(model)
+            else None,
+            model_class=type(peers.unwrap_peft(model)).__name__.removeprefix("FSDP"),
             samples=_count_samples(trainer),
         )
         summary.tags = list(dict.fromkeys([*_as_list(tags), GENERATED]))
@@ -257,7 +261,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     """
     if not trainer.is_world_process_zero():
         return
-    folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.bare_model
+    folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.unwrapped_model
     summary = TrainingSummary.from_trainer(trainer, tags=tags, **given)
     kept = [*(getattr(model, "model_tags", None) or []), *read_tags(folder / CARD_NAME)]
     summary.tags = list(dict.fromkeys([*_as_list(tags), *kept, GENERATED]))
@@ -266,7 +270,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     card = summary.to_model_card()
     if summary.library_name == "peft":
         card = add_peft_parts(card, model)
-    write_whole(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
+    write_atomically(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
 
 
 def _check_types(summary: TrainingSummary) -> None:

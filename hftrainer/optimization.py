@@ -81,11 +81,11 @@ def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then fall `num_cycles` times along half a cosine, each time from the peak."""
-    shape = partial(_waves, num_cycles, num_training_steps - num_warmup_steps)
+    shape = partial(_cosine_with_restarts, num_cycles, num_training_steps - num_warmup_steps)
     return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _waves(num_cycles: int, steps: int, step: int) -> float:
+def _cosine_with_restarts(num_cycles: int, steps: int, step: int) -> float:
     progress = step / max(1, steps)
     return 0.0 if progress >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
@@ -125,7 +125,7 @@ def _inverse_root(scale: int, step: int) -> float:
     return 1.0 / math.sqrt((step + scale) / scale)
 
 
-def _least_rate(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
+def _min_lr_ratio(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
     """The minimum rate as a share of the peak, from one of the two arguments."""
     if (min_lr is None) == (min_lr_rate is None):
         raise InvalidArgument("lr_scheduler_kwargs: set min_lr, or min_lr_rate as a share of the learning rate.")
@@ -142,7 +142,7 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     min_lr_rate: float | None = None,
 ) -> LambdaLR:
     """As `get_cosine_schedule_with_warmup`, but down to `min_lr`, or to `min_lr_rate` of the peak."""
-    least = _least_rate(optimizer, min_lr, min_lr_rate)
+    least = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
     shape = partial(_wave_above, least, num_cycles, num_training_steps - num_warmup_steps)
     return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
@@ -165,7 +165,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
 
     Its learning rate is `warmup_lr_rate` times the peak; by default one warm-up step's share.
     """
-    least = _least_rate(optimizer, min_lr, min_lr_rate)
+    least = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
     shape = partial(_from_first_step, least, warmup_lr_rate, num_cycles, num_warmup_steps, num_training_steps)
     return LambdaLR(optimizer, shape, last_epoch)
 
@@ -268,14 +268,14 @@ def _greedy_lr() -> Any:
     return peers.of_transformers("optimization", "GreedyLR", "lr_scheduler_type='greedy'")
 
 
-def follows_metric(scheduler: Any) -> bool:
+def needs_metric(scheduler: Any) -> bool:
     """Whether the scheduler steps on evaluations, with their metric: torch's, or GreedyLR, which is none of torch's."""
     return isinstance(scheduler, ReduceLROnPlateau) or peers.is_instance(
         scheduler, "transformers.optimization", "GreedyLR"
     )
 
 
-def keep_pace(scheduler: Any, optimizer: Optimizer) -> None:
+def add_missing_groups(scheduler: Any, optimizer: Optimizer) -> None:
     """Extend a schedule to parameter groups that a callback added, and keep the rates that the callback sets.
 
     Raises:
@@ -367,7 +367,7 @@ _GROUP_SETTINGS = ("initial_lr", "weight_decay", "betas", "eps")
 
 
 @contextlib.contextmanager
-def kept_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
+def keep_argument_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
     """Keep the settings from this trial's arguments while the block loads the states of a checkpoint.
 
     The checkpoint may be another trial's, whose arguments differ. The learning rate becomes the schedule's rate at the
@@ -381,7 +381,7 @@ def kept_settings(optimizer: Any, scheduler: Any) -> Iterator[None]:
         group |= settings
         if loaded:
             group["lr"] *= group["initial_lr"] / loaded
-    if follows_metric(scheduler) and (kept := optimizer.param_groups[0]["lr"]) != rate:
+    if needs_metric(scheduler) and (kept := optimizer.param_groups[0]["lr"]) != rate:
         logger.warning(
             "%s keeps the checkpoint's learning rate %g instead of the trial's %g.",
             type(scheduler).__name__,

@@ -25,7 +25,7 @@ from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.resume import unpack
-from hftrainer.compat.overrides import make_scheduler, recorded, shadowable
+from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
 from hftrainer.compat.tracebacks import WithoutEngine
 from hftrainer.data import collators
 from hftrainer.data.accumulation import TrainingSchedule
@@ -44,7 +44,7 @@ from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.components import Components
 from hftrainer.training.model_setup import checked_pair
-from hftrainer.training.run import OfRun
+from hftrainer.training.run import RunAttribute
 from hftrainer.training.setup import check_objects
 from hftrainer.training_args import TrainingArguments
 
@@ -130,8 +130,8 @@ class Trainer(EarlierMethods):
     is_fsdp_xla_enabled: bool
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
-    current_flos = OfRun("flos")
-    current_gradient_accumulation_steps = OfRun("accumulation")
+    current_flos = RunAttribute("flos")
+    current_gradient_accumulation_steps = RunAttribute("accumulation")
     neftune_noise_alpha: float | None
     neftune_hook_handle: Any  # the NEFTune hook of a run; kept after the hook is removed
     hp_name: Callable[[Any], str] | None
@@ -141,17 +141,17 @@ class Trainer(EarlierMethods):
     objective: Any
     hub_model_id: str | None
     push_in_progress: Any
-    _train_batch_size = OfRun("train_batch_size")
+    _train_batch_size = RunAttribute("train_batch_size")
     _eval_dataloaders: dict[Any, Any]
     _signature_columns: list[str] | None
-    _past = OfRun("past")
-    _trial = OfRun("trial")
-    _created_lr_scheduler = OfRun("made_scheduler")
-    _tr_loss = OfRun("loss")
-    _total_loss_scalar = OfRun("total_loss")
-    _globalstep_last_logged = OfRun("last_logged")
-    _initial_global_step = OfRun("initial_step")
-    _initial_num_input_tokens_seen = OfRun("initial_tokens")
+    _past = RunAttribute("past")
+    _trial = RunAttribute("trial")
+    _created_lr_scheduler = RunAttribute("has_created_scheduler")
+    _tr_loss = RunAttribute("loss")
+    _total_loss_scalar = RunAttribute("total_loss")
+    _globalstep_last_logged = RunAttribute("last_logged")
+    _initial_global_step = RunAttribute("initial_step")
+    _initial_num_input_tokens_seen = RunAttribute("initial_tokens")
     _loss_shifts_labels: bool
     _mixed_mesh_grads: bool | None
 
@@ -221,7 +221,7 @@ class Trainer(EarlierMethods):
         self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._hftrainer.state_of_trainer()
+        return self._hftrainer.trainer_state_for_copy()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -263,22 +263,22 @@ class Trainer(EarlierMethods):
         # A normal attribute, as in v5: subclasses set it, some before they call __init__.
         vars(self)["tokenizer"] = value
 
-    @shadowable
+    @overridable_property
     def lightning_trainer(self) -> Any:
         """The `lightning.Trainer` of the last training or evaluation; None before the first."""
         return self._hftrainer.engine.trainer
 
-    @shadowable
+    @overridable_property
     def lightning_module(self) -> Any:
         """The `LightningModule` around the model in the last training or evaluation; None before the first."""
         return self._hftrainer.engine.module
 
-    @shadowable
+    @overridable_property
     def loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to, from `report_to` and `loggers`; this opens their runs."""
         return self._hftrainer.loggers()
 
-    @shadowable
+    @overridable_property
     def hp_study(self) -> Any:
         """The study of the last hyperparameter search with Optuna, in the main process; None before."""
         return self._hftrainer.hp_study
@@ -343,7 +343,7 @@ class Trainer(EarlierMethods):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            found = collators.signature_columns(self._hftrainer.bare_model, self.label_names)
+            found = collators.signature_columns(self._hftrainer.unwrapped_model, self.label_names)
             self._hftrainer.model_setup.set_inferred({"_signature_columns": found})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
@@ -358,7 +358,7 @@ class Trainer(EarlierMethods):
         """The collator, in a wrapper that drops keys that the model does not take."""
         if not self.args.remove_unused_columns:
             return data_collator
-        return self._hftrainer.loaders.without_unused_keys(data_collator, description)
+        return self._hftrainer.loaders.wrap_collator(data_collator, description)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Number of samples of a loader; estimated from its batches when its dataset has no length."""
@@ -435,7 +435,7 @@ class Trainer(EarlierMethods):
 
     def get_learning_rates(self) -> list[float]:
         """The learning rate of each parameter group."""
-        return [group["lr"] for group in self._hftrainer.made_optimizer().param_groups]
+        return [group["lr"] for group in self._hftrainer.require_optimizer().param_groups]
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group that holds `param`; without `param`, the parameters of each group."""
@@ -473,7 +473,7 @@ class Trainer(EarlierMethods):
             CheckpointNotFound: when there is nothing to resume from.
         """
         if model_path is not None:
-            resume_from_checkpoint = resume.of_model_path(model_path, resume_from_checkpoint)
+            resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)
         self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as unpacked:
@@ -714,7 +714,7 @@ class Trainer(EarlierMethods):
         if isinstance(grad_norm, nn.Module):
             Trainer._maybe_log_save_evaluate(self, tr_loss, None, grad_norm, model, trial, epoch)
             return
-        self._hftrainer.log_save_evaluate.do_what_is_due(
+        self._hftrainer.control_actions.run_requested(
             tr_loss, grad_norm, model, trial, ignore_keys_for_eval, start_time, learning_rate
         )
 
@@ -724,9 +724,7 @@ class Trainer(EarlierMethods):
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate within training; a metric-driven scheduler steps on the metric."""
-        return self._hftrainer.log_save_evaluate.evaluate(
-            trial, ignore_keys_for_eval, steps_schedule=not skip_scheduler
-        )
+        return self._hftrainer.control_actions.evaluate(trial, ignore_keys_for_eval, steps_schedule=not skip_scheduler)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -747,7 +745,7 @@ class Trainer(EarlierMethods):
         if isinstance(datasets, Mapping):
             return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=eval_dataset is None)
         self._memory_tracker.start()
-        with WithoutEngine(), self._hftrainer.loaders.explaining_removed_columns(datasets):
+        with WithoutEngine(), self._hftrainer.loaders.explain_removed_columns(datasets):
             dataloader = self.get_eval_dataloader(eval_dataset)
             start_time = time.time()
             loss_only = True if self.compute_metrics is None else None
@@ -771,7 +769,7 @@ class Trainer(EarlierMethods):
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        with WithoutEngine(), self._hftrainer.loaders.explaining_removed_columns(test_dataset):
+        with WithoutEngine(), self._hftrainer.loaders.explain_removed_columns(test_dataset):
             output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
@@ -844,7 +842,7 @@ class Trainer(EarlierMethods):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        self._hftrainer.saver.save_files_of_model(folder, state_dict)
+        self._hftrainer.saver.save_model_files(folder, state_dict)
 
     def save_lightning_checkpoint(self, path: str) -> None:
         """Write a Lightning checkpoint (one file), during or after `train()`.
@@ -890,8 +888,8 @@ class Trainer(EarlierMethods):
             fill()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._hftrainer.saver.save_files(self._hftrainer.made_optimizer, output_dir)
-        if not self._hftrainer.strategy.keeps_scheduler:
+        self._hftrainer.saver.save_state_files(self._hftrainer.require_optimizer, output_dir)
+        if not self._hftrainer.strategy.owns_scheduler:
             path = os.path.join(output_dir, names.SCHEDULER_NAME)
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
@@ -934,7 +932,7 @@ class Trainer(EarlierMethods):
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
         if checkpoint is not None:
             self._hftrainer.strategy.load_optimizer_and_scheduler(
-                checkpoint, self.model, self._hftrainer.made_optimizer, self.lr_scheduler
+                checkpoint, self.model, self._hftrainer.require_optimizer, self.lr_scheduler
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -956,7 +954,7 @@ class Trainer(EarlierMethods):
         Raises:
             MetricNotFound: if evaluation does not return the metric; the error lists the metrics it returns.
         """
-        return self._hftrainer.log_save_evaluate.determine_best_metric(metrics, trial)
+        return self._hftrainer.control_actions.determine_best_metric(metrics, trial)
 
     # ---- The Hub and the model card ----------------------------------------------------------------------------
 
@@ -972,7 +970,7 @@ class Trainer(EarlierMethods):
             HubError: without write access; the error gives the reason.
         """
         if self.is_world_process_zero():
-            self._hftrainer.publisher.open_repository(token, private)
+            self._hftrainer.hub_uploader.open_repository(token, private)
 
     def create_model_card(
         self,
@@ -1043,17 +1041,17 @@ class Trainer(EarlierMethods):
         Raises:
             HubError: when the upload fails; the model is in `output_dir`.
         """
-        return self._hftrainer.publisher.push(
+        return self._hftrainer.hub_uploader.push(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Start uploading the parts of a checkpoint that `hub_strategy` selects."""
-        self._hftrainer.publisher.push_checkpoint(checkpoint_folder)
+        self._hftrainer.hub_uploader.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
-        self._hftrainer.publisher.finish()
+        self._hftrainer.hub_uploader.finish()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 
@@ -1116,9 +1114,9 @@ class Trainer(EarlierMethods):
         self._trial = trial
         if trial is not None:
             hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
-        elif not self._hftrainer.args_have_changed:
+        elif not self._hftrainer.needs_rebuild:
             return
-        self._hftrainer.setup.begin_again()
+        self._hftrainer.setup.rebuild_from_arguments()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation within a trial to the search, which may end the trial."""

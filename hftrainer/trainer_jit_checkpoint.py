@@ -81,6 +81,6 @@ class JITCheckpointCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop listening."""
+        """Stop handle_signals."""
         if self.jit_manager is not None and self.jit_manager._original_sigterm_handler is not None:
             signal.signal(signal.SIGTERM, self.jit_manager._original_sigterm_handler)

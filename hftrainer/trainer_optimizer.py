@@ -359,7 +359,7 @@ def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = 
     return made
 
 
-def keep_embeddings_precise(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:
+def use_32bit_embedding_moments(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:
     """Let bitsandbytes keep 32-bit moments for embeddings, where 8 bits are too few; no effect on other optimizers."""
     if "bitsandbytes" not in str(kind) or kwargs.get("optim_bits") != 8:
         return

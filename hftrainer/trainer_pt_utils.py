@@ -60,12 +60,12 @@ def _numpify(leaf: Any) -> Any:
     return (leaf.float() if leaf.dtype == torch.bfloat16 else leaf).numpy()
 
 
-def without_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
+def drop_all_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
     """The nested outputs with all rows removed; with `lists_of_samples`, lists become empty."""
     if lists_of_samples and isinstance(data, list):
         return []
     if isinstance(data, _CONTAINERS):
-        return rebuilt(data, lambda value: without_rows(value, lists_of_samples=lists_of_samples))
+        return rebuilt(data, lambda value: drop_all_rows(value, lists_of_samples=lists_of_samples))
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return (data if data.ndim else data.reshape(1))[:0]
     return data

@@ -71,7 +71,9 @@ class Seq2SeqTrainer(Trainer):
         """
         # An incomplete last batch counts as a full one.
         self.gather_function = make_full_gather(self.accelerator, self.args)
-        self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
+        self._gen_kwargs = _complete_gen_kwargs(
+            {"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args
+        )
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def predict(
@@ -85,7 +87,9 @@ class Seq2SeqTrainer(Trainer):
     ) -> PredictionOutput:
         """Predict as `Trainer.predict` does; other arguments go to `model.generate`."""
         self.gather_function = make_full_gather(self.accelerator, self.args)
-        self._gen_kwargs = _with_arguments({"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args)
+        self._gen_kwargs = _complete_gen_kwargs(
+            {"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args
+        )
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def prediction_step(
@@ -132,7 +136,7 @@ class Seq2SeqTrainer(Trainer):
 _OPTIONAL = ("num_beams", "max_length")
 
 
-def _with_arguments(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
+def _complete_gen_kwargs(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
     """The keywords of `generate`, completed from the training arguments."""
     completed = dict(gen_kwargs)
     unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None
@@ -145,15 +149,15 @@ def _with_arguments(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
 
 def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """The generated tokens, and the length that sequences are padded to."""
-    model: Any = trainer._hftrainer.bare_model
+    model: Any = trainer._hftrainer.unwrapped_model
     wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
     strategy = trainer._hftrainer.strategy
     # Ranks with shards of the model must all run until the longest sequence is complete.
-    wanted.setdefault("synced_gpus", strategy.gathers_in_forward)
+    wanted.setdefault("synced_gpus", strategy.needs_all_ranks_in_forward)
     labels, decoded = inputs.get("labels"), inputs.get("decoder_input_ids")
     made_of_labels = labels is not None and decoded is not None and labels.shape == decoded.shape
     hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
-    with strategy.whole_parameters():
+    with strategy.summon_full_parameters():
         tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
     config = model.generation_config
     config._from_model_config = False  # else each batch would rebuild the config

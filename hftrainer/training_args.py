@@ -27,7 +27,7 @@ from hftrainer.arguments.choices import (
     OptimizerNames as OptimizerNames,
     ParallelMode as ParallelMode,
 )
-from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
+from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
@@ -99,7 +99,7 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         found = check_values(ResolvedArguments(self), complete=False)
         if found:
             raise InvalidArgument("\n".join(found))
-        self.hf_deepspeed_config = begin_deepspeed(self)
+        self.hf_deepspeed_config = set_up_deepspeed(self)
         self._connect_launched()
         initialize_state(ResolvedArguments(self))
         legacy.set_values(self)
@@ -154,7 +154,7 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         Unsupported arguments raise when the Trainer is made; here they only keep the process group from starting.
         """
         rank_info = self._rank_info
-        if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.self_started:
+        if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.is_self_launched:
             return
         from hftrainer.arguments.support import check_supported, process_group_backend
 
@@ -180,14 +180,14 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         from hftrainer.arguments.support import check_launch
 
         processes = Processes.at(self._rank_info)
-        if not processes.several or (processes.self_started and not torch.distributed.is_initialized()):
+        if not processes.several or (processes.is_self_launched and not torch.distributed.is_initialized()):
             yield
             return
         if found := check_launch(ResolvedArguments.of(self)):
             raise UnsupportedArgument("\n".join(found))
         processes.connect(self.device, self.ddp_backend, self.ddp_timeout_delta)
         logger.debug("Process %d of %d: %s, the main process first.", processes.rank, processes.world_size, desc)
-        with processes.in_turn(first=(processes.local_rank if local else processes.rank) == 0):
+        with processes.run_in_order(first=(processes.local_rank if local else processes.rank) == 0):
             yield
 
     def explain(self) -> Explanation:

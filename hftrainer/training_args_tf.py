@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _CLOUD_TPU = "refused: use `python -m hftrainer run --tpu` on the TPU's own machine"
 
 
-class OneProgramStrategy:
+class NoOpStrategy:
     """A `tf.distribute.Strategy` whose methods do nothing, since Lightning places the model.
 
     Attributes:
@@ -62,7 +62,7 @@ class TFTrainingArguments(TrainingArguments):
         if self.xla:
             self.torch_compile = True
         super().__post_init__()
-        _leave_gpus_to_torch()
+        _hide_gpus_from_tensorflow()
 
     @property
     def n_replicas(self) -> int:
@@ -70,9 +70,9 @@ class TFTrainingArguments(TrainingArguments):
         return self.world_size
 
     @property
-    def strategy(self) -> OneProgramStrategy:
+    def strategy(self) -> NoOpStrategy:
         """A strategy for `with args.strategy.scope():`."""
-        return OneProgramStrategy(self.n_replicas)
+        return NoOpStrategy(self.n_replicas)
 
     @property
     def train_batch_size(self) -> int:
@@ -91,7 +91,7 @@ class TFTrainingArguments(TrainingArguments):
         return self.n_replicas
 
 
-def _leave_gpus_to_torch() -> None:
+def _hide_gpus_from_tensorflow() -> None:
     """Hide the GPUs from TensorFlow, if the script uses it: it would take all their memory."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None or not hasattr(tensorflow, "config"):

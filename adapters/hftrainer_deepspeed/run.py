@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing.weights import has_states, read_tag, write_tag
-from hftrainer.compat.reading import data_only
-from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, WrongConfig
+from hftrainer.compat.reading import weights_only_loading
+from hftrainer.errors import DamagedCheckpoint, InvalidConfig, UnsafeCheckpoint
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
 
@@ -113,11 +113,11 @@ class DeepSpeedRun:
 
     # ---- Steps -------------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, *, closes: bool, **kwargs: Any) -> None:
-        """Run backward. After the last micro-batch of the window (`closes`), the engine also clips and steps."""
-        self.engine.set_gradient_accumulation_boundary(is_boundary=closes)
+    def backward(self, loss: torch.Tensor, *, is_last: bool, **kwargs: Any) -> None:
+        """Run backward. After the last micro-batch of the window (`is_last`), the engine also clips and steps."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
         self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has already divided the loss
-        if closes:
+        if is_last:
             self.engine.step()
 
     def grad_norm(self) -> Any:
@@ -133,17 +133,17 @@ class DeepSpeedRun:
         key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
         return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
 
-    def whole_weights(self, model: torch.nn.Module, *, only_trained: bool = False) -> dict[str, Any]:
+    def gather_full_weights(self, model: torch.nn.Module, *, only_trainable: bool = False) -> dict[str, Any]:
         """The weights by name; they are complete only in rank 0.
 
         Args:
             model: any model, partitioned or not.
-            only_trained: leave out frozen weights, if the weights are partitioned.
+            only_trainable: leave out frozen weights, if the weights are partitioned.
         """
         if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # by ZeRO-3
             return model.state_dict()
         if self.engine is not None and self.engine.module is model:  # gathers one layer at a time
-            return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trained) or {}
+            return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trainable) or {}
         import deepspeed
 
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -177,34 +177,34 @@ class DeepSpeedRun:
         """Load the engine's states, which include the model; a collective call.
 
         Raises:
-            WrongConfig: if the folder has no states, or those of another number of processes.
+            InvalidConfig: if the folder has no states, or those of another number of processes.
             DamagedCheckpoint: if the file `latest` names a path outside the checkpoint.
             UnsafeCheckpoint: if it holds objects of classes that are not DeepSpeed's.
         """
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_states(folder, universal=universal):
-            raise WrongConfig(_why_unreadable(folder, universal))
+            raise InvalidConfig(_why_unreadable(folder, universal))
         tag = read_tag(folder, universal=universal)
         written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
         if not universal and written not in (0, torch.distributed.get_world_size()):
-            raise WrongConfig(
+            raise InvalidConfig(
                 f"{folder} holds the parts of {written} processes, but there are {torch.distributed.get_world_size()}. "
                 "Make it a universal checkpoint with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
                 f"{os.path.join(folder, tag)} --output_folder {os.path.join(folder, 'universal')}, and set "
                 "'checkpoint': {'load_universal': true} in the configuration."
             )
         try:
-            with data_only(folder, _classes()):
+            with weights_only_loading(folder, _classes()):
                 loaded, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
         except (OSError, MemoryError, UnsafeCheckpoint, DamagedCheckpoint):
             raise
         except Exception as error:  # DeepSpeed raises arbitrary errors for a checkpoint that does not match
-            raise WrongConfig(
+            raise InvalidConfig(
                 f"DeepSpeed cannot resume from {folder} ({error!r}): model, stage and optimizer must be those of the "
                 "checkpoint."
             ) from error
         if loaded is None:
-            raise WrongConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
+            raise InvalidConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
 
 
 # ---- Making the engine ----------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """DeepSpeed's CPU version of a torch optimizer.
 
     Raises:
-        WrongConfig: for an optimizer without a CPU version.
+        InvalidConfig: for an optimizer without a CPU version.
     """
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -227,7 +227,7 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     elif kind is torch.optim.Adagrad:
         made = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
     else:
-        raise WrongConfig(
+        raise InvalidConfig(
             "deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer "
             f"is {kind.__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
         )
@@ -238,7 +238,7 @@ def set_leaf_layers(model: torch.nn.Module) -> None:
     """Let ZeRO-3 gather each layer of the classes that the launcher names as a whole, for mixtures of experts.
 
     Raises:
-        WrongConfig: if the model has no such layers.
+        InvalidConfig: if the model has no such layers.
     """
     names = os.environ.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
     if names in ("", "None"):
@@ -248,7 +248,7 @@ def set_leaf_layers(model: torch.nn.Module) -> None:
     try:
         set_z3_leaf_modules(model, [name.strip() for name in names.split(",")])
     except ValueError as error:
-        raise WrongConfig(
+        raise InvalidConfig(
             f"deepspeed_moe_layer_cls_names={names!r} of accelerate's launcher: the model has no such layer."
         ) from error
 
@@ -260,7 +260,7 @@ def name_refused_sections(
     """Name the sections of which DeepSpeed makes objects, if it cannot make them; yields `make_scheduler`.
 
     Raises:
-        WrongConfig: for what DeepSpeed raises; errors of `make_scheduler` itself stay as they are.
+        InvalidConfig: for what DeepSpeed raises; errors of `make_scheduler` itself stay as they are.
     """
     of_script: list[Exception] = []
 
@@ -277,7 +277,7 @@ def name_refused_sections(
         if error in of_script:
             raise
         shown = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
-        raise WrongConfig(
+        raise InvalidConfig(
             f"deepspeed: DeepSpeed makes no engine of {shown} ({type(error).__name__}: {error}): correct the type or "
             "the parameters that it names."
         ) from error

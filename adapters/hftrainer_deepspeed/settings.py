@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import requested_precision
-from hftrainer.errors import WrongConfig, suggest
+from hftrainer.errors import InvalidConfig, suggest
 from hftrainer.parallel.config_files import env_flag, parse_bool, read_config, why_text
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
@@ -127,13 +127,13 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
             steps: optimizer steps of the run.
 
         Raises:
-            WrongConfig: for values that contradict an argument, or that cannot be filled in.
+            InvalidConfig: for values that contradict an argument, or that cannot be filled in.
         """
         copied = DeepSpeedConfig(self.config, self._unchanged)
         try:
             copied.trainer_config_finalize(args, model, steps)
         except (ValueError, AttributeError) as error:  # the latter until v4.57, for a model without a config
-            raise WrongConfig("\n".join(copied.mismatches) or f"deepspeed: {error}") from error
+            raise InvalidConfig("\n".join(copied.mismatches) or f"deepspeed: {error}") from error
         return copied
 
 
@@ -141,7 +141,7 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
     """The configuration, completed from the arguments; None without DeepSpeed. `mismatches` lists contradictions.
 
     Raises:
-        WrongConfig: if it cannot be read.
+        InvalidConfig: if it cannot be read.
     """
     raw = read_deepspeed(args.deepspeed)
     if raw is None:
@@ -220,10 +220,10 @@ def _check_sections(raw: dict[str, Any]) -> None:
         if isinstance(raw.get(name), dict) and "type" not in raw[name]:
             found.append(f"deepspeed: {name} has no 'type': set it to the name of the {name}.")
     if found:
-        raise WrongConfig("\n".join(found))
+        raise InvalidConfig("\n".join(found))
 
 
-def begin_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
+def set_up_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
     """The completed configuration, which transformers gets for models made before the Trainer; None without DeepSpeed.
 
     With ZeRO-3 the process group starts now, and `from_pretrained` partitions models while it loads them, as long as
@@ -236,7 +236,7 @@ def begin_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
     if config.is_zero3():
         adapter().start_other_processes(args._rank_info, args.ddp_timeout)
         processes = Processes.at(args._rank_info)
-        processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, even_alone=True)
+        processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, allow_single_process=True)
         connect(processes, args.device, args.ddp_timeout_delta, config)
     return config
 
@@ -317,7 +317,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
         environment: the environment variables, which hold the settings of `accelerate launch --use_deepspeed`.
 
     Raises:
-        WrongConfig: if it cannot be read.
+        InvalidConfig: if it cannot be read.
     """
     if given in (None, "", False):
         return _of_launcher(environment)
@@ -326,7 +326,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
     if isinstance(given, dict) or os.path.exists(str(given)):
         return copy.deepcopy(read_config(given, "deepspeed"))
     if not isinstance(given, (str, os.PathLike)):
-        raise WrongConfig(f"deepspeed={given!r}: give a dict, the path of a JSON or YAML file, JSON, or True.")
+        raise InvalidConfig(f"deepspeed={given!r}: give a dict, the path of a JSON or YAML file, JSON, or True.")
     for decode in (str, lambda text: base64.urlsafe_b64decode(text).decode()):
         try:
             config = json.loads(decode(given))
@@ -334,7 +334,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
             continue
         if isinstance(config, dict):
             return config
-    raise WrongConfig(
+    raise InvalidConfig(
         f"deepspeed={given!r} is neither an existing file nor a JSON object: give one of them, or a dict."
     )
 
@@ -374,13 +374,13 @@ def _number(environment: Mapping[str, str], name: str, kind: type, default: Any)
     try:
         return default if text.lower() in ("none", AUTO) else kind(text)
     except ValueError:
-        raise WrongConfig(f"The launcher sets {name}={text!r}: it must be a number, or 'auto'.") from None
+        raise InvalidConfig(f"The launcher sets {name}={text!r}: it must be a number, or 'auto'.") from None
 
 
 def _check_fields(fields: list[str], path: str) -> None:
     """Refuse settings in accelerate's file beside those in DeepSpeed's, as accelerate does."""
     if given := sorted({field.strip() for field in fields} & _IN_FILES):
-        raise WrongConfig(
+        raise InvalidConfig(
             f"accelerate's file sets {' and '.join(given)} beside deepspeed_config_file ({path}): set it in one of the "
             "two, DeepSpeed's file."
         )

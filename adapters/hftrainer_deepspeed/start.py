@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.config_files import why_text
 from hftrainer.parallel.processes import Processes
 
@@ -23,13 +23,13 @@ def connect(processes: Processes, device: torch.device, timeout: timedelta, conf
     """Let DeepSpeed use the existing process group.
 
     Raises:
-        WrongConfig: if DeepSpeed has chosen another type of device, or refuses a key of the configuration.
+        InvalidConfig: if DeepSpeed has chosen another type of device, or refuses a key of the configuration.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if (chosen := get_accelerator().device_name()) != device.type:
-        raise WrongConfig(
+        raise InvalidConfig(
             f"deepspeed: DeepSpeed uses {chosen!r} but the Trainer uses {device.type!r}: set DS_ACCELERATOR="
             f"{device.type} in the environment before Python starts, or choose the device with use_cpu."
         )
@@ -43,7 +43,7 @@ def check_config(config: Any) -> None:
     """Let DeepSpeed check its configuration, before there is a model.
 
     Raises:
-        WrongConfig: for each key that DeepSpeed refuses, with its reason.
+        InvalidConfig: for each key that DeepSpeed refuses, with its reason.
     """
     from deepspeed.runtime.config import DeepSpeedConfig as Read
 
@@ -55,7 +55,7 @@ def check_config(config: Any) -> None:
         batch = {"train_micro_batch_size_per_gpu": 1}
         alone = {key: _error_of(Read, {**batch, key: value}) for key, value in given.items()}
         found = [line for key, of_key in alone.items() if of_key is not None for line in _reasons(key, given, of_key)]
-        raise WrongConfig("\n".join(found or [f"deepspeed: {error}: correct it."])) from error
+        raise InvalidConfig("\n".join(found or [f"deepspeed: {error}: correct it."])) from error
     for key, near in _misspelled(given):
         logger.warning("deepspeed: DeepSpeed ignores the key %r: did you mean %r?", key, near)
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hftrainer.checkpointing import resume
-from hftrainer.checkpointing.sharded import load_sharded_weights, to_be_written
+from hftrainer.checkpointing.sharded import load_sharded_weights, prepare_for_saving
 from hftrainer.compat import peers
-from hftrainer.errors import UnsupportedArgument, WrongConfig
+from hftrainer.errors import InvalidConfig, UnsupportedArgument
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.strategies.strategy import MakeOptimizer, Strategy, in_type, is_deepspeed_engine
@@ -40,8 +40,8 @@ class DeepSpeedStrategy(Strategy):
     distributed_type = DistributedType.DEEPSPEED
     shards = True
     writes_parts = True
-    needs_group_alone = True
-    fixes_accumulation = True
+    needs_single_process_group = True
+    has_fixed_accumulation = True
     autocasts_own_loops = False
 
     def __init__(self, plan: LightningPlan) -> None:
@@ -134,22 +134,22 @@ class DeepSpeedStrategy(Strategy):
         self.run.complete(trainer.args, model, max_steps)
         self._plugin.follow(self.run.config)
 
-    def prepare_another(self, model: nn.Module) -> nn.Module:
+    def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Refuse: DeepSpeed's engine trains one model.
 
         Raises:
-            WrongConfig: always.
+            InvalidConfig: always.
         """
-        raise WrongConfig("accelerator.prepare: DeepSpeed's engine trains only the Trainer's model. Freeze the others.")
+        raise InvalidConfig("accelerator.prepare: DeepSpeed trains only the Trainer's model. Freeze the others.")
 
     @property
-    def gathers_in_forward(self) -> bool:  # type: ignore[override]
+    def needs_all_ranks_in_forward(self) -> bool:  # type: ignore[override]
         """True with ZeRO-3."""
         return bool(self.run.config.is_zero3())
 
-    def whole_weights(self, model: Any) -> dict[str, Any]:
+    def gather_full_weights(self, model: Any) -> dict[str, Any]:
         """Gather the full weights, of the engine's model or another."""
-        return self.run.whole_weights(model.module if is_deepspeed_engine(model) else model)
+        return self.run.gather_full_weights(model.module if is_deepspeed_engine(model) else model)
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
         """The batch with floating-point tensors in the dtype of the weights, which DeepSpeed has chosen."""
@@ -170,7 +170,7 @@ class DeepSpeedStrategy(Strategy):
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     @property
-    def keeps_scheduler(self) -> bool:  # type: ignore[override]
+    def owns_scheduler(self) -> bool:  # type: ignore[override]
         """Whether the engine steps the schedule, and saves it in its checkpoints."""
         return self.run.has_config_scheduler or self.run.has_config_optimizer
 
@@ -188,13 +188,13 @@ class DeepSpeedStrategy(Strategy):
         adapters = peers.is_peft(model)
         if not (self.run.saves_full_weights or adapters):
             return {}
-        return to_be_written(self.run.whole_weights(model, only_trained=adapters), model)
+        return prepare_for_saving(self.run.gather_full_weights(model, only_trainable=adapters), model)
 
     def _write_parts(self, folder: str) -> None:
         if self._saves_states:
             self.run.save(folder, self.plan.processes)
 
-    def save_beside(self, folder: str) -> None:
+    def save_parts_beside_model(self, folder: str) -> None:
         """Write the parts too, if the weights stay in parts."""
         if self.run.saves_full_weights or not self.run.is_training:
             return
@@ -205,11 +205,11 @@ class DeepSpeedStrategy(Strategy):
             folder,
         )
 
-    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint."""
-        return load_sharded_weights(model, folder, only_trained=only_trained)
+        return load_sharded_weights(model, folder, only_trainable=only_trainable)
 
-    def load_best(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_best(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights, and the copies of them in DeepSpeed's optimizer."""
         self.run.load(folder, strict=not peers.is_peft(model))
 
@@ -217,7 +217,7 @@ class DeepSpeedStrategy(Strategy):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load the schedule's state: the engine has loaded the optimizer's with the weights."""
-        if not self.keeps_scheduler:
+        if not self.owns_scheduler:
             resume.load_plain(scheduler, folder, "scheduler")
 
 

@@ -102,7 +102,7 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
         )
     if isinstance(callback, GradientAccumulationScheduler):
         instead = "set gradient_accumulation_steps instead."
-        if run.strategy.fixes_accumulation:
+        if run.strategy.has_fixed_accumulation:
             yield f"{name} cannot tell {strategy} how many micro-batches a step has: {instead}"
         if not run.automatic_optimization:
             yield f"{name} cannot work with a training_step of your own: {instead}"

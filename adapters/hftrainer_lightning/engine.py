@@ -167,7 +167,7 @@ class LightningEngine:
         self.strategy.release()
 
     @contextlib.contextmanager
-    def autocasting(self, model: torch.nn.Module) -> Iterator[None]:
+    def autocast_forward(self, model: torch.nn.Module) -> Iterator[None]:
         """Run the model's forward pass in the run's precision, for a script's own loops outside Lightning's."""
         if self.fitting or not self.strategy.autocasts_own_loops:
             yield
@@ -195,7 +195,7 @@ class LightningEngine:
             model: the model to evaluate.
             stage: which of Lightning's loops to run; within `fit` always the validation loop.
         """
-        batches = _EvaluationBatches(evaluation, limited=self.plan.limits_by_share)
+        batches = _EvaluationBatches(evaluation, limited=self.plan.has_fractional_limit)
         if lightning_callbacks.find_callback(self._training_callbacks, pl.callbacks.BasePredictionWriter) is not None:
             seen = evaluation.record_batches()
             batches.batch_sampler = None if seen is None else loops.SeenBatches(seen)
@@ -275,7 +275,7 @@ class LightningEngine:
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run; False when there was no run."""
-        if self.trainer is None or self.module is None or self.module.own_state is None:
+        if self.trainer is None or self.module is None or self.module.resume_state is None:
             return False
         self.trainer.save_checkpoint(path)
         return True

@@ -59,7 +59,7 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
     def __init__(self, plan: LightningPlan, precision: Precision) -> None:
         self.plan = plan
         super().__init__(
-            data_parallel_size=plan.processes.data_processes,
+            data_parallel_size=plan.processes.data_world_size,
             tensor_parallel_size=plan.processes.tp_size,
             save_distributed_checkpoint=False,
             process_group_backend=plan.process_group_backend,

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
-from hftrainer.parallel.environment import STARTED_BY, RankInfo
+from hftrainer.parallel.environment import PARENT_PID_VARIABLE, RankInfo
 from hftrainer.parallel.process_group import disconnect_at_exit
 from hftrainer_lightning.private_api.trainer import start_script_again
 
@@ -93,11 +93,11 @@ def start_other_processes(rank_info: RankInfo, timeout: float) -> None:
         timeout: seconds that the others may take to end when this process has ended without an error.
     """
     if rank_info.started:
-        starter = int(os.environ.get(STARTED_BY, os.getpid()))
+        starter = int(os.environ.get(PARENT_PID_VARIABLE, os.getpid()))
         if starter != os.getpid():
             _exit_with_parent(starter)
         return
-    os.environ[STARTED_BY] = str(os.getpid())
+    os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
     launcher = start_script_again(LightningEnvironment(), rank_info.world_size)
     disconnect_at_exit()  # after the others have ended: the store through which they meet is in this process
     atexit.register(_wait_for_others, launcher.procs, timeout)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Attributes that change with every hook and are not parameters, buffers or modules.
 _PLAIN_ATTRIBUTES = frozenset({CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes of the run, not of the model: copies of the module, which callbacks make, leave them out.
-_RUN_ATTRIBUTES = ("hooks", "own_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+_RUN_ATTRIBUTES = ("hooks", "resume_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -34,7 +34,7 @@ class TrainerModule(WithoutBatchTransfer):
     load_optimizer         on_fit_start
     begin                  on_train_start
     begin_epoch            on_train_epoch_start
-    around_epoch           (none: all calls below, up to end_epoch, run in its block)
+    call_run_epoch           (none: all calls below, up to end_epoch, run in its block)
     begin_micro_batch      on_train_batch_start
     loss / training_step   training_step (automatic / manual optimization)
     end_micro_batch        on_after_backward
@@ -59,7 +59,7 @@ class TrainerModule(WithoutBatchTransfer):
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
         #: What a Lightning checkpoint of the run that is or was attached holds for the Trainer.
-        self.own_state: Callable[[], torch.Tensor] | None = None
+        self.resume_state: Callable[[], torch.Tensor] | None = None
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
 
@@ -81,7 +81,7 @@ class TrainerModule(WithoutBatchTransfer):
     ) -> None:
         """Connect the training run that `fit` will drive, and the state that its callbacks resume from."""
         self.hooks = hooks
-        self.own_state = hooks.own_state
+        self.resume_state = hooks.resume_state
         self._resumed_from = resumed_from
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -189,8 +189,8 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to a Lightning checkpoint what the Trainer needs to resume from it."""
-        if self.own_state is not None:
-            checkpoint["hftrainer"] = self.own_state()
+        if self.resume_state is not None:
+            checkpoint["hftrainer"] = self.resume_state()
 
     def on_train_start(self) -> None:
         """Begin the run. Announce an epoch that is resumed in the middle, since Lightning does not."""
@@ -211,7 +211,7 @@ class TrainerModule(WithoutBatchTransfer):
         hooks.begin_micro_batch()
         window = hooks.micro_batches.window
         assert window is not None
-        if window.is_first and self.automatic_optimization is hooks.runs_backward:
+        if window.is_first and self.automatic_optimization is hooks.needs_manual_optimization:
             switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

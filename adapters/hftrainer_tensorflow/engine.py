@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from hftrainer.trainer import Trainer
 from hftrainer_tensorflow import optimizers
 from hftrainer_tensorflow.models import parameter_names
-from hftrainer_tensorflow.pipelines import Batches, BatchLoader, share_of
+from hftrainer_tensorflow.pipelines import Batches, BatchLoader, select_rank_rows
 
 if TYPE_CHECKING:
     from hftrainer_tensorflow.trainer import TFTrainer
@@ -37,13 +37,15 @@ class TFEngine(Trainer):
         self.epoch_loss = torch.zeros(())
         self._within_epoch = False
         super().__init__(model, args, data_collator=_unchanged, eval_dataset=host.eval_dataset)
+        # Beside transformers 5.2 to 5.5 a Trainer divides gradients by the micro-batches; a TFTrainer never did.
+        self.accelerator.gradient_accumulation_steps = 1
 
     # ---- Data --------------------------------------------------------------------------------------------------
 
     def batches(self, pipeline: Any, count: int, **settings: Any) -> BatchLoader:
         """A loader of this rank's rows of a pipeline."""
         processes = self.accelerator.processes
-        rank, number = processes.data_rank, processes.data_processes
+        rank, number = processes.data_rank, processes.data_world_size
         return BatchLoader(Batches(pipeline, count, rank=rank, processes=number, **settings))
 
     def get_train_dataloader(self) -> Any:
@@ -106,7 +108,7 @@ class TFEngine(Trainer):
         loss = self.host._trained(inputs["features"], inputs["labels"], inputs["instances"])
         self.epoch_loss = self.epoch_loss + loss.detach()
         # Each rank has a part of the loss, but gradients are averaged: multiply by the number of ranks.
-        return loss * self.accelerator.processes.data_processes
+        return loss * self.accelerator.processes.data_world_size
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         """Clip each gradient value, and only with accumulation, as TFTrainer did."""
@@ -120,15 +122,15 @@ class TFEngine(Trainer):
         """The logits of the TFTrainer's `prediction_step`, for the rows of this rank."""
         inputs = self._prepare_inputs(inputs)
         processes = self.accelerator.processes
-        shared = inputs["whole"] and processes.data_processes > 1
+        shared = inputs["whole"] and processes.data_world_size > 1
         # All ranks compute the same rows and their losses are summed: divide by the number of ranks.
-        instances = inputs["instances"] * (processes.data_processes if shared else 1)
+        instances = inputs["instances"] * (processes.data_world_size if shared else 1)
         with torch.no_grad():
             logits = self.host.prediction_step(inputs["features"], inputs["labels"], instances)
         if prediction_loss_only:
             return None, None, None
         found = (logits[0] if isinstance(logits, tuple) else logits, inputs["labels"])
-        return (None, *(share_of(found, processes.data_rank, processes.data_processes) if shared else found))
+        return (None, *(select_rank_rows(found, processes.data_rank, processes.data_world_size) if shared else found))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The TFTrainer's `evaluate`, within training."""

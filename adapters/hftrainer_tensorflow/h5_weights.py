@@ -72,7 +72,7 @@ def _text(name: str | bytes) -> str:
     return name.decode() if isinstance(name, bytes) else name
 
 
-def files_in(folder: str) -> list[str]:
+def find_weight_files(folder: str) -> list[str]:
     """The files of TensorFlow weights in a folder; several if they are in shards."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
@@ -185,7 +185,7 @@ def _folder_of_tensorflow(name_or_path: str, kwargs: dict[str, Any]) -> str | No
     if os.path.isdir(name_or_path):
         folder = os.path.join(name_or_path, kwargs.get("subfolder", ""))
         of_torch = any(file.endswith((".safetensors", ".bin")) for file in os.listdir(folder))
-        return folder if files_in(folder) and not of_torch else None
+        return folder if find_weight_files(folder) and not of_torch else None
     cached_file: Any = importlib.import_module("transformers.utils").cached_file
 
     keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -208,5 +208,5 @@ def _from_tensorflow(base: Any, folder: str, kwargs: dict[str, Any]) -> Any:
         if hasattr(config, key):  # as from_pretrained does
             setattr(config, key, kwargs.pop(key))
     model = base._from_config(config) if hasattr(base, "base_model_prefix") else base.from_config(config)
-    load_weights(model, files_in(folder))
+    load_weights(model, find_weight_files(folder))
     return model.eval()

@@ -28,7 +28,7 @@ def torch_model(model: Any) -> nn.Module:
         return model
     name = type(model).__name__
     if name.startswith("TF") and hasattr(model, "config") and hasattr(model, "get_weights"):  # of transformers 4
-        return _twin(model)
+        return _equivalent_torch_model(model)
     if is_keras(model):
         raise UnsupportedArgument(
             f"model: {name} is a Keras model that TensorFlow or JAX computes, and TFTrainer trains with torch. Set "
@@ -40,7 +40,7 @@ def torch_model(model: Any) -> nn.Module:
     )
 
 
-def _twin(model: Any) -> nn.Module:
+def _equivalent_torch_model(model: Any) -> nn.Module:
     """The torch model of the same architecture, with the weights of a TensorFlow model."""
     transformers = importlib.import_module("transformers")
     name = type(model).__name__
@@ -55,7 +55,7 @@ def _twin(model: Any) -> nn.Module:
     return made
 
 
-def give_back(trained: nn.Module, given: Any) -> None:
+def copy_weights_back(trained: nn.Module, given: Any) -> None:
     """Copy the trained weights into the script's TensorFlow model."""
     if given is not trained:
         state = {name: value.detach().cpu() for name, value in trained.state_dict().items()}

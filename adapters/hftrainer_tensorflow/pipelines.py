@@ -257,7 +257,7 @@ class Batches(IterableDataset[Any]):
         return [slice(start, end) for start, end in itertools.pairwise(edges)]
 
 
-def share_of(outputs: Any, rank: int, processes: int) -> Any:
+def select_rank_rows(outputs: Any, rank: int, processes: int) -> Any:
     """The rows of one rank from the outputs of a whole batch, padded with the last row.
 
     Args:

@@ -27,7 +27,7 @@ from hftrainer_tensorflow import models, pipelines
 from hftrainer_tensorflow.engine import TFEngine
 
 #: Methods that ran the optimizer or distributed a batch, which Lightning does now → what to override instead.
-_GONE = {
+_REPLACED_METHODS = {
     "apply_gradients": "create_optimizer_and_scheduler, for an optimizer of your own",
     "distributed_training_steps": "training_step",
     "distributed_prediction_steps": "prediction_step",
@@ -94,7 +94,7 @@ class TFTrainer:
             sys.modules["tensorflow"].random.set_seed(args.seed)
 
     def _refuse_overrides(self) -> None:
-        for name, instead in _GONE.items():
+        for name, instead in _REPLACED_METHODS.items():
             if hasattr(self, name):
                 raise UnsupportedArgument(
                     f"{type(self).__name__}.{name}: Lightning runs the steps, so this is not called. Override "
@@ -141,7 +141,7 @@ class TFTrainer:
 
     def _pipeline(self, dataset: Any) -> Any:
         """The dataset as a pipeline, without the unused columns of a `datasets` dataset."""
-        if peers.is_any_dataset(dataset):
+        if peers.is_dataset_or_stream(dataset):
             dataset = self._engine._remove_unused_columns(dataset)
         return pipelines.as_pipeline(dataset)
 
@@ -182,7 +182,7 @@ class TFTrainer:
         )
         self._engine.train(resume_from_checkpoint="auto")
         self.global_step, self._past = self._engine.state.global_step, None
-        models.give_back(self.model, self._given)
+        models.copy_weights_back(self.model, self._given)
 
     def _refuse_checkpoints_of_tensorflow(self) -> None:
         output_dir = str(self.args.output_dir)
@@ -315,7 +315,7 @@ class TFTrainer:
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         self._engine.save_model(folder)
-        models.give_back(self.model, self._given)
+        models.copy_weights_back(self.model, self._given)
         if not self._engine.is_world_process_zero():
             return
         if self._given is not self.model:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, nearest
 from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
@@ -29,7 +29,7 @@ def use_spmd() -> None:
     """Let this process drive all devices; must be called before any tensor is on one.
 
     Raises:
-        WrongConfig: with several machines, since each would read all the data.
+        InvalidConfig: with several machines, since each would read all the data.
     """
     from torch_xla import runtime
     from torch_xla.distributed import spmd
@@ -37,7 +37,7 @@ def use_spmd() -> None:
     if not runtime.is_spmd():
         runtime.use_spmd()
     if runtime.process_count() > 1:
-        raise WrongConfig("fsdp_config['xla_fsdp_v2'] works on one machine, but there are several: leave it out.")
+        raise InvalidConfig("fsdp_config['xla_fsdp_v2'] works on one machine, but there are several: leave it out.")
     devices = runtime.global_runtime_device_count()
     spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices, 1), ("fsdp", "tensor")))
 
@@ -55,7 +55,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         plan: the plan with `sharding`.
 
     Raises:
-        WrongConfig: for classes to wrap that the model does not have, and for unknown settings.
+        InvalidConfig: for classes to wrap that the model does not have, and for unknown settings.
     """
     settings = plan.sharding
     assert settings is not None and settings.xla is not None
@@ -74,39 +74,39 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 # ---- One process per device -----------------------------------------------------------------------------------------
 
 
-def _wrapped(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> nn.Module:
+def _wrapped(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSettings) -> nn.Module:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
-    wrap = functools.partial(XlaFullyShardedDataParallel, **_keywords(of_xla))
+    wrap = functools.partial(XlaFullyShardedDataParallel, **_keywords(xla_settings))
     units = set(find_units(model, settings))
     if model in units:
-        raise WrongConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
+        raise InvalidConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in units:
-                setattr(parent, name, wrap(checkpoint_module(child) if of_xla.grad_ckpt else child))
+                setattr(parent, name, wrap(checkpoint_module(child) if xla_settings.grad_ckpt else child))
     wrapped: nn.Module = wrap(model)
     return wrapped
 
 
-def _keywords(of_xla: XlaSettings) -> dict[str, Any]:
+def _keywords(xla_settings: XlaSettings) -> dict[str, Any]:
     """The keywords of torch_xla's class; converts names of dtypes, since JSON has no dtypes."""
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
     allowed = [name for name in inspect.signature(XlaFullyShardedDataParallel).parameters if not name.startswith("_")]
-    keywords = dict(of_xla.settings)
+    keywords = dict(xla_settings.settings)
     for name in keywords:
         if name not in allowed or name == "module":
-            raise WrongConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{nearest(name, allowed)}")
+            raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{nearest(name, allowed)}")
     for name in ("compute_dtype", "buffer_dtype"):
         if isinstance(value := keywords.get(name), str):
             keywords[name] = getattr(torch, value.removeprefix("torch."), None)
             if not isinstance(keywords[name], torch.dtype):
-                raise WrongConfig(f"fsdp_config['xla_fsdp_settings'][{name!r}]={value!r}: torch has no such type.")
+                raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'][{name!r}]={value!r}: torch has no such type.")
     return keywords
 
 
-def whole_model_state(model: Any) -> dict[str, Any]:
+def gather_full_model_state(model: Any) -> dict[str, Any]:
     """Gather the full weights by name in CPU memory. All ranks must call it; only rank 0 gets them."""
     from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_state_dicts
 
@@ -125,7 +125,7 @@ def whole_model_state(model: Any) -> dict[str, Any]:
 # ---- One process for all devices ------------------------------------------------------------------------------------
 
 
-def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> None:
+def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSettings) -> None:
     """Mark parameters, inputs and outputs as sharded over the devices; XLA's compiler shards the computation.
 
     torch_xla's wrapper annotates a module in its constructor. The wrapper is then dropped, so that the names of the
@@ -139,7 +139,7 @@ def _annotate(model: nn.Module, settings: FsdpSettings, of_xla: XlaSettings) -> 
     mesh: Any = spmd.get_global_mesh()
     units = [unit for unit in find_units(model, settings) if unit is not model]
     for unit in units:
-        SpmdFullyShardedDataParallel(checkpoint_module(unit) if of_xla.grad_ckpt else unit, shard_output=_nothing)
+        SpmdFullyShardedDataParallel(checkpoint_module(unit) if xla_settings.grad_ckpt else unit, shard_output=_nothing)
         unit.register_forward_hook(_shard_output)
     for parameter in model.parameters():
         if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # outside all units

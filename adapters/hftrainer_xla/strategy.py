@@ -14,7 +14,7 @@ from torch import nn
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.weights import load_weights
-from hftrainer.compat.reading import read_torch
+from hftrainer.compat.reading import load_torch_file
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
@@ -51,7 +51,7 @@ class XlaStrategy(ReplicasStrategy):
         """Seed the device's generator."""
         devices.load().manual_seed(seed)
 
-    def end_batch(self) -> None:
+    def run_recorded_operations(self) -> None:
         """Compile and run the recorded operations, without waiting for them.
 
         XLA compiles all operations between two calls as one graph, so call this once per step.
@@ -83,7 +83,7 @@ class XlaSpmdStrategy(XlaStrategy):
         """Shard the model in place."""
         sharding.shard(trainer.model, self.plan)
 
-    def prepare_another(self, model: nn.Module) -> nn.Module:
+    def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Shard a model besides the Trainer's."""
         return sharding.shard(model, self.plan)
 
@@ -117,9 +117,9 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         parameters = [name for name, _ in model.named_parameters()]
         return [name for name in parameters if "flat_param_" in name or name_in_whole_model(name) in self._decayed]
 
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+    def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full weights by name; only rank 0 gets them."""
-        return sharding.whole_model_state(model)
+        return sharding.gather_full_model_state(model)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the sharded model, whichever parameters are given."""
@@ -148,7 +148,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The whole weights, on rank 0."""
-        return self.whole_weights(model)
+        return self.gather_full_weights(model)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """None: each process writes its part."""
@@ -171,9 +171,9 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
             logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
             return
         optimizer().load_state_dict(self._read("optimizer", folder))
-        scheduler.load_state_dict(read_torch(path))
+        scheduler.load_state_dict(load_torch_file(path))
 
-    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load whole weights into a whole model, or this process's part into its part of a sharded model."""
         if sharding.is_sharded(model):
             return model.load_state_dict(self._read("model", folder))
@@ -188,7 +188,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         path = os.path.join(folder, self._part_name(kind))
         if not os.path.isfile(path):
             raise CheckpointNotFound(f"{path} not found: resume with the number of processes that wrote {folder}.")
-        state: dict[str, Any] = read_torch(path)[kind]
+        state: dict[str, Any] = load_torch_file(path)[kind]
         return state
 
 
@@ -199,6 +199,6 @@ def name_in_whole_model(name: str) -> str:
 
 def make_strategy(plan: LightningPlan) -> Strategy:
     """The strategy for a plan."""
-    if plan.by_spmd:
+    if plan.uses_spmd:
         return XlaSpmdStrategy(plan)
     return XlaStrategy(plan) if plan.sharding is None else XlaFsdpStrategy(plan)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.accelerator_config import OF_CONSTRUCTION
+from hftrainer.arguments.accelerator_config import CONSTRUCTION_ONLY_KEY
 from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
 from hftrainer.arguments.field import OURS
 from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
@@ -31,7 +31,7 @@ from hftrainer.plugins import load
 
 _SHOWN = object()
 #: Arguments that the newest transformers does not have → the value with which they are not serialized.
-_ONLY_HERE = {
+_EXTRA_ARGUMENT_DEFAULTS = {
     name: about.default if about.neutral is None else about.neutral
     for name, about in ARGUMENTS.items()
     if about.until is not None or about.since == OURS
@@ -68,7 +68,7 @@ class BaseArguments(OldArguments):
     @property
     def _setup_devices(self) -> torch.device:
         """The value of `device`; subclasses override it."""
-        if self._on_cpu:
+        if self._should_use_cpu:
             return torch.device("cpu")
         if devices.uses_xla():
             return load("xla", "devices").device()
@@ -81,7 +81,7 @@ class BaseArguments(OldArguments):
         return torch.device(kind, self._rank_info.device_index(devices.device_count(kind)))
 
     @property
-    def _on_cpu(self) -> bool:
+    def _should_use_cpu(self) -> bool:
         """Whether to use the CPU, set by `use_cpu` or by `accelerate launch --cpu`."""
         return self.use_cpu or env_flag("ACCELERATE_USE_CPU")
 
@@ -91,7 +91,7 @@ class BaseArguments(OldArguments):
         return ResolvedArguments.of(self).rank_info
 
     def _count_gpus(self) -> int:
-        return 0 if self._on_cpu or devices.uses_xla() else devices.device_count(devices.detect_device_type())
+        return 0 if self._should_use_cpu or devices.uses_xla() else devices.device_count(devices.detect_device_type())
 
     @property
     def n_gpu(self) -> int:
@@ -188,8 +188,8 @@ class BaseArguments(OldArguments):
         Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
         without a JSON form, in a subclass's fields, are kept as they are.
         """
-        own = legacy.redeclared(type(self)) | legacy.CURRENT
-        mirrors, silent = legacy.RENAMED.keys() - own, {**_ONLY_HERE, **dict.fromkeys(own, _SHOWN)}
+        own = legacy.redeclared_old_names(type(self)) | legacy.CURRENT
+        mirrors, silent = legacy.RENAMED.keys() - own, {**_EXTRA_ARGUMENT_DEFAULTS, **dict.fromkeys(own, _SHOWN)}
         shown = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirrors]
         values = {name: getattr(self, name) for name in shown}
         return {
@@ -233,7 +233,7 @@ def _to_plain_value(name: str, value: Any) -> Any:
         return value
     if name == "lightning_config":
         return {key: item if isinstance(item, _JSON_TYPES) else str(item) for key, item in value.items()}
-    return {key: _to_plain_value(key, item) for key, item in value.items() if key != OF_CONSTRUCTION}
+    return {key: _to_plain_value(key, item) for key, item in value.items() if key != CONSTRUCTION_ONLY_KEY}
 
 
 _JSON_TYPES = (bool, int, float, str, list, dict, type(None))

@@ -54,7 +54,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
             f"torch.{found[0]} is available, but hftrainer cannot train on it: {_UNSUPPORTED_DEVICES[found[0]]}. Set "
             "use_cpu=True to train on the CPU."
         )
-    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := devices.unused_tpu()):
+    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := devices.unused_tpu_message()):
         yield reason
     if kind == "mps":
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
@@ -71,7 +71,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
 
 
 def _asks_for_cpu(args: BaseArguments) -> bool:
-    return getattr(args, "_on_cpu", args.use_cpu)
+    return getattr(args, "_should_use_cpu", args.use_cpu)
 
 
 def _why_no_mps(args: BaseArguments) -> str:

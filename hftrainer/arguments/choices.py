@@ -32,7 +32,7 @@ def spelled(choice: Any) -> str:
     return str(getattr(choice, "value", choice))
 
 
-def which_tokens(value: str | bool) -> str:
+def token_counting_mode(value: str | bool) -> str:
     """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases hold True or False."""
     return value if isinstance(value, str) else "all" if value else "no"
 

@@ -84,7 +84,7 @@ class Argument:
 _arguments: dict[dataclasses.Field[Any], Argument] = {}
 
 
-class _Words(argparse.Action):
+class _StoreListOrConst(argparse.Action):
     """Stores the values of a flag as a list, or `const` if none follows.
 
     Argparse supports `const` for one value only.
@@ -125,7 +125,9 @@ def arg(
     if argument.choices is not None and not isinstance(argument.choices, type):
         metadata["choices"] = list(argument.choices)
     if bare is not None:
-        metadata |= {"nargs": "*", "const": bare, "action": _Words} if several else {"nargs": "?", "const": bare}
+        metadata |= (
+            {"nargs": "*", "const": bare, "action": _StoreListOrConst} if several else {"nargs": "?", "const": bare}
+        )
     made: Any = {"default_factory": list} if default is list else {"default": default}
     field: Any = dataclasses.field(**made, metadata=metadata)
     _arguments[field] = argument

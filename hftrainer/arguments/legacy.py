@@ -41,7 +41,7 @@ FIELDS = {name: field for name, field in OldArguments.__dataclass_fields__.items
 def value(args: Any, name: str) -> Any:
     """An old argument without a new name; its default if the arguments lack it, or it is a subclass's own field."""
     found, default = getattr(args, name, None), KEPT.get(name, False)
-    return default if found is None or found == default or name in redeclared(type(args)) else found
+    return default if found is None or found == default or name in redeclared_old_names(type(args)) else found
 
 
 def gone(args: Any) -> list[str]:
@@ -50,7 +50,7 @@ def gone(args: Any) -> list[str]:
     return [f"{name}={old!r}: {instead}." for name, (old, instead) in found.items() if value(args, name) == old]
 
 
-def redeclared(kind: type) -> frozenset[str]:
+def redeclared_old_names(kind: type) -> frozenset[str]:
     """Old names that a subclass declares as its own fields, for example to support several releases.
 
     They are arguments of the subclass, with its values and meanings: nothing here reads or changes them.
@@ -63,7 +63,7 @@ def redeclared(kind: type) -> frozenset[str]:
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
     """Set the current argument, after an old name was set to a value."""
-    if name not in redeclared(type(args)) and not keeps_ratio(name):
+    if name not in redeclared_old_names(type(args)) and not keeps_ratio(name):
         rename = RENAMED[name]
         setattr(args, rename.new, rename.write(getattr(args, rename.new), value))
 
@@ -82,7 +82,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
         InvalidArgument: if an old and a new name are given with different values.
     """
     vars(args)["_legacy_done"] = True
-    own = redeclared(type(args))
+    own = redeclared_old_names(type(args))
     pending = _take_hidden(args, own) | {name: vars(args)[name] for name in (RENAMED.keys() - own) & vars(args).keys()}
     # These have values only in arguments that were made before.
     is_copy = all(getattr(args, name, None) is not None for name in KEPT)

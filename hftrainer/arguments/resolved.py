@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.config_files import env_flag, read_config
 from hftrainer.parallel.environment import RankInfo, find_rank_info
 from hftrainer.parallel.fsdp_settings import FsdpSettings, read_fsdp
@@ -29,16 +29,16 @@ def asks_for_deepspeed(args: BaseArguments) -> bool:
     return env_flag("ACCELERATE_USE_DEEPSPEED") or args.deepspeed not in (None, "", False)
 
 
-def begin_deepspeed(args: BaseArguments) -> Any:
+def set_up_deepspeed(args: BaseArguments) -> Any:
     """Announce DeepSpeed's configuration for models that are made before the Trainer; None without DeepSpeed."""
-    return load("deepspeed", "settings").begin_deepspeed(args) if asks_for_deepspeed(args) else None
+    return load("deepspeed", "settings").set_up_deepspeed(args) if asks_for_deepspeed(args) else None
 
 
 class ResolvedArguments:
     """Training arguments, ours or transformers', with each configuration parsed at first access.
 
     Parsed values do not change when the arguments change. Each access to a configuration that cannot be parsed raises
-    `WrongConfig`, or `InvalidArgument` for `accelerator_config`.
+    `InvalidConfig`, or `InvalidArgument` for `accelerator_config`.
 
     Args:
         args: the training arguments.
@@ -64,7 +64,7 @@ class ResolvedArguments:
         """The keywords in `lightning_config`; empty if it cannot be read, which the checks report."""
         try:
             return self.lightning_config
-        except (OSError, WrongConfig):
+        except (OSError, InvalidConfig):
             return {}
 
     @functools.cached_property

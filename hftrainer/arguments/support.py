@@ -17,11 +17,11 @@ from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.validation import out_of_range
+from hftrainer.arguments.validation import check_ranges
 from hftrainer.compat.peers import is_instance
-from hftrainer.errors import InvalidArgument, WrongConfig, suggest
+from hftrainer.errors import InvalidArgument, InvalidConfig, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
-from hftrainer.parallel.environment import LAUNCHERS, can_start_again, check_choices, check_rank_info
+from hftrainer.parallel.environment import LAUNCHERS, can_rerun_script, check_launcher_config, check_rank_info
 from hftrainer.parallel.plan import LightningPlan, check_layout
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
@@ -36,7 +36,7 @@ _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_
 def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
     """Argument → its value and what is known about it, if that is not neutral; without the user's own fields."""
     known = {**ARGUMENTS, **arguments_of(args)}
-    ours = known.keys() - legacy.redeclared(type(args))
+    ours = known.keys() - legacy.redeclared_old_names(type(args))
     hidden = [field for field in legacy.HIDDEN.values() if field.name in vars(args)]
     fields = {field.name: field for field in (*hidden, *dataclasses.fields(args)) if field.name in ours}
     return {
@@ -70,7 +70,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
             found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
         found += check_device(resolved)
-    except WrongConfig as error:
+    except InvalidConfig as error:
         found.append(str(error))
     return found + check_launch(resolved)
 
@@ -129,7 +129,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
     if unknown := unknown_variables():
         found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
     gpus = 1 if "devices" in config else visible_device_count(resolved.device) or 1
-    if gpus > resolved.rank_info.world_size == 1 and not can_start_again():
+    if gpus > resolved.rank_info.world_size == 1 and not can_rerun_script():
         found.append(f"Only one of {gpus} GPUs is used: run a script or use a launcher to start one process per GPU.")
     if resolved.deepspeed is not None:
         found += resolved.deepspeed.notes
@@ -196,14 +196,14 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
 }
 _PROFILERS = ("simple", "advanced", "pytorch", "xla")
 #: Keywords that others check: the number of processes, and the release that is followed.
-CHECKED_ELSEWHERE = ("devices", "num_nodes", "behaviour")
+RELEASE_KEYWORDS = ("devices", "num_nodes", "behaviour")
 #: Keywords → the arguments that they override.
 _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
 def _check_keywords(config: Mapping[str, Any]) -> list[str]:
     """Error messages for keywords that are unknown or not supported."""
-    errors = list(check_choices(config))
+    errors = list(check_launcher_config(config))
     for name, value in config.items():
         allowed = _PROFILERS if name == "profiler" and isinstance(value, str) else ALLOWED.get(name, (value,))
         if name in RESERVED:
@@ -211,8 +211,8 @@ def _check_keywords(config: Mapping[str, Any]) -> list[str]:
         elif value not in allowed:
             choices = " or ".join(map(repr, allowed))
             errors.append(f"lightning_config[{name!r}]={value!r} is not supported: it must be {choices}.")
-        elif name not in FORWARDED and name not in ALLOWED and name not in CHECKED_ELSEWHERE:
-            hint = suggest(name, [*FORWARDED, *RESERVED, *ALLOWED, *CHECKED_ELSEWHERE], ".")
+        elif name not in FORWARDED and name not in ALLOWED and name not in RELEASE_KEYWORDS:
+            hint = suggest(name, [*FORWARDED, *RESERVED, *ALLOWED, *RELEASE_KEYWORDS], ".")
             errors.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
     return errors
 
@@ -244,7 +244,7 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
     Raises:
         InvalidArgument: for a change that needs another engine, and for numbers out of range.
     """
-    if wrong := list(out_of_range(args)):
+    if wrong := list(check_ranges(args)):
         raise InvalidArgument("\n".join(wrong))
     again = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
     once = {name: value for name, value in engine.plan.read_once.items() if name not in again}
@@ -270,7 +270,7 @@ def _refused_changes(engine: Any, args: BaseArguments, changed: dict[str, Any]) 
     if str(args.device) != plan.device:
         refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
     before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
-    if strategy.fixes_accumulation and now != before:
+    if strategy.has_fixed_accumulation and now != before:
         refused.append(f"gradient_accumulation_steps ({before} → {now}), which {strategy.argument} has read too,")
     return refused
 

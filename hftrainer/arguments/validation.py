@@ -17,10 +17,10 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import DebugOption, IntervalStrategy, SaveStrategy, spelled, which_tokens
+from hftrainer.arguments.choices import DebugOption, IntervalStrategy, SaveStrategy, spelled, token_counting_mode
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.errors import InvalidArgument, WrongConfig
+from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import why_text
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -47,7 +47,7 @@ def normalize(args: BaseArguments) -> None:
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
     if wrong:
-        raise InvalidArgument("\n".join([*wrong, *out_of_range(args)]))
+        raise InvalidArgument("\n".join([*wrong, *check_ranges(args)]))
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
         raise InvalidArgument(f"output_dir={args.output_dir!r}: give the path of a folder.")
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
@@ -56,7 +56,7 @@ def normalize(args: BaseArguments) -> None:
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
-    args.include_num_input_tokens_seen = which_tokens(args.include_num_input_tokens_seen)
+    args.include_num_input_tokens_seen = token_counting_mode(args.include_num_input_tokens_seen)
     if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
         args.torch_compile = True
     if args.torch_compile and args.torch_compile_backend is None:
@@ -229,11 +229,11 @@ def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
     try:
         if (config := resolved.deepspeed) is not None:
             yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config)
-    except WrongConfig as error:
+    except InvalidConfig as error:
         yield str(error)
 
 
-def out_of_range(args: BaseArguments) -> Iterator[str]:
+def check_ranges(args: BaseArguments) -> Iterator[str]:
     """A sentence for each number that is too small, or is no number."""
     for name, about in ARGUMENTS.items():
         if about.minimum is None:
@@ -265,7 +265,7 @@ def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
 
 def _check_run(args: BaseArguments) -> Iterator[str]:
     """What only a run needs."""
-    yield from out_of_range(args)
+    yield from check_ranges(args)
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
 

@@ -8,7 +8,7 @@ from typing import Any
 from hftrainer.arguments.choices import IntervalStrategy, SaveStrategy
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.state import ExportableState, TrainerCallback
-from hftrainer.errors import MissingFollowedMetric
+from hftrainer.errors import MissingMonitoredMetric
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,12 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         """Check that training will report the metric.
 
         Raises:
-            MissingFollowedMetric: without `metric_for_best_model`, or without evaluation.
+            MissingMonitoredMetric: without `metric_for_best_model`, or without evaluation.
         """
         if args.metric_for_best_model is None:
-            raise MissingFollowedMetric("EarlyStoppingCallback requires metric_for_best_model to be defined: set it.")
+            raise MissingMonitoredMetric("EarlyStoppingCallback requires metric_for_best_model to be defined: set it.")
         if args.eval_strategy == IntervalStrategy.NO:
-            raise MissingFollowedMetric(
+            raise MissingMonitoredMetric(
                 "EarlyStoppingCallback requires IntervalStrategy of steps or epoch: set eval_strategy."
             )
         if not args.load_best_model_at_end:

@@ -16,7 +16,7 @@ from hftrainer.compat.messages import wrapped
 from hftrainer.compat.overrides import has_length
 
 
-def in_notebook() -> bool:
+def is_in_notebook() -> bool:
     """Whether this runs in the kernel of a notebook: Jupyter, Colab, VS Code, Databricks since 11.0, marimo."""
     if "marimo" in sys.modules:
         return importlib.util.find_spec("IPython") is not None
@@ -38,7 +38,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
     bar = swap.rebound("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
-    if in_notebook():
+    if is_in_notebook():
         from hftrainer.callbacks.notebook import NotebookProgressCallback
 
         return NotebookProgressCallback
@@ -131,4 +131,4 @@ def _bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.
-    return tqdm(dynamic_ncols=True, disable=False if in_notebook() else None, **kwargs)
+    return tqdm(dynamic_ncols=True, disable=False if is_in_notebook() else None, **kwargs)

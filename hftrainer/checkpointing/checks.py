@@ -17,7 +17,7 @@ import safetensors
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.compat.reading import read_torch
+from hftrainer.compat.reading import load_torch_file
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
 #: Suffixes of files that `torch.save` writes.
@@ -98,7 +98,7 @@ def _why_not_torch(path: Path, load: bool) -> str | None:
             if not file.read().startswith(_END_OF_ARCHIVE):
                 return "has extra bytes at its end"
     try:
-        read_torch(str(path), mmap=True)
+        load_torch_file(str(path), mmap=True)
     except UnsafeCheckpoint:  # such as training_args.bin: the archive can be checked without unpickling its objects
         damaged = _damaged_member(path) if is_archive else None
         return None if damaged is None else f"is damaged at {damaged}"

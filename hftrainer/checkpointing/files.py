@@ -33,7 +33,7 @@ _PINNED = 1 << 20
 #: Types of tensors that are a view of their storage; others may be made of several tensors.
 _WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
 #: `save` flushes a file whenever this many bytes were written; smaller files are flushed with the manifest.
-WINDOW = 1 << 26
+FLUSH_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _StreamedFile:
                 count = self._opened.write(left[:_CHUNK])
                 left = left[count:]
                 self._written += count
-                if self._written - self._handed_over >= WINDOW:
+                if self._written - self._handed_over >= FLUSH_BYTES:
                     self._hand_over()
         except BaseException as error:
             self.error = self.error or error

@@ -25,7 +25,7 @@ from hftrainer.checkpointing.checks import has_format, why_unreadable
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
 from hftrainer.checkpointing.weights import has_weights, holds_parts, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
-from hftrainer.parallel.environment import is_left_behind, this_process
+from hftrainer.parallel.environment import is_left_behind, process_identifier
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +84,10 @@ class Inspection:
         """Why not to choose this checkpoint: also any change to a file that the manifest lists."""
         changed = {"is missing": self.removed, "has another size than when it was written": self.resized}
         first = next((f"{self.folder / files[0]} {reason}" for reason, files in changed.items() if files), None)
-        return first or self.why_unusable
+        return first or self.unusable_reason
 
     @property
-    def why_unusable(self) -> str | None:
+    def unusable_reason(self) -> str | None:
         """Why not to use this checkpoint if a script names it: other changes than these may be intended."""
         if self.altered:
             return f"the contents of {self.folder / self.altered[0]} have changed since it was written, not its size"
@@ -269,7 +269,7 @@ def _copy_in_order(source: Path, target: Path) -> None:
 
 def staging_folder(folder: str | Path, what: str = "") -> Path:
     """The folder beside `folder` in which this process stages it, or keeps the one that it replaces or removes."""
-    owner = this_process().replace("-", "~").replace(" ", ".")
+    owner = process_identifier().replace("-", "~").replace(" ", ".")
     return Path(folder).with_name(f"_tmp_{owner}_{what}{Path(folder).name}")
 
 
@@ -307,7 +307,7 @@ def _step_of(folder: Path) -> int | None:
     return int(match.group(1)) if match and folder.is_dir() else None
 
 
-def by_step(folder: str) -> Iterator[str]:
+def checkpoints_newest_first(folder: str) -> Iterator[str]:
     """The `checkpoint-xxx` folders, most optimizer steps first."""
     steps = {step: path for path in Path(folder).iterdir() if (step := _step_of(path)) is not None}
     return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
@@ -319,7 +319,7 @@ def get_last_checkpoint(folder: str) -> str | None:
     Damaged folders are skipped, with a warning that names the file. (transformers returns the one with the most
     steps, whole or not.)
     """
-    for path in by_step(folder):
+    for path in checkpoints_newest_first(folder):
         reason = CheckpointFolder(path).inspect().why_not_whole
         if reason is None:
             return path
@@ -392,12 +392,12 @@ def complete_rotation(last: str, output_dir: str, save_total_limit: int | None, 
         logger.warning("Checkpoints beyond save_total_limit=%s were not deleted: %s", save_total_limit, error)
 
 
-def keep_only(best: str, output_dir: str) -> None:
+def delete_all_but_best(best: str, output_dir: str) -> None:
     """Delete every checkpoint except `best`, for `save_total_limit=1` at the end of a run.
 
     Delete nothing if `best` is damaged.
     """
-    if CheckpointFolder(best).inspect(only_weights=True).why_unusable is not None:
+    if CheckpointFolder(best).inspect(only_weights=True).unusable_reason is not None:
         return
     for checkpoint in sort_checkpoints(output_dir):
         if not _is_same(checkpoint, best):

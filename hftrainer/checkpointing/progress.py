@@ -16,7 +16,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_values
-from hftrainer.compat.reading import check_fields, fitting, read_torch
+from hftrainer.compat.reading import check_fields, fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
 
 def _read(path: str) -> RunProgress:
     with torch.serialization.safe_globals(numpy_state_types()):
-        saved = read_torch(path)
+        saved = load_torch_file(path)
     known = {field.name for field in dataclasses.fields(RunProgress)}
     with fitting(path):
         _check(saved)

@@ -16,9 +16,9 @@ from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_optimizer_state, check_values
-from hftrainer.checkpointing.folder import CheckpointFolder, Inspection, by_step, get_last_checkpoint
+from hftrainer.checkpointing.folder import CheckpointFolder, Inspection, checkpoints_newest_first, get_last_checkpoint
 from hftrainer.checkpointing.names import PARTS, WHOLES, holds
-from hftrainer.compat.reading import fitting, read_torch
+from hftrainer.compat.reading import fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
@@ -26,7 +26,7 @@ from hftrainer.training_args import TrainingArguments
 logger = logging.getLogger(__name__)
 
 
-def of_model_path(model_path: str | bool, resume_from_checkpoint: str | bool | None) -> str | bool | None:
+def resume_path_from_model_path(model_path: str | bool, resume_from_checkpoint: str | bool | None) -> str | bool | None:
     """The value of `resume_from_checkpoint` for `train(model_path=...)`, the name in v4.1.
 
     None if the folder has no state.
@@ -77,7 +77,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
             f"{names.TRAINER_STATE_NAME}.{hint}"
         )
     found = CheckpointFolder(folder).inspect()
-    if (reason := found.why_unusable) is not None:
+    if (reason := found.unusable_reason) is not None:
         accepting = f"; or, if you changed the file yourself, run: {_accept_command(folder)}"
         raise CheckpointNotFound(
             f"resume_from_checkpoint={folder!r} is damaged: {reason}. Use another one (True takes the newest whole "
@@ -89,7 +89,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
 
 def _warn_of_earlier_run(output_dir: str) -> None:
     """Warn that a run which starts from scratch shares its folder with another run's checkpoints."""
-    newest = next(by_step(output_dir), None) if os.path.isdir(output_dir) else None
+    newest = next(checkpoints_newest_first(output_dir), None) if os.path.isdir(output_dir) else None
     if newest is not None:
         logger.warning(
             "%s already has checkpoints, up to %s, and this run starts from scratch: it replaces those of the same "
@@ -121,9 +121,9 @@ def why_not_loaded(best: str) -> str | None:
     A callback may have converted them after saving, so readable changes are accepted here too.
     """
     found = CheckpointFolder(best).inspect(only_weights=True)
-    if found.why_unusable is None:
+    if found.unusable_reason is None:
         _warn_of_changes(found)
-    return found.why_unusable
+    return found.unusable_reason
 
 
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
@@ -134,11 +134,11 @@ def load_state(folder: str, args: TrainingArguments) -> TrainerState:
         state.best_model_checkpoint = beside if os.path.isdir(beside) else None
         became = "it is ignored" if state.best_model_checkpoint is None else f"{beside} is used instead"
         logger.warning("The best checkpoint, %s, is missing: %s.", best, became)
-    warn_of_changed(args, state)
+    warn_about_changed_arguments(args, state)
     return state
 
 
-def warn_of_changed(args: TrainingArguments, state: TrainerState) -> None:
+def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -> None:
     """Log a warning about arguments that differ from those in the state of a checkpoint."""
     compared = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
     compared["train_batch_size"] = args.per_device_train_batch_size
@@ -162,7 +162,7 @@ def _read_optimizer(path: str) -> dict[str, Any]:
     """The state of an optimizer, as torch numbers it."""
     projectors = [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
     with torch.serialization.safe_globals(projectors):
-        state: dict[str, Any] = read_torch(path)
+        state: dict[str, Any] = load_torch_file(path)
     return state
 
 
@@ -229,7 +229,7 @@ def load_plain(target: Any, folder: str, name: str) -> None:
     if not os.path.isfile(path):
         logger.warning("%s lacks the %s state: the %s starts from scratch.", folder, name, name)
         return
-    state = read_torch(path)
+    state = load_torch_file(path)
     with fitting(path):
         check_values(state, target.state_dict())
         target.load_state_dict(state)
@@ -240,7 +240,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     if folder is None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
-    states: dict[str, Any] = read_torch(path) if os.path.isfile(path) else {}
+    states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
     with fitting(path):
         check_values(states, {"callbacks": {}} if "callbacks" in states else {})
     return states
@@ -298,7 +298,7 @@ def unpack(path: str, folder: str) -> str:
     if not os.path.isfile(path):
         raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
     with torch.serialization.safe_globals(numpy_state_types()):
-        saved = read_torch(path)
+        saved = load_torch_file(path)
     if not isinstance(saved, dict) or OWN_PART not in saved or "state_dict" not in saved:
         raise CheckpointNotFound(
             f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
@@ -307,7 +307,7 @@ def unpack(path: str, folder: str) -> str:
     own = saved[OWN_PART]
     if isinstance(own, torch.Tensor):  # earlier files hold it unpacked
         with torch.serialization.safe_globals(numpy_state_types()):
-            own = read_torch(path, packed=own)
+            own = load_torch_file(path, packed=own)
 
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))

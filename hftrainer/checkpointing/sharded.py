@@ -27,10 +27,17 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import peers
-from hftrainer.compat.reading import data_only, fitting, plain_name, read_pickle, read_torch, read_weights
+from hftrainer.compat.reading import (
+    check_file_name,
+    fitting,
+    load_torch_file,
+    read_pickle,
+    read_weights,
+    weights_only_loading,
+)
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.fsdp_sharding import reshard
-from hftrainer.parallel.process_group import Awaiting
+from hftrainer.parallel.process_group import CollectiveCall
 
 #: Components that wrappers add to parameter names.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -49,26 +56,26 @@ _CLASSES = {
 _ALLOWED = frozenset(f"{module}.{name}" for module, kinds in _CLASSES.items() for name in kinds)
 
 
-def _options(model: nn.Module, whole: bool, only_trained: bool = False) -> Any:
+def _options(model: nn.Module, whole: bool, only_trainable: bool = False) -> Any:
     # On the CPU there is nothing to offload, and FSDP1 crashes if it tries.
     on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
-    return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trained)
+    return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trainable)
 
 
-def model_state(model: nn.Module, *, whole: bool, only_trained: bool = False) -> dict[str, Any]:
+def model_state(model: nn.Module, *, whole: bool, only_trainable: bool = False) -> dict[str, Any]:
     """The weights by name; whole weights are guaranteed only on rank 0.
 
     Args:
         model: the model.
         whole: gather the whole weights, instead of this process's part.
-        only_trained: exclude frozen weights.
+        only_trainable: exclude frozen weights.
     """
     reshard(model)
-    state = state_dict.get_model_state_dict(model, options=_options(model, whole, only_trained))
-    return to_be_written(state, model) if whole else state
+    state = state_dict.get_model_state_dict(model, options=_options(model, whole, only_trainable))
+    return prepare_for_saving(state, model) if whole else state
 
 
-def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Prepare full weights for saving. Views are cloned, and all names of a tied parameter get one tensor."""
     for name, value in state.items():
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
@@ -81,11 +88,11 @@ def to_be_written(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def share_buffers(model: nn.Module) -> None:
+def broadcast_buffers(model: nn.Module) -> None:
     """Broadcast the buffers of rank 0, as DDP does. Each rank has statistics of its own data."""
     if distributed.is_initialized():
         for buffer in model.buffers():
-            with Awaiting("the buffers of rank 0"):
+            with CollectiveCall("the buffers of rank 0"):
                 distributed.broadcast(buffer, 0)
 
 
@@ -95,13 +102,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole
     return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
-def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = False) -> LoadResult | None:
+def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool = False) -> LoadResult | None:
     """Load the weights in `folder` into a model that is sharded over processes; all processes must call it.
 
     Args:
         model: the model.
         folder: written by a sharded model, or by any other.
-        only_trained: do not load frozen weights, as with adapters.
+        only_trainable: do not load frozen weights, as with adapters.
 
     Returns:
         Missing and unexpected weights; None for a folder of parts, where all must match.
@@ -110,7 +117,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = 
         CheckpointNotFound: if there are no weights, or only adapters, which a sharded model cannot load.
     """
     if holds(PARTS, "model", folder):
-        load_model_parts(model, folder, only_trained=only_trained)
+        load_model_parts(model, folder, only_trainable=only_trainable)
         return None
     whole = first_file(folder, WHOLES["model"])
     paths = weights_files(folder) if whole is None else [whole]
@@ -122,13 +129,13 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trained: bool = 
     if whole is None and paths and not {_clean(name) for name, _ in model.named_parameters()} <= weights.keys():
         weights = _converted(model, folder) or weights
     missing, unexpected = _load_whole_model(model, weights)
-    return LoadResult([] if only_trained else missing, unexpected)
+    return LoadResult([] if only_trainable else missing, unexpected)
 
 
 def _converted(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
     """The weights in a folder under the names of a transformers model; empty for other models."""
     bare: Any = getattr(model, "_fsdp_wrapped_module", model)
-    if not peers.is_pretrained(bare):
+    if not peers.is_transformers_model(bare):
         return {}
     # FSDP2 makes a new class; find the original one.
     own: Any = next(kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule))
@@ -169,7 +176,7 @@ def load_optimizer(
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         return
     if holds(WHOLES, "optimizer", folder):
-        state = read_torch(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
+        state = load_torch_file(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
     else:
         state = _by_name(read_numbered(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
@@ -199,17 +206,17 @@ def save_parts(states: dict[str, Any], folder: str) -> None:
             save({kind: state}, storage_writer=FileSystemWriter(os.path.join(folder, PARTS[kind])))
 
 
-def load_model_parts(model: nn.Module, folder: str, *, only_trained: bool = False) -> None:
+def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
-    state = _loaded("model", model_state(model, whole=False, only_trained=only_trained), folder)
-    state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trained))
+    state = _loaded("model", model_state(model, whole=False, only_trainable=only_trainable), folder)
+    state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
 def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
     path = os.path.join(folder, PARTS[kind])
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
-    with data_only(path), _plain_errors(fitting(path)):
+    with weights_only_loading(path), _plain_errors(fitting(path)):
         load({kind: state}, storage_reader=_PartsReader(path), planner=planner)
     return state
 
@@ -261,7 +268,7 @@ def _check_list(parts: Any, folder: str) -> None:
         raise TypeError(f"it is a {type(parts).__name__}")
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
     for stored in parts.storage_data.values():
-        name = plain_name(stored.relative_path)
+        name = check_file_name(stored.relative_path)
         if name not in sizes:
             raise ValueError(f"{name!r} is missing")
         if not 0 <= stored.offset <= stored.offset + stored.length <= sizes[name]:

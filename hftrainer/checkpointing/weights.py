@@ -18,7 +18,7 @@ from huggingface_hub import save_torch_state_dict
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.compat import peers
-from hftrainer.compat.reading import fitting, plain_name, read_weights
+from hftrainer.compat.reading import check_file_name, fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.releases.followed import installed_release
 
@@ -45,7 +45,7 @@ def save_weights(
         state_dict: the weights to write instead of the model's current ones.
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
-    if peers.is_pretrained(model) or peers.is_peft(model):
+    if peers.is_transformers_model(model) or peers.is_peft(model):
         with _as_if_whole(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
@@ -151,10 +151,10 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     if holds(PARTS, "model", folder):
         from hftrainer.checkpointing.sharded import load_model_parts  # imports torch's FSDP
 
-        load_model_parts(model, folder, only_trained=peers.is_peft(model))
+        load_model_parts(model, folder, only_trainable=peers.is_peft(model))
     elif paths := weights_files(folder):
         expected = model.state_dict(keep_vars=True).keys()
-        has_all = not peers.is_pretrained(model) or all(expected >= read_weights(path).keys() for path in paths)
+        has_all = not peers.is_transformers_model(model) or all(expected >= read_weights(path).keys() for path in paths)
         return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
@@ -280,7 +280,7 @@ def read_tag(folder: str, *, universal: bool = False) -> str:
     if not os.path.isfile(path):
         return ""
     with fitting(path), open(path, encoding="utf-8") as file:
-        return plain_name(file.read().strip())
+        return check_file_name(file.read().strip())
 
 
 def write_tag(folder: str, tag: str) -> None:

@@ -103,7 +103,7 @@ _Stamp = tuple[int, int]
 _COARSE = 2_000_000_000
 
 
-class AddedFiles:
+class ScriptFiles:
     """Finds the files that a script writes into checkpoint folders itself, to add them to the checkpoint.
 
     Overrides write them before they call `super()._save_checkpoint`. A killed process may have left an incomplete
@@ -180,7 +180,7 @@ class CheckpointWriter:
     in_background: bool = False
     stop_on_error: bool = False
     to_cpu: Callable[[Any], Any] = lambda state: state
-    added: AddedFiles = field(default_factory=AddedFiles)
+    added: ScriptFiles = field(default_factory=ScriptFiles)
     failed: bool = False
     _filled: CheckpointInProgress | None = None
     _pending: CheckpointInProgress | None = None
@@ -239,7 +239,7 @@ class CheckpointWriter:
             logger.warning("Older checkpoints could not be deleted: %s", error)
 
     @property
-    def collects(self) -> bool:
+    def defers_writes(self) -> bool:
         """Whether writes are left for later, and so need a copy."""
         return self.in_background and self._filled is not None
 
@@ -253,7 +253,7 @@ class CheckpointWriter:
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
         # An override may rewrite a file that is written now, so its checksum is computed later.
-        written = self._filled.written if self._filled and (self.collects or self._uses_other_thread) else {}
+        written = self._filled.written if self._filled and (self.defers_writes or self._uses_other_thread) else {}
 
         def write(values: Any) -> None:
             if (entry := files.save(values, path)) is not None:
@@ -273,7 +273,7 @@ class CheckpointWriter:
             write(values)
 
     @contextlib.contextmanager
-    def meanwhile(self) -> Iterator[None]:
+    def in_other_thread(self) -> Iterator[None]:
         """Run the writes of the block in another thread. The checkpoint waits for them at the end.
 
         Until then their values must not change; devices must have finished computing them.
@@ -284,7 +284,7 @@ class CheckpointWriter:
         finally:
             self._uses_other_thread = False
 
-    def taking_part(self, path: str) -> contextlib.AbstractContextManager[None]:
+    def report_part_errors(self, path: str) -> contextlib.AbstractContextManager[None]:
         """A context in which ranks other than 0 write into the checkpoint.
 
         It reports storage errors as `checkpoint` does.

@@ -28,7 +28,7 @@ _NOT_RECORDED = "not recorded in both"
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence:
     """Where two runs diverge: the optimizer step, the name of the value, and both values."""
 
     step: float
@@ -50,7 +50,7 @@ class Difference:
     """
 
     steps: tuple[int, int]
-    partings: dict[str, Parting]
+    partings: dict[str, Divergence]
     compared: dict[str, int]
     only_in_one: dict[str, str]
     arguments: dict[str, tuple[Any, Any]] | None
@@ -132,7 +132,7 @@ def compare(a: str, b: str) -> Difference:
     for values, state in zip(logs, states, strict=True):
         for step, name, value in logged(state):
             values.setdefault(name, {})[step] = value
-    partings: dict[str, Parting] = {}
+    partings: dict[str, Divergence] = {}
     compared = dict.fromkeys(SUBJECTS, 0)
     for subject, part in [*_log_pairs(*logs), *(("data", part) for part in _data_pairs(a, b))]:
         compared[subject] += 1
@@ -148,29 +148,29 @@ def compare(a: str, b: str) -> Difference:
     )
 
 
-def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -> Iterator[tuple[str, Parting]]:
+def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -> Iterator[tuple[str, Divergence]]:
     for name in sorted(a.keys() & b.keys()):
         subject = next((subject for subject, shown in SUBJECTS.items() if name in shown), "metrics")
         for step in a[name].keys() & b[name].keys():
-            yield subject, Parting(step, name, (a[name][step], b[name][step]))
+            yield subject, Divergence(step, name, (a[name][step], b[name][step]))
 
 
-def _data_pairs(a: str, b: str) -> Iterator[Parting]:
+def _data_pairs(a: str, b: str) -> Iterator[Divergence]:
     """What the order of samples depends on, from checkpoints of the same step."""
     of_a, of_b = dict(_progress(a)), dict(_progress(b))
     for step in sorted(of_a.keys() & of_b.keys()):
         one, other = of_a[step], of_b[step]
         for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
-            yield Parting(step, name, (one.settings[name], other.settings[name]))
+            yield Divergence(step, name, (one.settings[name], other.settings[name]))
         same = _same(one.data, other.data)
-        yield Parting(step, "random states of the data", ("the same",) * 2 if same else ("one", "another"))
+        yield Divergence(step, "random states of the data", ("the same",) * 2 if same else ("one", "another"))
 
 
 def _folders(run: str) -> list[str]:
     """The folder itself and its checkpoints, newest first."""
-    from hftrainer.checkpointing.folder import by_step
+    from hftrainer.checkpointing.folder import checkpoints_newest_first
 
-    return [run, *by_step(run)]
+    return [run, *checkpoints_newest_first(run)]
 
 
 def _progress(run: str) -> Iterator[tuple[int, RunProgress]]:

@@ -17,7 +17,7 @@ from typing import Any
 from hftrainer.arguments.accelerate import find_variable
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
-from hftrainer.parallel.environment import WrongEnvironment, detect
+from hftrainer.parallel.environment import InvalidEnvironment, detect
 from hftrainer.releases.followed import newer_than_known
 
 #: Extra of pyproject.toml → what it is for.
@@ -118,7 +118,7 @@ def examine() -> dict[str, Any]:
         problems += wrong
     except (ImportError, OSError) as error:  # a library that torch loads is missing
         problems.append(f"torch cannot be imported ({error}): pip install --force-reinstall torch")
-    except WrongEnvironment as error:
+    except InvalidEnvironment as error:
         problems.append(str(error))
     disks = dict(_disks())
     problems += [
@@ -215,7 +215,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         if torch.version.cuda is None:
             why = "this torch is built without CUDA: install one as https://pytorch.org/get-started says"
         problems.append(f"There are NVIDIA GPUs that torch does not see; {why}.")
-    if kind == "cpu" and (unused := devices.unused_tpu()):
+    if kind == "cpu" and (unused := devices.unused_tpu_message()):
         problems.append(unused)
     return shown, problems
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hftrainer.arguments import legacy
 from hftrainer.compat import swap
-from hftrainer.compat.earlier_imports import warnings_of_earlier_imports
+from hftrainer.compat.earlier_imports import check_earlier_imports
 from hftrainer.releases import followed
 from hftrainer.releases.policy import NEWEST
 from hftrainer.training_args import TrainingArguments
@@ -29,7 +29,7 @@ def install() -> None:
     """
     if swap.is_installed():
         return
-    for sentence in warnings_of_earlier_imports():
+    for sentence in check_earlier_imports():
         warnings.warn(sentence, stacklevel=2)
     followed.follow(followed.installed_release())
     _set_defaults(legacy.earlier_defaults())

@@ -63,11 +63,11 @@ def _plot(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def _show(written: list[str], folders: list[str]) -> None:
-    from hftrainer.callbacks.progress import in_notebook
+    from hftrainer.callbacks.progress import is_in_notebook
     from hftrainer.reporting.plot import describe, lines, show_in_notebook
 
     pages = [path for path in written if path.endswith(".html")]
-    if in_notebook():
+    if is_in_notebook():
         for path in written:
             if path not in pages:
                 show_in_notebook(path)

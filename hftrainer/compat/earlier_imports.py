@@ -13,7 +13,7 @@ _OWN = ("transformers", "hftrainer", "torch", "contextlib", "functools", "huggin
 _SHOWN = 5
 
 
-def warnings_of_earlier_imports() -> Iterator[str]:
+def check_earlier_imports() -> Iterator[str]:
     """Warnings about modules that still use transformers' Trainer, and about its replaced methods."""
     loaded = [(sys.modules.get(module), name) for module, name in _TRAINERS.items()]
     originals = [vars(module)[name] for module, name in loaded if module is not None and name in vars(module)]

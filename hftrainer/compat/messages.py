@@ -54,7 +54,7 @@ def _of_transformers() -> logging.Logger | None:
     return theirs if theirs.level else None
 
 
-class _Switches(logging.Logger):
+class _ParentLogger(logging.Logger):
     """The parent of our loggers; its `level` and `propagate` are the current ones of transformers' logger.
 
     `logging` reads both from a logger's parents for each message; its cache of levels is cleared when any level is set.
@@ -87,13 +87,13 @@ class _Switches(logging.Logger):
         return self.propagate and any(record.levelno >= each.level for each in seen)
 
 
-class _Terminal(logging.Handler):
+class _ForwardingHandler(logging.Handler):
     """Passes messages that no handler of the root logger displays to the handlers of transformers' logger.
 
     Handlers that the script has added to transformers' loggers get all messages, unless they write to a terminal too.
     """
 
-    def __init__(self, switches: _Switches) -> None:
+    def __init__(self, switches: _ParentLogger) -> None:
         super().__init__()
         self._switches = switches
 
@@ -155,13 +155,13 @@ def tell(text: str) -> None:
 
 
 def connect() -> None:
-    """Make `_Switches` the parent of our loggers, once."""
+    """Make `_ParentLogger` the parent of our loggers, once."""
     ours = [logging.getLogger(name) for name in _PACKAGES]
-    if any(isinstance(logger.parent, _Switches) for logger in ours):
+    if any(isinstance(logger.parent, _ParentLogger) for logger in ours):
         return
-    switches = _Switches("hftrainer.switches")
+    switches = _ParentLogger("hftrainer.switches")
     switches.parent = logging.getLogger()
-    switches.addHandler(_Terminal(switches))
+    switches.addHandler(_ForwardingHandler(switches))
     ours[0].parent = switches
     ours[1].parent = ours[0]  # one level for both
     ours[0].setLevel(ours[0].level)  # clears the cache of `logging`

@@ -59,7 +59,7 @@ def accepted_by(method: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     return values if names is None else {name: value for name, value in values.items() if name in names}
 
 
-def with_accepted(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
+def drop_unaccepted_keywords(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
     """`method`, or a wrapper that drops the keywords it does not accept. Inspects the signature once, for hot loops."""
     lacking = [keyword for keyword in keywords if not accepts(method, keyword)]
     if not lacking:
@@ -144,7 +144,7 @@ def _is_ours(method: Any, ours: Any) -> bool:
     return all(theirs.get(name) is value for name, value in ours.__globals__.items() if name in made.co_names)
 
 
-def runs_backward(trainer: Any) -> bool:
+def needs_manual_optimization(trainer: Any) -> bool:
     """Whether overrides run backward themselves, which needs Lightning's manual optimization.
 
     Automatic optimization calls neither `training_step` nor the accelerator's methods.
@@ -243,7 +243,7 @@ def _rewriter(name: str, method: Any, ours: Any) -> str | None:
     return None if maker.partition(".")[0] in ("hftrainer", "hftrainer_lightning") else maker
 
 
-class shadowable:  # used as a decorator, as `property` is
+class overridable_property:  # used as a decorator, as `property` is
     """A read-only property whose name a subclass or an instance may use for its own purpose."""
 
     def __init__(self, getter: Callable[[Any], Any]) -> None:
@@ -300,7 +300,7 @@ def ignores_other_keywords(function: Callable[..., Any]) -> bool:
     )
 
 
-def is_measured(name: str) -> bool:
+def is_time_or_memory_metric(name: str) -> bool:
     """Whether a metric is a measurement of time or memory."""
     return (
         name.endswith(("_runtime", "_per_second", "_model_preparation_time"))

@@ -28,7 +28,7 @@ def is_instance(value: Any, module: str, *class_names: str) -> bool:
 # and torchmetrics' classes can exist before its package is imported.
 
 
-def is_pretrained(model: Any) -> bool:
+def is_transformers_model(model: Any) -> bool:
     """Whether `model` is a transformers model."""
     return is_instance(model, "transformers.modeling_utils", "PreTrainedModel")
 
@@ -91,12 +91,12 @@ def causal_lm_names() -> frozenset[str]:
     return frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
-def is_dataset(dataset: Any) -> bool:
+def is_map_style_dataset(dataset: Any) -> bool:
     """Whether `dataset` is a map-style Dataset of the datasets library."""
     return is_instance(dataset, "datasets", "Dataset")
 
 
-def is_any_dataset(dataset: Any) -> bool:
+def is_dataset_or_stream(dataset: Any) -> bool:
     """Whether `dataset` is from the datasets library, map-style or a stream."""
     return is_instance(dataset, "datasets", "Dataset", "IterableDataset")
 
@@ -132,7 +132,7 @@ def is_rebalanced(sampler: Any) -> bool:
     return is_instance(sampler, "transformers.trainer_pt_utils", "BatchRebalanceSampler")
 
 
-def shard_of(dataset: Any, rank: int, processes: int) -> Any | None:
+def shard_stream(dataset: Any, rank: int, processes: int) -> Any | None:
     """The shards of a rank in a stream of the datasets library; None if there are fewer shards than processes."""
     if not is_instance(dataset, "datasets", "IterableDataset") or dataset.num_shards < processes:
         return None
@@ -146,7 +146,7 @@ def pads(processing_class: Any) -> bool:
     )
 
 
-def is_tokenizing(processing_class: Any) -> bool:
+def has_special_tokens(processing_class: Any) -> bool:
     """Whether `processing_class` has special tokens: a tokenizer or a processor."""
     return _is_tokenizer(processing_class) or is_instance(
         processing_class, "transformers.processing_utils", "ProcessorMixin"
@@ -162,7 +162,7 @@ def uncompiled(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def without_adapters(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """The model below the wrappers of torch.compile and PEFT, or the model itself."""
     model = uncompiled(model)
     if not is_peft(model):
@@ -170,7 +170,7 @@ def without_adapters(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model
 
 
-def xla_in_use() -> Any | None:
+def initialized_xla_model() -> Any | None:
     """torch_xla's module for devices and generators, or None if its runtime is not initialized."""
     library = sys.modules.get("torch_xla")
     if library is None or not library._XLAC._xla_runtime_is_initialized():

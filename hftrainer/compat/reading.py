@@ -26,13 +26,13 @@ _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def as_bytes(value: Any) -> torch.Tensor:
-    """What `torch.save` writes of a value, as a tensor: any program can load it, and only `read_torch` unpacks it."""
+    """The bytes of `torch.save(value)` as a tensor, which any program can load; `load_torch_file` unpacks it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
 
 
-def read_torch(path: str, *, mmap: bool = False, packed: torch.Tensor | None = None) -> Any:
+def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | None = None) -> Any:
     """Load a file of `torch.save`, on the CPU.
 
     Args:
@@ -55,7 +55,7 @@ def read_torch(path: str, *, mmap: bool = False, packed: torch.Tensor | None = N
 
 
 @contextlib.contextmanager
-def data_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
+def weights_only_loading(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
     """Force `weights_only=True` for a library that calls `torch.load`.
 
     Args:
@@ -63,7 +63,7 @@ def data_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
         allowed: classes of which the library writes objects.
 
     Raises:
-        UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.
+        UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
     """
     before = {name: os.environ.pop(name, None) for name in (_ALWAYS, _NEVER)}
     os.environ[_ALWAYS] = "1"
@@ -88,7 +88,7 @@ def read_pickle(path: str, allowed: Iterable[str]) -> Any:
             `torch.serialization.add_safe_globals` allows.
 
     Raises:
-        UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.
+        UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
     """
     with open(path, "rb") as file:
         content = io.BytesIO(file.read())
@@ -131,10 +131,10 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     """The tensors of a .safetensors or .bin file by name, read from disk only when they are used.
 
     Raises:
-        UnsafeCheckpoint, DamagedCheckpoint: as `read_torch`.
+        UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
     """
     if not path.endswith(".safetensors"):
-        weights: dict[str, torch.Tensor] = read_torch(path, mmap=True)
+        weights: dict[str, torch.Tensor] = load_torch_file(path, mmap=True)
         return weights
     try:
         return safetensors.torch.load_file(path, device="cpu")
@@ -160,7 +160,7 @@ def fitting(path: str) -> Iterator[None]:
         ) from error
 
 
-def plain_name(name: str) -> str:
+def check_file_name(name: str) -> str:
     """Returns `name` if it is a plain file name.
 
     Raises:

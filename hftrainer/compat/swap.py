@@ -59,7 +59,7 @@ _PACKAGES = ("transformers", "transformers.integrations")
 #: A table in one of these modules whose values are such classes.
 _TABLE = "INTEGRATION_TO_CALLBACK"
 #: Module of transformers → names that it imports from those above.
-ALSO_IN = _table(
+REEXPORTED_NAMES = _table(
     {
         "transformers.trainer": f"{_CHOICES} DebugOption EvalPrediction HPSearchBackend OptimizerNames ParallelMode "
         "TrainerCallback TrainerControl TrainerState TrainingArguments",
@@ -76,7 +76,7 @@ _ABSENT = object()
 def begin() -> None:
     """Change the loaded modules of transformers, and install the hook that changes the others."""
     sys.meta_path.insert(0, _Finder())
-    for name in [*NAMES, *ALSO_IN.keys() - NAMES.keys(), _TOKENIZERS]:
+    for name in [*NAMES, *REEXPORTED_NAMES.keys() - NAMES.keys(), _TOKENIZERS]:
         if name in sys.modules:
             _swap(sys.modules[name])
     for package in _packages():
@@ -120,7 +120,7 @@ def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
     """Names to replace in a module, each with our module that defines it."""
     for source, names in NAMES.items():
         for name in names:
-            if module_name in (source.rpartition(".")[0], source) or name in ALSO_IN.get(module_name, ()):
+            if module_name in (source.rpartition(".")[0], source) or name in REEXPORTED_NAMES.get(module_name, ()):
                 yield name, _OURS.get(source, source.replace("transformers", "hftrainer"))
 
 
@@ -173,7 +173,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in {*NAMES, *ALSO_IN, *_PACKAGES, _TOKENIZERS}:
+        if fullname not in {*NAMES, *REEXPORTED_NAMES, *_PACKAGES, _TOKENIZERS}:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))

@@ -189,7 +189,7 @@ def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
         r"(\w+)\.forward\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'|missing .*: '(?P<missing>\w+)')",
         str(error),
     )
-    if found is None or found[1] not in (type(model).__name__, type(peers.without_adapters(model)).__name__):
+    if found is None or found[1] not in (type(model).__name__, type(peers.unwrap_peft(model)).__name__):
         return
     if found["unknown"]:
         instead = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
@@ -211,7 +211,7 @@ def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
 
 
 def _columns_of(dataset: Any) -> Iterable[str]:
-    if peers.is_any_dataset(dataset):
+    if peers.is_dataset_or_stream(dataset):
         return dataset.column_names or ()
     if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], Mapping):
         return dataset[0].keys()

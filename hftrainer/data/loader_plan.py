@@ -127,7 +127,7 @@ def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_sp
     if config.split_batches:
         size //= shard_spec.processes
     else:
-        dataset = peers.shard_of(loader.dataset, shard_spec.rank, shard_spec.processes)
+        dataset = peers.shard_stream(loader.dataset, shard_spec.rank, shard_spec.processes)
     generator = None
     if dataset is None:
         dataset = samplers.ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)

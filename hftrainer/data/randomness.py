@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
-from hftrainer.compat.reading import fitting, read_torch
+from hftrainer.compat.reading import fitting, load_torch_file
 from hftrainer.parallel import devices
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def restore_random_states(states: dict[str, Any]) -> None:
 def rng_state() -> dict[str, Any]:
     """The random states of this process, in the form that `transformers.Trainer` reads."""
     states = {**random_states(), **{name: module.get_rng_state() for name, module in _accelerators().items()}}
-    if (xla := peers.xla_in_use()) is not None:
+    if (xla := peers.initialized_xla_model()) is not None:
         states["xla"] = xla.get_rng_state()
     if devices.torch_tpu.is_initialized():
         states["tpu"] = devices.torch_tpu.get_rng_state()
@@ -168,7 +168,7 @@ def load_rng_state(path: str) -> None:
         logger.warning("%s not found: training resumes with other random numbers than an uninterrupted run.", path)
         return
     with torch.serialization.safe_globals(numpy_state_types()):
-        states = read_torch(path)
+        states = load_torch_file(path)
     with fitting(path):
         restore_rng_state(states)
 
@@ -181,7 +181,7 @@ def restore_rng_state(states: dict[str, Any]) -> None:
             module.set_rng_state_all(states[name])
         elif name in states:
             module.set_rng_state(states[name])
-    if "xla" in states and (xla := peers.xla_in_use()) is not None:
+    if "xla" in states and (xla := peers.initialized_xla_model()) is not None:
         xla.set_rng_state(states["xla"])
     if "tpu" in states and devices.torch_tpu.is_initialized():
         devices.torch_tpu.set_rng_state(states["tpu"])

@@ -21,7 +21,7 @@ from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import OutputCollector, can_skip_gathering
 from hftrainer.evaluation.metrics import FunctionMetrics, TorchMetrics, as_metrics
-from hftrainer.trainer_pt_utils import find_batch_size, without_rows
+from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class EvaluationPass:
         self.metrics = as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
         processes = trainer.accelerator.processes
         if isinstance(self.metrics, TorchMetrics) and processes.tp_size > 1:
-            self.metrics.set_gather_function(processes.distinct_parts)
+            self.metrics.set_gather_function(processes.gather_for_torchmetrics)
         self.preparation_time: float | None = getattr(trainer, "model_preparation_time", None)
         self.seen_samples = self.seen_batches = 0
         self.output: EvalLoopOutput | None = None
@@ -124,7 +124,7 @@ class EvaluationPass:
             rows = self._rows(*predicted, inputs, position)
             self._keep(rows, inputs, last, is_full=not (position.is_last or position.is_filler))
         self.components.announce("on_prediction_step")
-        self.components.run.interruption.check()
+        self.components.run.signal_listener.check()
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()
@@ -164,10 +164,10 @@ class EvaluationPass:
             counted_losses = None if losses is None else losses[: position.counted_samples]
             self.metrics.update(self._prediction({**rows, "losses": counted_losses}), position.is_filler)
         if position.is_filler:
-            rows = without_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
+            rows = drop_all_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
             self.seen_samples += find_batch_size(inputs) or 0
-        self.components.strategy.end_batch()
+        self.components.strategy.run_recorded_operations()
         return rows
 
     def _main_input(self, inputs: Any) -> Any:

@@ -14,7 +14,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepts, takes
 from hftrainer.compat.tracebacks import add_note, shapes
 from hftrainer.errors import InvalidArgument
-from hftrainer.trainer_pt_utils import without_rows
+from hftrainer.trainer_pt_utils import drop_all_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 
@@ -118,7 +118,7 @@ class TorchMetrics:
             return
         arguments = self.adapter(prediction) if self.adapter is not None else _pair(prediction)
         if not self._updates:
-            self._first = without_rows(arguments, lists_of_samples=True) if is_filler else arguments
+            self._first = drop_all_rows(arguments, lists_of_samples=True) if is_filler else arguments
         if not is_filler:
             self._update(arguments)
             self._updates += 1

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
-from hftrainer.compat.overrides import accepted_by, has_length, is_overridden, with_accepted
+from hftrainer.compat.overrides import accepted_by, drop_unaccepted_keywords, has_length, is_overridden
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
 from hftrainer.parallel import devices
-from hftrainer.parallel.process_group import Awaiting
+from hftrainer.parallel.process_group import CollectiveCall
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
@@ -84,21 +84,21 @@ class EvaluationRunner(Component):
         """One pass over a loader by one of Lightning's loops; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
         if not trainer.is_in_train:
-            self.components.setup.take_changes_in(trainer.args)
+            self.components.setup.apply_changes_from(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         count: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
         log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
         model = self._prepare(dataloader)
         predicting = description == "Prediction"
-        step = functools.partial(with_accepted(trainer.prediction_step, "ignore_keys"), model)
+        step = functools.partial(drop_unaccepted_keywords(trainer.prediction_step, "ignore_keys"), model)
         evaluation = EvaluationPass(self.components, dataloader, step, prefix, predicting, loss_only, ignore_keys)
         stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.
         before = getattr(run, "past", None), run.logged_metrics
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
-            waiting = Awaiting("the other ranks in an evaluation")
+            waiting = CollectiveCall("the other ranks in an evaluation")
             precision = self._precision(model)
             with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), waiting, precision:
                 self.components.engine.evaluate(evaluation, trainer.model, stage)
@@ -106,7 +106,7 @@ class EvaluationRunner(Component):
             # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
             run.past, run.logged_metrics = before
-            self.components.strategy.end_batch()  # Lightning keeps logged numbers on the device
+            self.components.strategy.run_recorded_operations()  # Lightning keeps logged numbers on the device
         return self._output_of(evaluation, description)
 
     def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
@@ -210,7 +210,7 @@ class EvaluationRunner(Component):
         engine = self.components.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
         accepted = accepted_by(loop, {**settings, "metric_key_prefix": metric_key_prefix})
-        with engine.autocasting(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
+        with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
             yield functools.partial(loop, dataloader, description, **accepted)
 
     def as_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
@@ -240,7 +240,7 @@ class EvaluationRunner(Component):
         if self._preparation_measured:  # this pass included the preparation: exclude it from the speed
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
             self._preparation_measured = False
-        of_all = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_processes
+        of_all = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_world_size
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / of_all))
 
     def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:

@@ -64,7 +64,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
     Returns:
         A handle; its `remove()` removes the noise.
     """
-    bare = peers.without_adapters(model)
+    bare = peers.unwrap_peft(model)
     if not hasattr(bare, "get_input_embeddings"):
         raise MissingMethod(
             f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, but {type(bare).__name__} has no "
@@ -144,8 +144,8 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
         raise MissingPackage(
             f"use_liger_kernel=True needs liger-kernel ({error}): pip install liger-kernel, on a machine with a GPU."
         ) from error
-    bare = peers.without_adapters(model)
-    if not peers.is_pretrained(bare):
+    bare = peers.unwrap_peft(model)
+    if not peers.is_transformers_model(bare):
         logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", type(bare).__name__)
         return
     liger._apply_liger_kernel_to_instance(model=bare, **(config or {}))

@@ -30,7 +30,7 @@ def can_return_loss(model_class: type) -> bool:
 
 def called_model(model: Any) -> Any:
     """The model whose forward names the inputs: below adapters, and below modules that pass all arguments on to it."""
-    bare = peers.without_adapters(model)
+    bare = peers.unwrap_peft(model)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     inside = list(bare.children())
     passes_on = all(each.kind in variadic for each in inspect.signature(bare.forward).parameters.values())
@@ -112,7 +112,7 @@ def check_quantization(model: Any) -> str | None:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first one is never predicted."""
-    bare = peers.without_adapters(model)
+    bare = peers.unwrap_peft(model)
     encodes = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
     if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or encodes:
         return False
@@ -127,9 +127,9 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     transformers asks for the name of the class only, and smooths against the wrong labels for subclasses of causal
     models, for models of images and text, and for modules around a model.
     """
-    bare = peers.without_adapters(model)
-    if not peers.is_pretrained(bare):
-        inside = [child for child in bare.children() if peers.is_pretrained(peers.without_adapters(child))]
+    bare = peers.unwrap_peft(model)
+    if not peers.is_transformers_model(bare):
+        inside = [child for child in bare.children() if peers.is_transformers_model(peers.unwrap_peft(child))]
         return len(inside) == 1 and smoothing_shifts_labels(inside[0])
     return any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__) or shifts_labels(bare)
 

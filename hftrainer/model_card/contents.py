@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import ParallelMode, spelled
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import is_measured
+from hftrainer.compat.overrides import is_time_or_memory_metric
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -116,7 +116,7 @@ def _metrics(line: Line) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _NOT_METRICS and not is_measured(name) and isinstance(value, (int, float, str))
+        if name not in _NOT_METRICS and not is_time_or_memory_metric(name) and isinstance(value, (int, float, str))
     }
 
 
@@ -147,7 +147,7 @@ def hyperparameters(components: Components) -> dict[str, Any]:
 def _batches(components: Components) -> dict[str, Any]:
     """Batch sizes in samples, per process and in total, and how the processes work together."""
     trainer, args = components.trainer, components.trainer.args
-    processes = trainer.accelerator.processes.data_processes
+    processes = trainer.accelerator.processes.data_world_size
     train, evaluation = components.run.train_batch_size, args.eval_batch_size
     found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
     if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
@@ -167,7 +167,7 @@ def _batches(components: Components) -> dict[str, Any]:
 
 def _optimizer(components: Components) -> str:
     trainer, args = components.trainer, components.trainer.args
-    own_optimizer, _ = components.optimizers_given
+    own_optimizer, _ = components.script_optimizers
     if own_optimizer is not None:
         return _with_settings(type(own_optimizer).__name__, own_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
@@ -186,7 +186,7 @@ def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
 
 def _schedule(components: Components) -> dict[str, Any]:
     args = components.trainer.args
-    _, own_schedule = components.optimizers_given
+    _, own_schedule = components.script_optimizers
     length = {"training_steps": args.max_steps} if args.max_steps != -1 else {"num_epochs": args.num_train_epochs}
     if own_schedule is not None:
         return {"lr_scheduler_type": type(own_schedule).__name__, **length}
@@ -223,7 +223,7 @@ def task_name(task: str) -> str:
 def task_of(model: Any) -> str | None:
     """The task of a transformers model, or of the model inside an adapter, by its class; None if unknown."""
     tasks = _tasks_by_class() if "transformers" in sys.modules else {}
-    return tasks.get(type(peers.without_adapters(model)).__name__.removeprefix("FSDP"))
+    return tasks.get(type(peers.unwrap_peft(model)).__name__.removeprefix("FSDP"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -275,7 +275,7 @@ def datasets_of(dataset: Any) -> list[DatasetSource]:
     """The named datasets among one dataset or a dict of datasets, without duplicates."""
     found: dict[str, DatasetSource] = {}
     for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-        name = one.builder_name if peers.is_any_dataset(one) else None
+        name = one.builder_name if peers.is_dataset_or_stream(one) else None
         # A generic reader of the `datasets` library, such as 'csv', does not name a dataset.
         if name is not None and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is None:
             split = None if one.split is None else str(one.split)

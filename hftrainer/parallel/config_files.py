@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hftrainer.errors import InvalidArgument, WrongConfig
+from hftrainer.errors import InvalidArgument, InvalidConfig
 
 TRUE, FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no", "off")
 #: Keys of every file that `accelerate config` writes.
@@ -20,18 +20,18 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
     """The keywords in an argument: a dict, or the path of a JSON or YAML file.
 
     Raises:
-        WrongConfig: if the file is missing or malformed; the message has its path and the position.
+        InvalidConfig: if the file is missing or malformed; the message has its path and the position.
     """
     if given is None or isinstance(given, dict):
         return dict(given or {})
     path = Path(os.fspath(given))
     if not path.is_file():
-        raise WrongConfig(
+        raise InvalidConfig(
             f"{argument}={str(given)!r}: the file does not exist. Give a dict, or the path of a JSON or YAML file."
         )
-    values = read_mapping(path, "JSON" if path.suffix == ".json" else "YAML", f"{argument}: ", WrongConfig)
+    values = read_mapping(path, "JSON" if path.suffix == ".json" else "YAML", f"{argument}: ", InvalidConfig)
     if values.keys() >= _OF_ACCELERATE:
-        raise WrongConfig(
+        raise InvalidConfig(
             f"{argument}: {path} is a file of accelerate's: start the script with accelerate launch --config_file "
             f"{path}, and leave {argument} out."
         )

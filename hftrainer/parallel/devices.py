@@ -160,7 +160,7 @@ def wants_xla() -> bool:
     return any(map(os.environ.get, ("PJRT_DEVICE", *_TPU_VARIABLES))) or count_tpu_chips() > 0
 
 
-def unused_tpu() -> str | None:
+def unused_tpu_message() -> str | None:
     """Advice if a TPU was expected but torch does not find it. None otherwise, and with `USE_TORCH_XLA=0`.
 
     `_TPU_VARIABLES` are not checked: a machine without a TPU may set them to use a remote one.

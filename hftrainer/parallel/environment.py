@@ -17,9 +17,9 @@ from hftrainer.compat.peers import is_instance
 from hftrainer.plugins import load
 
 #: Environment variable that selects the launcher, unless `lightning_config` does.
-CHOICE = "HFTRAINER_ENVIRONMENT"
+LAUNCHER_VARIABLE = "HFTRAINER_ENVIRONMENT"
 #: Environment variable with the process id of the script, if the script starts the other processes.
-STARTED_BY = "HFTRAINER_STARTED_BY"
+PARENT_PID_VARIABLE = "HFTRAINER_STARTED_BY"
 #: Variables of Open MPI, MVAPICH, and Intel MPI or MPICH: rank, size, local rank, local size.
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -35,7 +35,7 @@ _PROCESSES_PER_CORE = 8
 _LONG = 24 * 3600
 
 
-class WrongEnvironment(ValueError):
+class InvalidEnvironment(ValueError):
     """A launcher's environment variable has an invalid value."""
 
 
@@ -68,9 +68,9 @@ class RankInfo:
     missing: tuple[str, ...] = ()
 
     @property
-    def self_started(self) -> bool:
+    def is_self_launched(self) -> bool:
         """Whether rank 0 is a script that starts, or has started, the other processes itself."""
-        return not self.started or STARTED_BY in os.environ
+        return not self.started or PARENT_PID_VARIABLE in os.environ
 
     def device_index(self, visible: int) -> int:
         """Index of this process's GPU; SLURM and MPI may make only that GPU visible to each process."""
@@ -81,12 +81,12 @@ def _number(*names: str, default: int = 0) -> int:
     """The value of the first variable that is set.
 
     Raises:
-        WrongEnvironment: if it is not a non-negative integer.
+        InvalidEnvironment: if it is not a non-negative integer.
     """
     for name in names:
         if (value := os.environ.get(name)) is not None:
             if not value.strip().isdecimal():
-                raise WrongEnvironment(
+                raise InvalidEnvironment(
                     f"{name}={value!r} is not a non-negative integer. Launchers set this variable: unset it, or "
                     "start the script with a launcher."
                 )
@@ -127,7 +127,7 @@ def _make_rank_info(
 _RENDEZVOUS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK")
 
 
-def _by_torchrun() -> RankInfo:
+def _read_torchrun() -> RankInfo:
     """torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
     size = _number("WORLD_SIZE", default=1)
     local_size = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
@@ -135,12 +135,12 @@ def _by_torchrun() -> RankInfo:
     return _make_rank_info("torchrun", ranks, _RENDEZVOUS, nodes=_number("GROUP_WORLD_SIZE", "CROSS_SIZE"))
 
 
-def _by_kubeflow() -> RankInfo:
+def _read_kubeflow() -> RankInfo:
     """A PyTorchJob: one process on each node."""
     return _make_rank_info("kubeflow", (_number("WORLD_SIZE", default=1), _number("RANK"), 0, 1), _RENDEZVOUS)
 
 
-def _by_lightning(nodes: int = 1) -> RankInfo:
+def _read_lightning(nodes: int = 1) -> RankInfo:
     """Processes that a script starts itself, or that were started by hand with Lightning's variables."""
     size, local_rank = _number("WORLD_SIZE", default=1), _number("LOCAL_RANK")
     local_size = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
@@ -149,7 +149,7 @@ def _by_lightning(nodes: int = 1) -> RankInfo:
     return _make_rank_info("lightning", (size, rank, local_rank, local_size), needs)
 
 
-def _by_mpi() -> RankInfo:
+def _read_mpi() -> RankInfo:
     """The mpirun of Open MPI, MVAPICH, Intel MPI or MPICH, without mpi4py."""
     names = next((names for names in _MPI if names[0] in os.environ), _MPI[0])
     size = _number(names[1], default=1)
@@ -160,7 +160,7 @@ def _by_mpi() -> RankInfo:
     return _make_rank_info("mpi", ranks, needs, address="127.0.0.1" if on_one_node else None)
 
 
-def _by_slurm() -> RankInfo:
+def _read_slurm() -> RankInfo:
     """A step of srun."""
     size = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
@@ -194,11 +194,11 @@ def first_host(hosts: str) -> str:
 
 #: Launcher → (the function that reads its variables, how to start processes with it).
 LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
-    "torchrun": (_by_torchrun, "start the script with torchrun"),
-    "slurm": (_by_slurm, "start the script with srun"),
-    "mpi": (_by_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
-    "kubeflow": (_by_kubeflow, "start the script as a PyTorchJob, or with torchrun"),
-    "lightning": (_by_lightning, "start the script with torchrun"),
+    "torchrun": (_read_torchrun, "start the script with torchrun"),
+    "slurm": (_read_slurm, "start the script with srun"),
+    "mpi": (_read_mpi, "start the script with mpirun, and set MASTER_ADDR to the host of its first process"),
+    "kubeflow": (_read_kubeflow, "start the script as a PyTorchJob, or with torchrun"),
+    "lightning": (_read_lightning, "start the script with torchrun"),
     "xla": (lambda: load("xla", "devices").rank_info(), "start the script with python -m hftrainer run --tpu"),
 }
 #: Lightning's environment, given as a plugin → its launcher.
@@ -239,30 +239,30 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
         gpus: counts the GPUs that this process may use; 0 if it trains on the CPU.
 
     Raises:
-        WrongEnvironment: if a variable of the launcher cannot be read.
+        InvalidEnvironment: if a variable of the launcher cannot be read.
     """
     plugin = cluster_environment(config.get("plugins"))
-    chosen = _PLUGINS.get(type(plugin).__name__) or config.get("environment") or os.environ.get(CHOICE)
+    chosen = _PLUGINS.get(type(plugin).__name__) or config.get("environment") or os.environ.get(LAUNCHER_VARIABLE)
     if plugin is not None and type(plugin).__name__ not in _PLUGINS:
-        return _by_plugin(plugin, _as_count(config.get("num_nodes")) or 1)
+        return _read_plugin(plugin, _as_count(config.get("num_nodes")) or 1)
     launcher = str(chosen) if chosen in LAUNCHERS else detect()
     if launcher == "lightning":
-        rank_info = _by_lightning(_as_count(config.get("num_nodes")) or 1)
-        return rank_info if "LOCAL_RANK" in os.environ else _by_script(config.get("devices"), gpus)
+        rank_info = _read_lightning(_as_count(config.get("num_nodes")) or 1)
+        return rank_info if "LOCAL_RANK" in os.environ else _plan_plain_python(config.get("devices"), gpus)
     return LAUNCHERS[launcher][0]()
 
 
-def _by_plugin(plugin: Any, nodes: int) -> RankInfo:
+def _read_plugin(plugin: Any, nodes: int) -> RankInfo:
     """The values of a user-defined `ClusterEnvironment`."""
     size, address = plugin.world_size(), (plugin.main_address, plugin.main_port)
     ranks = size, plugin.global_rank(), plugin.local_rank(), max(size // nodes, 1)
     return RankInfo(*ranks, nodes, type(plugin).__name__, *address)
 
 
-def _by_script(devices: Any, gpus: Callable[[], int]) -> RankInfo:
+def _plan_plain_python(devices: Any, gpus: Callable[[], int]) -> RankInfo:
     """Plain python: one process, or one per device, which the script starts itself."""
     # accelerate launch started one process because the user asked for one.
-    alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_start_again()
+    alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_rerun_script()
     wanted = _as_count(devices) or (1 if alone else max(gpus(), 1))
     return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
 
@@ -274,7 +274,7 @@ def _as_count(value: Any) -> int | None:
     return int(value) or None
 
 
-def can_start_again() -> bool:
+def can_rerun_script() -> bool:
     """Whether this command line can be started again: False in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
     interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
@@ -288,9 +288,9 @@ def cluster_environment(plugins: Any) -> Any:
     return next((plugin for plugin in given if is_instance(plugin, module, "ClusterEnvironment")), None)
 
 
-def check_choices(config: Mapping[str, Any]) -> Iterator[str]:
+def check_launcher_config(config: Mapping[str, Any]) -> Iterator[str]:
     """An error message for each invalid choice of devices, nodes or launcher."""
-    devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(CHOICE)
+    devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(LAUNCHER_VARIABLE)
     if isinstance(devices, (list, tuple)):
         yield (
             f"lightning_config['devices']={devices!r}: a list is not supported. Give the number of devices, and select "
@@ -301,7 +301,7 @@ def check_choices(config: Mapping[str, Any]) -> Iterator[str]:
     if nodes is not None and _as_count(nodes) is None:
         yield f"lightning_config['num_nodes']={nodes!r}: it must be a positive integer."
     if chosen is not None and chosen not in LAUNCHERS:
-        yield f"{CHOICE}={chosen!r}: it must be {' or '.join(map(repr, LAUNCHERS))}."
+        yield f"{LAUNCHER_VARIABLE}={chosen!r}: it must be {' or '.join(map(repr, LAUNCHERS))}."
 
 
 def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | None) -> list[str]:
@@ -355,7 +355,7 @@ def _check_plain_python(rank_info: RankInfo, config: Mapping[str, Any]) -> Itera
     """Whether the script can start what the settings ask for."""
     if (nodes := _as_count(config.get("num_nodes")) or 1) > 1:
         yield f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun."
-    if not rank_info.started and not can_start_again():
+    if not rank_info.started and not can_rerun_script():
         yield (
             f"lightning_config['devices']={_as_count(config.get('devices'))} needs a script that can be started once "
             "per device, which is not possible in a notebook or shell: leave it out, or run a script."
@@ -373,8 +373,8 @@ def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str
             )
 
 
-def this_process() -> str:
-    """An identifier of this process; with it, `is_gone` tells other processes whether it has ended."""
+def process_identifier() -> str:
+    """An identifier of this process; with it, `has_ended` tells other processes whether it has ended."""
     return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
 
 
@@ -386,7 +386,7 @@ def _start_time(process: int) -> str:
         return ""
 
 
-def is_gone(owner: str) -> bool:
+def has_ended(owner: str) -> bool:
     """Whether a process of this machine has ended; False for processes of other machines."""
     host, process, start_time = f"{owner} ".split(" ")[:3]
     if host != socket.gethostname() or os.name != "posix":
@@ -407,5 +407,5 @@ def is_left_behind(folder: Path, owner: str) -> bool:
     ended if nothing was written into the folder for a day.
     """
     if owner.split(" ")[0] == socket.gethostname():
-        return is_gone(owner)
+        return has_ended(owner)
     return time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > _LONG

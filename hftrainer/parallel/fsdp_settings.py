@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hftrainer.errors import WrongConfig, suggest
+from hftrainer.errors import InvalidConfig, suggest
 from hftrainer.parallel.config_files import env_flag, parse_bool, read_config
 
 #: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
@@ -115,7 +115,7 @@ class FsdpPlugin:
         """Set the format of checkpoints: 'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'.
 
         Raises:
-            WrongConfig: for anything else.
+            InvalidConfig: for anything else.
         """
         from torch.distributed.fsdp import StateDictType
 
@@ -143,7 +143,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         environment: the environment variables, which hold the settings of `accelerate launch`.
 
     Raises:
-        WrongConfig: for unknown words, keys or values; the message suggests the nearest.
+        InvalidConfig: for unknown words, keys or values; the message suggests the nearest.
     """
     if not fsdp or fsdp in ("no", "false", "False"):
         if not env_flag("ACCELERATE_USE_FSDP", environment=environment):
@@ -160,7 +160,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
     keys = _named(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
     for name, value in _parse_words(fsdp).items():
         if name == "reshard_after_forward" and _parse_strategy(name, keys.get(name, value)) != value:
-            raise WrongConfig(
+            raise InvalidConfig(
                 f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give only one."
             )
         keys.setdefault(name, value)
@@ -176,22 +176,22 @@ def _parse_words(fsdp: Any) -> dict[str, Any]:
     words = [str(getattr(word, "value", word)) for word in fsdp] if text is None else text.split()
     allowed = (*STRATEGIES, "offload", "auto_wrap")
     if unknown := [word for word in words if word not in allowed]:
-        raise WrongConfig(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown{nearest(unknown[0], allowed)}")
+        raise InvalidConfig(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown{nearest(unknown[0], allowed)}")
     chosen = [word for word in words if word in STRATEGIES]
     if len(chosen) > 1:
-        raise WrongConfig(f"fsdp={fsdp!r}: {' and '.join(chosen)} are two strategies: give one of them.")
+        raise InvalidConfig(f"fsdp={fsdp!r}: {' and '.join(chosen)} are two strategies: give one of them.")
     keys: dict[str, Any] = {"reshard_after_forward": chosen[0]} if chosen else {}
     return {**keys, "cpu_offload": True} if "offload" in words else keys
 
 
 def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Map the given names to the names of the settings. Unknown names raise `WrongConfig`."""
+    """Map the given names to the names of the settings. Unknown names raise `InvalidConfig`."""
     keys: dict[str, Any] = {}
     for given_name, value in given.items():
         bare = given_name.removeprefix("fsdp_")
         name = _ALIASES.get(bare, bare)
         if name not in _PARSERS:
-            raise WrongConfig(f"{where}: {given_name!r} is not a valid key{nearest(bare, [*_PARSERS, *_ALIASES])}")
+            raise InvalidConfig(f"{where}: {given_name!r} is not a valid key{nearest(bare, [*_PARSERS, *_ALIASES])}")
         if name not in keys or bare == name:  # the name itself overrides its aliases
             keys[name] = value
     return keys
@@ -206,7 +206,7 @@ def _settings(given: Mapping[str, Any]) -> FsdpSettings:
     # v4 had no policies: min_num_params selected size-based wrapping.
     keys.setdefault("auto_wrap_policy", POLICIES[keys.get("min_num_params", 0) > 0 and not classes])
     if keys.get("activation_checkpointing_offload") and not keys.get("activation_checkpointing"):
-        raise WrongConfig("fsdp_config['activation_checkpointing_offload'] needs 'activation_checkpointing' too.")
+        raise InvalidConfig("fsdp_config['activation_checkpointing_offload'] needs 'activation_checkpointing' too.")
     if keys.get("cpu_ram_efficient_loading"):
         keys["sync_module_states"] = True
     return FsdpSettings(version=version, strategy=strategy, wrap_classes=classes, xla=xla, **keys)
@@ -219,10 +219,10 @@ def _pop_xla(keys: dict[str, Any]) -> XlaSettings | None:
     spmd, grad_ckpt, settings = given.values()
     if not is_on:
         if asked := [name for name, value in given.items() if value]:
-            raise WrongConfig(f"fsdp_config[{asked[0]!r}] needs 'xla': True too, or leave it out.")
+            raise InvalidConfig(f"fsdp_config[{asked[0]!r}] needs 'xla': True too, or leave it out.")
         return None
     if settings and spmd:
-        raise WrongConfig(
+        raise InvalidConfig(
             "fsdp_config['xla_fsdp_settings'] are for torch_xla's FSDP with processes, but 'xla_fsdp_v2' uses SPMD: "
             "give one of them."
         )
@@ -232,9 +232,9 @@ def _pop_xla(keys: dict[str, Any]) -> XlaSettings | None:
 def _choose_version(given: int | None, strategy: str, only_fsdp1: list[str]) -> int:
     """FSDP's version: 2 unless a key or strategy exists only in FSDP1."""
     if given == 2 and strategy not in _OF_FSDP2:
-        raise WrongConfig(f"fsdp: only FSDP1 has {strategy!r}; set fsdp_config['version']=1, or use 'full_shard'.")
+        raise InvalidConfig(f"fsdp: only FSDP1 has {strategy!r}; set fsdp_config['version']=1, or use 'full_shard'.")
     if given == 2 and only_fsdp1:
-        raise WrongConfig(
+        raise InvalidConfig(
             f"fsdp_config: only FSDP1 has {' and '.join(only_fsdp1)}; leave that out, or set fsdp_config['version']=1."
         )
     return given or (1 if only_fsdp1 or strategy not in _OF_FSDP2 else 2)
@@ -251,14 +251,14 @@ def _parse_strategy(name: str, value: Any) -> str:
     if word.isdigit() and 1 <= int(word) <= len(STRATEGIES):
         return STRATEGIES[int(word) - 1]
     if word not in STRATEGIES:
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r} is unknown{nearest(word, STRATEGIES)}")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r} is unknown{nearest(word, STRATEGIES)}")
     return word
 
 
 def _parse_choice(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     word = str(value).upper()
     if word not in allowed:
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: it must be {', '.join(allowed[:-1])} or {allowed[-1]}.")
     return word
 
 
@@ -270,32 +270,32 @@ def _parse_prefetch(name: str, value: Any) -> str:
 
 def _parse_version(name: str, value: Any) -> int:
     if str(value) not in ("1", "2"):
-        raise WrongConfig(f"fsdp_config[{name!r}]={value}: it must be 1 or 2.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value}: it must be 1 or 2.")
     return int(value)
 
 
 def _parse_classes(name: str, value: Any) -> tuple[str, ...] | None:
     classes = value.split(",") if isinstance(value, str) else value
     if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(each, str) for each in classes)):
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: give names of classes, as a list or words.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: give names of classes, as a list or words.")
     return tuple(each.strip() for each in classes) if classes else None
 
 
 def _parse_count(name: str, value: Any) -> int:
     if not str(value or 0).isdecimal():
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be a non-negative integer.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: it must be a non-negative integer.")
     return int(value or 0)
 
 
 def _parse_flag(name: str, value: Any) -> bool:
     if (flag := parse_bool(value)) is None:
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: it must be true or false.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: it must be true or false.")
     return flag
 
 
 def _parse_keywords(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value or {}, Mapping):
-        raise WrongConfig(f"fsdp_config[{name!r}]={value!r}: give a dict of keywords.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: give a dict of keywords.")
     return value or {}
 
 

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpSettings
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer.parallel.process_group import Awaiting, device_mesh
+from hftrainer.parallel.process_group import CollectiveCall, device_mesh
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         plan: the plan with `sharding`; with None, a model with tensor parallelism stays as it was loaded.
 
     Raises:
-        WrongConfig: for classes to wrap that the model does not have.
+        InvalidConfig: for classes to wrap that the model does not have.
     """
     settings = plan.sharding
     # The model may have been sharded while it was loaded.
@@ -80,15 +80,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> WrongConfig:
+def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> InvalidConfig:
     """Explain torch's error, with the names of the parameters that may cause it."""
-    if isinstance(error, WrongConfig):
+    if isinstance(error, InvalidConfig):
         return error
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
     advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
     if settings.version == 1 and not scalars:
         advice = " fsdp_config={'version': 2} supports such models."
-    return WrongConfig(f"fsdp: the model cannot be sharded: {str(error).rstrip('.')}.{advice}")
+    return InvalidConfig(f"fsdp: the model cannot be sharded: {str(error).rstrip('.')}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -121,7 +121,7 @@ def without_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def whole_parameters(model: Any) -> contextlib.AbstractContextManager[Any]:
+def summon_full_parameters(model: Any) -> contextlib.AbstractContextManager[Any]:
     """Make whole parameters available to methods of the user's model in the block.
 
     FSDP1 gathers all parameters; FSDP2 gathers them as the model computes.
@@ -155,7 +155,7 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     there = {type(module).__name__ for module in model.modules()}
     missing = [name for name in settings.wrap_classes or () if name not in there]
     if missing:
-        raise WrongConfig(
+        raise InvalidConfig(
             f"fsdp_config['transformer_layer_cls_to_wrap']: the model has no {' or '.join(missing)}; it has "
             f"{', '.join(sorted(there - {type(model).__name__}))}."
         )
@@ -196,7 +196,7 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
     if has_empty and hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
     over_network = "nccl" in distributed.get_backend()
-    with Awaiting("the weights of rank 0"):
+    with CollectiveCall("the weights of rank 0"):
         for tensor in (*model.parameters(), *model.buffers()):
             moved = tensor.detach().to(device) if over_network else tensor.detach()
             distributed.broadcast(moved, 0)
@@ -209,7 +209,7 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
     device, dtype = torch.device(plan.device), _HALF.get(plan.precision)
     if settings.cpu_offload and device.type == "cpu":
-        raise WrongConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
+        raise InvalidConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
     members = set(units)
     name, prefetch = settings.strategy.upper(), settings.backward_prefetch
     wrapped = FullyShardedDataParallel(

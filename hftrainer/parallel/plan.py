@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.fsdp_settings import FsdpSettings, nearest
 
@@ -67,7 +67,7 @@ def read_layout(given: Any, model: Any = None, environment: Mapping[str, str] = 
         environment: the environment variables, which hold the settings of `accelerate launch`.
 
     Raises:
-        WrongConfig: for unknown keys (the message suggests the nearest), for sizes that are invalid or not supported,
+        InvalidConfig: for unknown keys (the message suggests the nearest), for sizes that are invalid or not supported,
             and if the model has been split differently.
     """
     asked = _parse_sizes(_given_sizes(given, environment))
@@ -75,7 +75,7 @@ def read_layout(given: Any, model: Any = None, environment: Mapping[str, str] = 
     if loaded in (Layout(), asked):
         return asked
     if asked != Layout():
-        raise WrongConfig(f"parallelism_config sets {asked}, but the model was loaded with {loaded}.")
+        raise InvalidConfig(f"parallelism_config sets {asked}, but the model was loaded with {loaded}.")
     return loaded
 
 
@@ -86,20 +86,20 @@ def _given_sizes(given: Any, environment: Mapping[str, str]) -> dict[str, Any]:
         return {}
     if not isinstance(given, Mapping):
         if not hasattr(given, "dp_replicate_size"):
-            raise WrongConfig(f"parallelism_config={given!r}: give a dict of sizes, or accelerate's ParallelismConfig.")
+            raise InvalidConfig(f"parallelism_config={given!r}: give a dict of sizes or a ParallelismConfig.")
         return {name: getattr(given, name, 1) for name in _SIZES}
     for name in given:
         if name not in (*_SIZES, *_DETAILS):
-            raise WrongConfig(f"parallelism_config: {name!r} is not a valid key{nearest(name, (*_SIZES, *_DETAILS))}")
+            raise InvalidConfig(f"parallelism_config: {name!r} is not a valid key{nearest(name, (*_SIZES, *_DETAILS))}")
     return {name: value for name, value in given.items() if name in _SIZES and value is not None}
 
 
 def _parse_sizes(given: dict[str, Any]) -> Layout:
     for name, value in given.items():
         if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
-            raise WrongConfig(f"parallelism_config[{name!r}]={value!r}: it must be a number of processes, at least 1.")
+            raise InvalidConfig(f"parallelism_config[{name!r}]={value!r}: it must be a positive number of processes.")
         if (reason := _SIZES[name]) is not None and int(value) > 1:
-            raise WrongConfig(f"parallelism_config[{name!r}] is not supported: {reason}. Use dp_shard_size or fsdp.")
+            raise InvalidConfig(f"parallelism_config[{name!r}] is not supported: {reason}. Use dp_shard_size or fsdp.")
     return Layout(**{name: int(value) for name, value in given.items() if _SIZES[name] is None})
 
 
@@ -107,14 +107,14 @@ def loaded_layout(model: Any) -> Layout:
     """The layout in which transformers has loaded a model.
 
     Raises:
-        WrongConfig: for pipeline and expert parallelism.
+        InvalidConfig: for pipeline and expert parallelism.
     """
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if config is None or not getattr(model, "_is_distributed_loading_by_transformers", False):
         return Layout()
     for name, kind in _LOADED_REFUSED.items():
         if (getattr(config, name, None) or 1) > 1:
-            raise WrongConfig(
+            raise InvalidConfig(
                 f"The model was loaded with {name}={getattr(config, name)}, but {kind} parallelism is not supported "
                 "yet: load it with tp_size and fsdp_size only."
             )
@@ -209,7 +209,7 @@ class LightningPlan:
         return {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision, "no")
 
     @property
-    def limits_by_share(self) -> bool:
+    def has_fractional_limit(self) -> bool:
         """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
         limits = [value for name, value in self.config.items() if name.startswith("limit_")]
         return any(isinstance(value, float) and value < 1 for value in limits)
@@ -217,10 +217,12 @@ class LightningPlan:
     @property
     def spreads_model(self) -> bool:
         """Whether each process has only a part of the model or of the optimizer's state."""
-        return (self.sharding is not None and not self.by_spmd) or self.layout.tp_size > 1 or self.deepspeed is not None
+        return (
+            (self.sharding is not None and not self.uses_spmd) or self.layout.tp_size > 1 or self.deepspeed is not None
+        )
 
     @property
-    def by_spmd(self) -> bool:
+    def uses_spmd(self) -> bool:
         """Whether one process drives several XLA devices, which shard the model's tensors (SPMD)."""
         return self.sharding is not None and self.sharding.xla is not None and self.sharding.xla.spmd
 

@@ -123,7 +123,7 @@ def is_communication_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _GLOO_ERROR_TEXTS)
 
 
-class Awaiting:
+class CollectiveCall:
     """Turns a failed collective operation into a `RanksLost` error. It names what was awaited, and the lost ranks.
 
     A class, because it is entered at every step and a generator would be slower.

@@ -77,11 +77,11 @@ class ProcessState:
 
     def main_process_first(self) -> Any:
         """Run the block in rank 0 first."""
-        return self._processes.in_turn(self.is_main_process)
+        return self._processes.run_in_order(self.is_main_process)
 
     def local_main_process_first(self) -> Any:
         """Run the block in the main process of each node first."""
-        return self._processes.in_turn(self.is_local_main_process)
+        return self._processes.run_in_order(self.is_local_main_process)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on the main process of each node."""
@@ -103,9 +103,9 @@ class ProcessState:
         if len({len(part) for part in parts}) > 1:
             raise ValueError("split_between_processes: all values of the dict must have the same length.")
         if isinstance(inputs, dict):
-            yield {name: self._processes.part_of(part, apply_padding) for name, part in inputs.items()}
+            yield {name: self._processes.split_for_rank(part, apply_padding) for name, part in inputs.items()}
         else:
-            yield self._processes.part_of(inputs, apply_padding)
+            yield self._processes.split_for_rank(inputs, apply_padding)
 
 
 #: The defaults of accelerate's plugin for accumulation.

@@ -22,7 +22,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from hftrainer.parallel.devices import DEVICE_OF_BACKEND, device_module, visible_device_count
 from hftrainer.parallel.environment import RankInfo
-from hftrainer.parallel.process_group import Awaiting, cpu_group, disconnect_at_exit, start_in_thread, wait_for_peers
+from hftrainer.parallel.process_group import (
+    CollectiveCall,
+    cpu_group,
+    disconnect_at_exit,
+    start_in_thread,
+    wait_for_peers,
+)
 
 T = TypeVar("T")
 #: Seconds between two messages of a busy rank 0 to the other ranks.
@@ -59,12 +65,12 @@ class Processes(RankInfo):
         return self.rank // self.tp_size
 
     @property
-    def data_processes(self) -> int:
+    def data_world_size(self) -> int:
         """Number of parts into which the batches are split."""
         return self.world_size // self.tp_size
 
     def connect(
-        self, device: torch.device, backend: str | None, timeout: timedelta, *, even_alone: bool = False
+        self, device: torch.device, backend: str | None, timeout: timedelta, *, allow_single_process: bool = False
     ) -> None:
         """Join the process group, unless the script already has.
 
@@ -72,9 +78,9 @@ class Processes(RankInfo):
             device: the device of this process.
             backend: 'gloo', 'nccl', ...; None uses the device's default.
             timeout: timeout of a collective operation.
-            even_alone: also make a group for a single process, which sharding needs.
+            allow_single_process: also make a group for a single process, which sharding needs.
         """
-        if not (self.several or even_alone) or distributed.is_initialized():
+        if not (self.several or allow_single_process) or distributed.is_initialized():
             return
         if visible_device_count(device) is not None:
             device_module(device.type).set_device(device)
@@ -104,7 +110,7 @@ class Processes(RankInfo):
     def barrier(self) -> None:
         """Wait for all processes."""
         if self.several:
-            with Awaiting("a barrier"):
+            with CollectiveCall("a barrier"):
                 distributed.barrier()
 
     def start_max_over_ranks(self, values: list[int]) -> Callable[[], list[int]]:
@@ -120,7 +126,7 @@ class Processes(RankInfo):
         work: Any = distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group, async_op=True)
 
         def result() -> list[int]:
-            with Awaiting("the maximum over all ranks"):
+            with CollectiveCall("the maximum over all ranks"):
                 work.wait()
             return numbers.tolist()
 
@@ -131,7 +137,7 @@ class Processes(RankInfo):
         if not self.several:
             return decide()
         found: Any = [_call(decide) if self.rank == 0 else None]
-        with Awaiting("what rank 0 decides"):
+        with CollectiveCall("what rank 0 decides"):
             distributed.broadcast_object_list(found)
         return _value_of(found[0])
 
@@ -146,7 +152,7 @@ class Processes(RankInfo):
             made, error = _call(make)
             items = [(None, error)] * self.world_size if made is None else [(item, None) for item in made]
         received: Any = [None]
-        with Awaiting("its part of what rank 0 has read"):
+        with CollectiveCall("its part of what rank 0 has read"):
             distributed.scatter_object_list(received, items, group=cpu_group(self.timeout))
         return _value_of(received[0])
 
@@ -171,7 +177,7 @@ class Processes(RankInfo):
                 return self.gather_objects(leaf, distinct) if objects else self._gather_list(leaf, pad_index, distinct)
             return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
 
-        with Awaiting("the rows of all ranks"):
+        with CollectiveCall("the rows of all ranks"):
             return map_leaves(data, (list, *LEAVES), gathered)
 
     def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
@@ -187,15 +193,15 @@ class Processes(RankInfo):
             return number.reshape(1)
         own = _on_backend_device(number).reshape(1)
         parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        with Awaiting("the numbers of all ranks"):
+        with CollectiveCall("the numbers of all ranks"):
             distributed.all_gather(parts, own)
         return torch.cat(parts[:: self.tp_size if distinct else 1]).to(number.device)
 
-    def distinct_parts(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    def gather_for_torchmetrics(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """The tensors of all ranks, one for each tensor-parallel group. torchmetrics calls this."""
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        with Awaiting("the metrics of all ranks"):
+        with CollectiveCall("the metrics of all ranks"):
             parts = gather_all_tensors(_on_backend_device(tensor), group)
         return [part.to(tensor.device) for part in parts[:: self.tp_size]]
 
@@ -221,7 +227,7 @@ class Processes(RankInfo):
         if not self.several:
             return items
         gathered: list[Any] = [None] * self.world_size
-        with Awaiting("the objects of all ranks"):
+        with CollectiveCall("the objects of all ranks"):
             distributed.all_gather_object(gathered, items)
         return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
 
@@ -241,7 +247,7 @@ class Processes(RankInfo):
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
             return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
-        with Awaiting("a reduction over all ranks"):
+        with CollectiveCall("a reduction over all ranks"):
             return map_leaves(data, torch.Tensor, reduced)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
@@ -254,10 +260,10 @@ class Processes(RankInfo):
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
-        with Awaiting("the sizes in all ranks"):
+        with CollectiveCall("the sizes in all ranks"):
             return map_leaves(data, torch.Tensor, pad) if self.several else data
 
-    def part_of(self, items: Any, padded: bool) -> Any:
+    def split_for_rank(self, items: Any, padded: bool) -> Any:
         """The part of this rank of a sequence or tensor. Unless `padded`, the first ranks may get one item more."""
         least, extra = divmod(len(items), self.world_size)
         start = self.rank * least + min(self.rank, extra)
@@ -269,7 +275,7 @@ class Processes(RankInfo):
             return torch.cat([part, items[-1:].expand(missing, *items.shape[1:])])
         return part + type(part)([items[-1]]) * missing
 
-    def while_main_works(self, work: Callable[[], None]) -> None:
+    def run_on_main(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0. Heartbeats keep the other ranks from timing out, however long it takes."""
         if not self.several:
             work()
@@ -279,7 +285,7 @@ class Processes(RankInfo):
             pass
 
     @contextlib.contextmanager
-    def in_turn(self, first: bool) -> Iterator[None]:
+    def run_in_order(self, first: bool) -> Iterator[None]:
         """Run a block in the processes with `first`, then in the others."""
         if not first:
             self.barrier()

@@ -10,8 +10,8 @@ from torch import nn
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folder import by_step, rotate_checkpoints, sort_checkpoints
-from hftrainer.checkpointing.resume import warn_of_changed
+from hftrainer.checkpointing.folder import checkpoints_newest_first, rotate_checkpoints, sort_checkpoints
+from hftrainer.checkpointing.resume import warn_about_changed_arguments
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.changes import add_noise_to_embeddings
 from hftrainer.trainer_pt_utils import nested_numpify
@@ -60,7 +60,7 @@ class EarlierMethods:
                 "propagate_args_to_deepspeed(auto_find_batch_size=True): DeepSpeed's engine cannot be restarted with "
                 "other batches: set per_device_train_batch_size, and 'auto' in the configuration."
             )
-        self._hftrainer.setup.begin_again()
+        self._hftrainer.setup.rebuild_from_arguments()
 
     # ---- Evaluation --------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class EarlierMethods:
     ) -> list[str]:
         """The checkpoint folders, oldest first (until v5.0); the arguments are those of `_rotate_checkpoints`."""
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        found = sort_checkpoints(folder) if use_mtime else list(by_step(folder))[::-1]
+        found = sort_checkpoints(folder) if use_mtime else list(checkpoints_newest_first(folder))[::-1]
         return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
 
     def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
@@ -113,13 +113,13 @@ class EarlierMethods:
             checkpoint_dir: the parent folder of the checkpoint.
         """
         name = f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._hftrainer.saver.write_elsewhere(os.path.join(checkpoint_dir, name))
+        self._hftrainer.saver.write_unmanaged_checkpoint(os.path.join(checkpoint_dir, name))
 
     def compare_trainer_and_checkpoint_args(
         self, training_args: TrainingArguments, trainer_state: TrainerState
     ) -> None:
         """Warn about arguments that differ from a checkpoint's (v4.37 to v5.0). A resumed run already warns."""
-        warn_of_changed(training_args, trainer_state)
+        warn_about_changed_arguments(training_args, trainer_state)
 
     # ---- The Hub -----------------------------------------------------------------------------------------------
 

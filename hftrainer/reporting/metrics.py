@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import as_json
-from hftrainer.compat.overrides import is_measured
+from hftrainer.compat.overrides import is_time_or_memory_metric
 from hftrainer.errors import MetricNotFound
 
 
@@ -45,10 +45,10 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
     """Names of an evaluation's results that can compare models: all but run time, speed, memory and epoch."""
-    return sorted(name for name in metrics if not name.endswith("epoch") and not is_measured(name))
+    return sorted(name for name in metrics if not name.endswith("epoch") and not is_time_or_memory_metric(name))
 
 
-def write_whole(path: str, write: Callable[[str], Any]) -> None:
+def write_atomically(path: str, write: Callable[[str], Any]) -> None:
     """Write a file atomically: write a temporary file, then rename it.
 
     Args:
@@ -66,7 +66,7 @@ def _write(path: str, values: Mapping[str, Any]) -> None:
         with open(beside, "w", encoding="utf-8") as file:
             json.dump(as_json(values, "metrics"), file, indent=4, sort_keys=True)
 
-    write_whole(path, write)
+    write_atomically(path, write)
 
 
 def metric_named(metrics: Mapping[str, float], name: str) -> float:

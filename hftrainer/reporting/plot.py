@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hftrainer.callbacks.progress import in_notebook
+from hftrainer.callbacks.progress import is_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folder import by_step
-from hftrainer.compat.overrides import is_measured
+from hftrainer.checkpointing.folder import checkpoints_newest_first
+from hftrainer.compat.overrides import is_time_or_memory_metric
 from hftrainer.errors import InvalidArgument, MissingPackage
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def read_state(folder: str) -> TrainerState:
     if not Path(folder).is_dir():
         raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
     # The log is enough: a checkpoint without its weights is drawn too.
-    places = (Path(place) / names.TRAINER_STATE_NAME for place in (folder, *by_step(folder)))
+    places = (Path(place) / names.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder)))
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise InvalidArgument(
@@ -81,7 +81,9 @@ def logged(state: TrainerState) -> Iterator[tuple[float, str, Any]]:
         if _is_number(line.get("step")):  # lines that a script has added may have none
             step = line["step"]
         if not ("train_runtime" in line and "train_loss" in line):
-            yield from ((step, name, line[name]) for name in line if name != "step" and not is_measured(name))
+            yield from (
+                (step, name, line[name]) for name in line if name != "step" and not is_time_or_memory_metric(name)
+            )
 
 
 def _is_number(value: Any) -> bool:
@@ -276,5 +278,5 @@ class PlotCallback(TrainerCallback):
         os.makedirs(args.output_dir, exist_ok=True)
         path = os.path.join(args.output_dir, "training.png")
         draw_png(drawn, path)
-        if in_notebook():
+        if is_in_notebook():
             show_in_notebook(path)

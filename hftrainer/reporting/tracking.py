@@ -67,7 +67,7 @@ class ReportingCallback(TrainerCallback):
         self._trial: str | None = None
         self._dropped: set[str] = set()
         self._save_model: Callable[[str], None] | None = None
-        self._run_folder: Callable[[], str] | None = None
+        self._run_dir: Callable[[], str] | None = None
         self._log_folder: LogFolder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class ReportingCallback(TrainerCallback):
             run_folder: returns the folder of the run's checkpoints.
             log_folder: where trackers write files; the same for all trackers of a Trainer.
         """
-        self._save_model, self._run_folder, self._log_folder = save_model, run_folder, log_folder
+        self._save_model, self._run_dir, self._log_folder = save_model, run_folder, log_folder
 
     def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
         """The Lightning loggers; this opens their runs."""
@@ -193,7 +193,7 @@ class TrackerCallback(ReportingCallback):
 
     def _checkpoint(self, args: Any, state: TrainerState) -> str:
         """The checkpoint of this step."""
-        folder = str(args.output_dir) if self._run_folder is None else self._run_folder()
+        folder = str(args.output_dir) if self._run_dir is None else self._run_dir()
         return os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 

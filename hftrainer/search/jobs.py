@@ -188,11 +188,11 @@ class PackedTrainer:
         trainer = components.trainer
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
-        for arguments in filter(None, (vars(trainer.args), components.searched_arguments)):
+        for arguments in filter(None, (vars(trainer.args), components.arguments_before_search)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
         follow(components.policy.release)  # install() was not called in this process
         components.setup.set_log_level()
-        components.setup.follow_arguments()
+        components.setup.apply_arguments()
         components.rebuild()
         for callback in list(trainer.callback_handler.callbacks):
             if is_instance_by_name(callback, "NotebookProgressCallback"):
@@ -207,7 +207,7 @@ def pack(components: Components) -> PackedTrainer:
     Raises:
         InvalidArgument: if an attribute or a callback cannot be pickled, with its name.
     """
-    trainer, state = components.trainer, components.state_of_trainer()
+    trainer, state = components.trainer, components.trainer_state_for_copy()
     try:
         return PackedTrainer(_pickled(components, trainer, state), os.getcwd())
     except Exception as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, SearchFailed, UnsupportedArgument
 from hftrainer.parallel.devices import is_out_of_memory
-from hftrainer.parallel.environment import this_process
+from hftrainer.parallel.environment import process_identifier
 from hftrainer.search import backend, studies
 from hftrainer.search.jobs import PackedTrainer, SearchWorkers, number_of_jobs, pack
 from hftrainer.trainer_utils import BestRun, default_hp_space_optuna
@@ -171,7 +171,7 @@ class OptunaSearch(backend.SearchBackend):
         """Train a trial, and return its objective or raise a new error, whose traceback does not keep the model."""
         import optuna
 
-        trial.set_user_attr(studies.OWNER, this_process())
+        trial.set_user_attr(studies.OWNER, process_identifier())
         if self._count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(studies.INTERRUPTED, reason)

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
-from hftrainer.parallel.environment import is_gone
+from hftrainer.parallel.environment import has_ended
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -127,7 +127,7 @@ class TrialCount:
             assert trial.datetime_start is not None
             if owner is None and datetime.now() - trial.datetime_start <= _TIME_TO_SET_OWNER:
                 unknown_owner = True
-            elif owner is None or is_gone(owner):
+            elif owner is None or has_ended(owner):
                 self._interrupt(trial, f"its process ({owner or 'unknown'}) has ended")
         return unknown_owner
 

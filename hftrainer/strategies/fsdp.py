@@ -31,7 +31,7 @@ class FsdpStrategy(Strategy):
     flags: tuple[str, ...] = ("is_fsdp_enabled",)
     card = "FSDP"
     shards = True
-    needs_group_alone = True
+    needs_single_process_group = True
 
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
@@ -66,22 +66,26 @@ class FsdpStrategy(Strategy):
     def prepare_evaluation(self, trainer: Any) -> None:
         """Shard the model, and broadcast the buffers of rank 0, as replicas would have them."""
         super().prepare_evaluation(trainer)
-        sharded.share_buffers(trainer.model)
+        sharded.broadcast_buffers(trainer.model)
 
-    def prepare_another(self, model: nn.Module) -> nn.Module:
+    def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Shard a model besides the Trainer's; with tensor parallelism alone, replicate it."""
-        return super().prepare_another(model) if self.plugin is None else sharding.shard(model, self.plan)
+        return super().prepare_extra_model(model) if self.plugin is None else sharding.shard(model, self.plan)
 
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+    def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full weights by name."""
         return sharded.model_state(model, whole=True)
 
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+    def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters for the block, unless the model's methods gather them."""
-        return super().whole_parameters() if self._prepared is None else sharding.whole_parameters(self._prepared)
+        return (
+            super().summon_full_parameters()
+            if self._prepared is None
+            else sharding.summon_full_parameters(self._prepared)
+        )
 
     @property
-    def gathers_in_forward(self) -> bool:  # type: ignore[override]
+    def needs_all_ranks_in_forward(self) -> bool:  # type: ignore[override]
         """True, except with tensor parallelism alone, where all processes have the same batch."""
         return self.plugin is not None
 
@@ -110,10 +114,10 @@ class FsdpStrategy(Strategy):
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, its state."""
-        sharded.share_buffers(model)
+        sharded.broadcast_buffers(model)
         whole = not self.writes_parts
-        only_trained = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
-        self._gathered = {"model": sharded.model_state(model, whole=whole, only_trained=only_trained)}
+        only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+        self._gathered = {"model": sharded.model_state(model, whole=whole, only_trainable=only_trainable)}
         if optimizer is not None:
             self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), whole=whole)
 
@@ -132,9 +136,9 @@ class FsdpStrategy(Strategy):
     def _write_parts(self, folder: str) -> None:
         sharded.save_parts(self._gathered, folder)
 
-    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint, each process its part."""
-        return sharded.load_sharded_weights(model, folder, only_trained=only_trained)
+        return sharded.load_sharded_weights(model, folder, only_trainable=only_trainable)
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any

@@ -50,11 +50,11 @@ class Strategy(ABC):
         shards: whether each process has only a part of the model or of the optimizer's state.
         writes_parts: whether each process writes its own part of a checkpoint.
         only_parts: whether checkpoints hold the model in these parts alone, so that there are no other weights to save.
-        keeps_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
-        needs_group_alone: whether a process group is needed even for one process.
-        fixes_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
+        owns_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
+        needs_single_process_group: whether a process group is needed even for one process.
+        has_fixed_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
         autocasts_own_loops: whether the engine's autocast also works in loops that a script writes.
-        gathers_in_forward: whether all processes must run a forward pass together, since each has a part of the
+        needs_all_ranks_in_forward: whether all processes must run a forward pass together, since each has a part of the
             parameters.
     """
 
@@ -64,11 +64,11 @@ class Strategy(ABC):
     shards = False
     writes_parts = False
     only_parts = False
-    keeps_scheduler = False
-    needs_group_alone = False
-    fixes_accumulation = False
+    owns_scheduler = False
+    needs_single_process_group = False
+    has_fixed_accumulation = False
     autocasts_own_loops = True
-    gathers_in_forward = False
+    needs_all_ranks_in_forward = False
 
     def __init__(self, plan: LightningPlan) -> None:
         self.plan = plan
@@ -150,7 +150,7 @@ class Strategy(ABC):
         if folder is not None:
             trainer._load_scaler(folder)
 
-    def prepare_another(self, model: nn.Module) -> nn.Module:
+    def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Distribute a model besides the Trainer's that a script trains in several processes."""
         return nn.parallel.DistributedDataParallel(model, **self.plan.ddp)
 
@@ -161,11 +161,11 @@ class Strategy(ABC):
             return True
         return hasattr(module, "_fsdp_wrapped_module") or "_fpw_module" in module._modules
 
-    def whole_weights(self, model: nn.Module) -> dict[str, Any]:
+    def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
         """The full weights by name; all processes must call it where they are sharded."""
         return model.state_dict()
 
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
+    def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Make the model's own methods, such as `generate`, callable in the block."""
         return contextlib.nullcontext()
 
@@ -196,7 +196,7 @@ class Strategy(ABC):
     def seed(self, seed: int) -> None:
         """Seed generators that `torch.manual_seed` does not seed."""
 
-    def end_batch(self) -> None:
+    def run_recorded_operations(self) -> None:
         """Run the operations that the device has recorded; only XLA records operations."""
 
     def to_cpu(self, state: Any) -> Any:
@@ -230,7 +230,7 @@ class Strategy(ABC):
     def _write_parts(self, folder: str) -> None:
         """Write this process's part into the folder, which exists."""
 
-    def save_beside(self, folder: str) -> None:
+    def save_parts_beside_model(self, folder: str) -> None:
         """Write the parts that `save_model()` has not written."""
 
     def finish(self) -> None:
@@ -243,18 +243,18 @@ class Strategy(ABC):
     # ---- Loading -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of a checkpoint, in place; returns missing and unexpected keys, or None.
 
         Args:
             model: the model that is trained.
             folder: the checkpoint.
-            only_trained: do not load frozen weights, as with adapters.
+            only_trainable: do not load frozen weights, as with adapters.
         """
 
-    def load_best(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_best(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the best checkpoint of a run at its end, as `load_weights` does."""
-        return self.load_weights(model, folder, only_trained=only_trained)
+        return self.load_weights(model, folder, only_trainable=only_trainable)
 
     @abstractmethod
     def load_optimizer_and_scheduler(
@@ -275,7 +275,7 @@ class ReplicasStrategy(Strategy):
         if optimizer is not None:
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
 
-    def load_weights(self, model: nn.Module, folder: str, *, only_trained: bool) -> Any:
+    def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint."""
         return load_weights(model, folder)
 

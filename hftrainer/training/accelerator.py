@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.devices import device_module
 from hftrainer.parallel.process_group import disconnect
 from hftrainer.parallel.process_state import GradientState, ProcessState
@@ -45,7 +45,7 @@ class EngineAccelerator(ProcessState):
         engine: runs backward.
         device: the device that training runs on.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
-        is_own: whether a model is the Trainer's own, which `train()` prepares.
+        is_trainer_model: whether a model is the Trainer's own, which `train()` prepares.
         config: the keys of `accelerator_config`.
         num_steps: what gradients are divided by, beside the division of the loss.
 
@@ -59,7 +59,7 @@ class EngineAccelerator(ProcessState):
         engine: LightningEngine,
         device: torch.device,
         prepare_loader: Callable[[torch.utils.data.DataLoader[Any]], Any],
-        is_own: Callable[[torch.nn.Module], bool],
+        is_trainer_model: Callable[[torch.nn.Module], bool],
         config: Mapping[str, Any],
         num_steps: int,
     ) -> None:
@@ -77,7 +77,7 @@ class EngineAccelerator(ProcessState):
         self._engine = engine
         self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
-        self._is_own = is_own
+        self._is_trainer_model = is_trainer_model
         self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
@@ -92,7 +92,7 @@ class EngineAccelerator(ProcessState):
         self.optimizer_step_was_skipped = False
         self.multi_device = processes.several
         accumulation = {**(config["gradient_accumulation_kwargs"] or {}), "num_steps": num_steps}
-        self.gradient_state = GradientState(self._loaders, processes.data_processes, accumulation)
+        self.gradient_state = GradientState(self._loaders, processes.data_world_size, accumulation)
 
     def __getattr__(self, name: str) -> Any:
         """Raise for accelerate's other names, with what to use instead."""
@@ -154,14 +154,14 @@ class EngineAccelerator(ProcessState):
         """
         if not any(known is model for known in self._models):
             self._models.append(model)
-        if self._is_own(model):
+        if self._is_trainer_model(model):
             return model
         if device_placement is not False:
             self._strategy.move(model, self.device)
         trained = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation_mode or not trained or not self.processes.several:
             return model
-        return self._strategy.prepare_another(model)
+        return self._strategy.prepare_extra_model(model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """The optimizer, unchanged, on any device."""
@@ -227,10 +227,10 @@ class EngineAccelerator(ProcessState):
             scale: the factor that accelerate applies on TPUs only.
 
         Raises:
-            WrongConfig: for a scale other than 1.
+            InvalidConfig: for a scale other than 1.
         """
         if scale != 1.0:
-            raise WrongConfig(f"reduce(scale={scale}) is for TPUs only: multiply the result instead.")
+            raise InvalidConfig(f"reduce(scale={scale}) is for TPUs only: multiply the result instead.")
         return self.processes.reduce(tensor, reduction)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
@@ -305,10 +305,10 @@ class EngineAccelerator(ProcessState):
         """Clip each gradient.
 
         Raises:
-            WrongConfig: for a sharded model, as in accelerate.
+            InvalidConfig: for a sharded model, as in accelerate.
         """
         if self._strategy.shards:
-            raise WrongConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
+            raise InvalidConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
@@ -358,7 +358,7 @@ class EngineAccelerator(ProcessState):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's weights; a sharded model's are gathered, so all ranks must call this."""
-        return self._strategy.whole_weights(model)
+        return self._strategy.gather_full_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Do nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""

@@ -22,17 +22,23 @@ from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training import loader_factory, log_save_evaluate, model_setup, publisher, runner, saver, setup, steps
+from hftrainer.training import control_actions, hub_uploader, loader_factory, model_setup, runner, saver, setup, steps
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
 #: Attributes that a copy in another process must create again.
-_OF_THE_PROCESS = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
+_PROCESS_LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
 #: The same, for attributes of the Trainer.
-_OF_THE_TRAINERS_PROCESS = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
+_PROCESS_LOCAL_TRAINER_ATTRIBUTES = (
+    "accelerator",
+    "gather_function",
+    "_memory_tracker",
+    "deepspeed",
+    "push_in_progress",
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -41,7 +47,7 @@ class Components:
 
     Args:
         trainer: the Trainer.
-        optimizers_given: the optimizer and the scheduler that the script has passed, either None.
+        script_optimizers: the optimizer and the scheduler that the script has passed, either None.
 
     Attributes:
         run: the state of the current or last `train()`.
@@ -55,22 +61,22 @@ class Components:
         uploads: the uploads to the Hub; None before the repository is open, and on other ranks.
         search: the backend of the current hyperparameter search, if any.
         hp_study: the study of the last search with Optuna, or None.
-        searched_arguments: the arguments before the current search.
-        args_have_changed: whether the next run must rebuild the engine.
+        arguments_before_search: the arguments before the current search.
+        needs_rebuild: whether the next run must rebuild the engine.
         lightning_callbacks: Lightning's callbacks, in the order given.
         setup: builds what follows from the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
         steps: prepares micro-batches, computes their losses, and counts their tokens.
         saver: writes checkpoints and restores from them.
-        log_save_evaluate: logs, saves and evaluates when due.
+        control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
-        publisher: uploads to the Hub.
+        hub_uploader: uploads to the Hub.
         runner: runs `train()`.
     """
 
     trainer: Trainer
-    optimizers_given: tuple[Any, Any] = (None, None)
+    script_optimizers: tuple[Any, Any] = (None, None)
     run: Run = field(default_factory=Run)
     policy: ReleasePolicy = field(init=False)
     resolved: ResolvedArguments = field(init=False)
@@ -82,8 +88,8 @@ class Components:
     uploads: Any = None
     search: Any = None
     hp_study: Any = None
-    searched_arguments: dict[str, Any] | None = None
-    args_have_changed: bool = False
+    arguments_before_search: dict[str, Any] | None = None
+    needs_rebuild: bool = False
     lightning_callbacks: list[Any] = field(default_factory=list)
     _log_folder: Any = None
 
@@ -93,17 +99,17 @@ class Components:
         self.loaders = loader_factory.LoaderFactory(self)
         self.steps = steps.TrainingSteps(self)
         self.saver = saver.CheckpointSaver(self)
-        self.log_save_evaluate = log_save_evaluate.LogSaveEvaluate(self)
+        self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
-        self.publisher = publisher.Publisher(self)
+        self.hub_uploader = hub_uploader.HubUploader(self)
         self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **dict.fromkeys(_OF_THE_PROCESS)}
+        return {**vars(self), **dict.fromkeys(_PROCESS_LOCAL_ATTRIBUTES)}
 
-    def state_of_trainer(self) -> dict[str, Any]:
+    def trainer_state_for_copy(self) -> dict[str, Any]:
         """The Trainer's attributes for `copy.deepcopy` and pickling; `rebuild` creates the others."""
-        return {**vars(self.trainer), **dict.fromkeys(_OF_THE_TRAINERS_PROCESS), "_eval_dataloaders": {}}
+        return {**vars(self.trainer), **dict.fromkeys(_PROCESS_LOCAL_TRAINER_ATTRIBUTES), "_eval_dataloaders": {}}
 
     def rebuild(self) -> None:
         """Create engine, accelerator and uploads for a copied Trainer."""
@@ -114,7 +120,7 @@ class Components:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
 
     @property
-    def bare_model(self) -> Any:
+    def unwrapped_model(self) -> Any:
         """The user's model, without wrappers, and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
@@ -129,7 +135,7 @@ class Components:
         handle = getattr(self.trainer.callback_handler, event)
         self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 
-    def made_optimizer(self) -> torch.optim.Optimizer:
+    def require_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer; raises ValueError before its creation."""
         optimizer: torch.optim.Optimizer | None = self.trainer.optimizer
         if optimizer is None:

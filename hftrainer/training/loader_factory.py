@@ -29,7 +29,7 @@ class LoaderFactory(Component):
     """Makes data loaders with the batches of this process, on its device."""
 
     #: A dataset without the columns that the model does not take, and the original dataset.
-    _with_all_columns: tuple[Any, Any] = None, None
+    _column_source: tuple[Any, Any] = None, None
     _prepares_training_data = False
 
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
@@ -70,7 +70,7 @@ class LoaderFactory(Component):
         trainer, args = self.trainer, self.trainer.args
         given, collator = dataset, trainer.data_collator
         check_dataset(dataset, description)
-        if peers.is_dataset(dataset):
+        if peers.is_map_style_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
             collator = trainer._get_collator_with_removed_columns(collator, description)
@@ -85,7 +85,7 @@ class LoaderFactory(Component):
             "in_order": args.dataloader_in_order,
         }
         if not isinstance(dataset, IterableDataset):
-            self._with_all_columns = dataset, given  # samplers may need columns that the model does not take
+            self._column_source = dataset, given  # samplers may need columns that the model does not take
             sampler = None
             if sampler_fn is not None:
                 sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
@@ -101,7 +101,7 @@ class LoaderFactory(Component):
                     num_workers=args.dataloader_num_workers,
                     rank=trainer.accelerator.processes.data_rank if by_rank else 0,
                 )
-        with self.preparing_training_data() if is_training else contextlib.nullcontext():
+        with self.treat_as_training_data() if is_training else contextlib.nullcontext():
             loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
 
@@ -141,7 +141,7 @@ class LoaderFactory(Component):
         """See `Trainer._remove_unused_columns`."""
         return collators.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
 
-    def without_unused_keys(self, collator: Any, description: str | None) -> Any:
+    def wrap_collator(self, collator: Any, description: str | None) -> Any:
         """See `Trainer._get_collator_with_removed_columns`."""
         columns = frozenset(self._columns())
         return collators.RemoveColumnsCollator(collator, columns, type(self.trainer.model).__name__, description)
@@ -152,7 +152,7 @@ class LoaderFactory(Component):
         return self.trainer._signature_columns
 
     @contextlib.contextmanager
-    def explaining_removed_columns(self, *datasets: Any) -> Iterator[None]:
+    def explain_removed_columns(self, *datasets: Any) -> Iterator[None]:
         """Explain an error in the block by a key that the batch lacks, or that the model does not take.
 
         Args:
@@ -172,7 +172,7 @@ class LoaderFactory(Component):
     # ---- Preparing ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def preparing_training_data(self) -> Iterator[None]:
+    def treat_as_training_data(self) -> Iterator[None]:
         """Treat loaders that are prepared in the block as training loaders."""
         before = self._prepares_training_data
         self._prepares_training_data = True
@@ -199,7 +199,7 @@ class LoaderFactory(Component):
             trainer.args.device,
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
-            shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_processes),
+            shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_world_size),
             processes=processes if training else None,
         )
 
@@ -223,7 +223,7 @@ class LoaderFactory(Component):
     def _rebalanced_batches(self, dataset: Any) -> Sampler[Any]:
         """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
         args, processes = self.trainer.args, self.trainer.accelerator.processes
-        accumulation, ranks = args.gradient_accumulation_steps, processes.data_processes
+        accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
         asked = "train_sampling_strategy='batch_rebalance'"
         sampler: Sampler[Any] = peers.of_transformers("trainer_pt_utils", "BatchRebalanceSampler", asked)(
             lengths=self._lengths(dataset),
@@ -242,9 +242,9 @@ class LoaderFactory(Component):
             InvalidArgument: when the samples have neither.
         """
         column = self.trainer.args.length_column_name
-        without_columns, source = self._with_all_columns
+        without_columns, source = self._column_source
         source = source if without_columns is dataset else dataset
-        if peers.is_dataset(source) and column in source.column_names:
+        if peers.is_map_style_dataset(source) and column in source.column_names:
             return list(map(int, source[column]))
         if column != TrainingArguments.__dataclass_fields__["length_column_name"].default:
             logger.warning(

@@ -24,7 +24,7 @@ from hftrainer.data.randomness import rng_state
 from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
-from hftrainer.optimization import follows_metric, keep_pace, kept_settings
+from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.steps import LossSum, StepDetails
@@ -77,8 +77,8 @@ class TrainingLoop:
         self.loss_sum = LossSum(trainer, self.run)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self._stepping = False  # inside an optimizer step, which may have changed the weights
-        self._stepped = False  # the optimizer stepped, but `global_step` does not count it yet
+        self._is_in_optimizer_step = False  # inside an optimizer step, which may have changed the weights
+        self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
@@ -95,24 +95,24 @@ class TrainingLoop:
         )
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         # Inspect the signature of an override once, not at each step.
-        self._get_batch_samples = overrides.with_accepted(trainer.get_batch_samples, "device")
+        self._get_batch_samples = overrides.drop_unaccepted_keywords(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
     def load_optimizer(self) -> None:
         """Load optimizer and scheduler state, after callbacks have added their parameter groups."""
-        optimizer, scheduler = self.components.made_optimizer(), self.trainer.lr_scheduler
-        keep_pace(scheduler, optimizer)
-        with contextlib.nullcontext() if self.trial is None else kept_settings(optimizer, scheduler):
+        optimizer, scheduler = self.components.require_optimizer(), self.trainer.lr_scheduler
+        add_missing_groups(scheduler, optimizer)
+        with contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and do what the interrupted run has left to do."""
         self.trainer.model_wrapped.zero_grad()
-        self.components.strategy.end_batch()
+        self.components.strategy.run_recorded_operations()
         self.components.announce("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abandoning(), self.run.timing("in evaluations"):
+            with self.control_sync.abort_evaluation_on_signal(), self.run.timing("in evaluations"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
@@ -133,12 +133,12 @@ class TrainingLoop:
         self.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
-        self._restore_random()
+        self._restore_rng_states()
         self._random_restored = True
         self._close_epoch()
 
     @contextlib.contextmanager
-    def around_epoch(self, *parts: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    def call_run_epoch(self, *parts: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Yields a call of `Trainer._run_epoch` for an epoch.
 
         Args:
@@ -195,37 +195,37 @@ class TrainingLoop:
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = None
-        keep_pace(self.trainer.lr_scheduler, self.components.made_optimizer())
+        add_missing_groups(self.trainer.lr_scheduler, self.components.require_optimizer())
         self.run.past = None
         self.components.announce("on_epoch_begin")
 
     def _open_epoch(self) -> Iterator[Any]:
-        if not self._resumes_here():
+        if not self._is_resume_epoch():
             return self.reader.open(self.epoch)
         saved = None if self.progress is None else self.progress.data
         return self.reader.open(self.epoch, ResumePoint(self.position, self._restore_random_once, saved))
 
     def _restore_rng_in_epoch(self) -> None:
         known = self.progress is not None and self.progress.data is not None
-        if self._resumes_here() and self.position and not known:
-            self._restore_random()
+        if self._is_resume_epoch() and self.position and not known:
+            self._restore_rng_states()
 
     def _restore_random_once(self) -> None:
         """Restore the random states, unless that was done at the end of the previous epoch."""
         if not self._random_restored:
-            self._restore_random()
+            self._restore_rng_states()
 
-    def _restore_random(self) -> None:
+    def _restore_rng_states(self) -> None:
         self.trainer._load_rng_state(self.resume_folder)
         if self.progress is not None and self.progress.data is not None:
             self.reader.restore_held(self.progress.data)
 
-    def _resumes_here(self) -> bool:
+    def _is_resume_epoch(self) -> bool:
         return self.resume_folder is not None and self.epoch == self.first_epoch
 
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
-        if self.micro_batches.window is None and not (self._resumes_here() and self.position):
+        if self.micro_batches.window is None and not (self._is_resume_epoch() and self.position):
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
                 self.epoch,
@@ -276,9 +276,9 @@ class TrainingLoop:
         return loss
 
     @property
-    def runs_backward(self) -> bool:
+    def needs_manual_optimization(self) -> bool:
         """Whether the next optimizer step calls `training_step`, rather than `loss`."""
-        return overrides.runs_backward(self.trainer)
+        return overrides.needs_manual_optimization(self.trainer)
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
@@ -290,14 +290,14 @@ class TrainingLoop:
 
     def end_substep(self) -> None:
         """Call `on_substep_end`, after a micro-batch without an optimizer step."""
-        self.components.strategy.end_batch()
+        self.components.strategy.run_recorded_operations()
         self.components.announce("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients, and call `on_pre_optimizer_step`."""
-        self._stepping = True
+        self._is_in_optimizer_step = True
         clips = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0  # None until v4.57
         clipped = self.trainer._clip_grad_norm(model) if clips else None
         measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
@@ -313,7 +313,7 @@ class TrainingLoop:
         """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
-        self._stepped = True
+        self._has_uncounted_step = True
         self.components.announce("on_optimizer_step")
         if schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
@@ -321,17 +321,17 @@ class TrainingLoop:
         # Otherwise the log line reads the learning rate, after the scheduler's step.
         if self.components.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
-        if not skipped and not follows_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
+        if not skipped and not needs_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
             trainer.lr_scheduler.step()
 
     def end_step(self, model: torch.nn.Module) -> None:
         """Count the step, call `on_step_end`, then log, evaluate, save or stop as requested."""
         state = self.trainer.state
         clear_gradients(model)
-        self.components.strategy.end_batch()
+        self.components.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
-        self._stepping = self._stepped = False
+        self._is_in_optimizer_step = self._has_uncounted_step = False
         self.between_steps = True
         self.components.announce("on_step_end", **self.step_details.pop())
         self.control_sync.end_step()
@@ -342,12 +342,12 @@ class TrainingLoop:
     def _epoch_after_step(self) -> float:
         return self.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
-    def own_state(self) -> torch.Tensor:
+    def resume_state(self) -> torch.Tensor:
         """The Trainer's entry in a Lightning checkpoint: packed, so that Lightning can load the rest without it."""
         self.trainer.store_flos()
         self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         state, scaler = dataclasses.asdict(self.trainer.state), self.trainer.accelerator.scaler
-        if self._stepped:  # Lightning's callbacks end the batch before the step is counted here
+        if self._has_uncounted_step:  # Lightning's callbacks end the batch before the step is counted here
             state |= {"global_step": state["global_step"] + 1, "epoch": self._epoch_after_step()}
         return as_bytes(
             {
@@ -367,7 +367,12 @@ class TrainingLoop:
         if self.control_sync.several and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         restarts = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        if isinstance(error, CheckpointNotWritten) or restarts or self.control_sync.several or self._stepping:
+        if (
+            isinstance(error, CheckpointNotWritten)
+            or restarts
+            or self.control_sync.several
+            or self._is_in_optimizer_step
+        ):
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
         if not has_new_step or self.trial is not None or not self.saver.should_save_on_interrupt():
@@ -397,7 +402,7 @@ class TrainingLoop:
             }
             method = self.trainer._maybe_log_save_evaluate
             positional, keywords = overrides.log_save_evaluate_arguments(method, values)
-            with self.control_sync.abandoning():
+            with self.control_sync.abort_evaluation_on_signal():
                 method(*positional, **keywords)
         if self.components.search is not None and self.trial is not None:
             self.components.search.after_saving(self.trainer)
@@ -438,8 +443,8 @@ class TrainingLoop:
     @property
     def should_stop(self) -> bool:
         """Whether training is to end."""
-        return self.control_sync.may_stop and self.trainer.control.should_training_stop
+        return self.control_sync.can_stop and self.trainer.control.should_training_stop
 
     def _interrupted(self) -> bool:
         control = self.trainer.control
-        return self.control_sync.may_stop and (control.should_epoch_stop or control.should_training_stop)
+        return self.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)

@@ -18,7 +18,7 @@ from hftrainer.compat.overrides import call_with_accepted, is_overridden, number
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection
-from hftrainer.optimization import follows_metric, get_scheduler
+from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 from hftrainer.training.component import Component
@@ -99,10 +99,12 @@ class ModelSetup(Component):
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
         policy = self.components.policy
-        tokenizes = peers.is_tokenizing(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
+        tokenizes = peers.has_special_tokens(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
         if policy.aligns_special_tokens and tokenizes:
             inspection.align_special_tokens(
-                self.components.bare_model, self.trainer.processing_class, all_tokens=not policy.aligns_only_set_tokens
+                self.components.unwrapped_model,
+                self.trainer.processing_class,
+                all_tokens=not policy.aligns_only_set_tokens,
             )
 
     def set_model(self, model: nn.Module) -> None:
@@ -144,7 +146,7 @@ class ModelSetup(Component):
 
     def _smooths_unknown(self, model: nn.Module) -> bool:
         """Whether label smoothing shifts the labels of a model that transformers does not know to be causal."""
-        if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.without_adapters(model)):
+        if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.unwrap_peft(model)):
             return False
         return inspection.smoothing_shifts_labels(model)
 
@@ -202,13 +204,13 @@ class ModelSetup(Component):
         for name in ("params", "model", "optimizer_dict"):
             groups = kwargs.pop(name, groups)
         optimizer = kind(groups, **kwargs)
-        trainer_optimizer.keep_embeddings_precise(model, kind, kwargs)
+        trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:
         """A new schedule over `num_training_steps` optimizer steps."""
         args = self.trainer.args
-        self.run.made_scheduler = True
+        self.run.has_created_scheduler = True
         return get_scheduler(
             args.lr_scheduler_type,
             optimizer,
@@ -224,15 +226,15 @@ class ModelSetup(Component):
 
     def group_of(self, param: Any) -> Any:
         """The parameter group that holds `param`; for None, the parameters of each group."""
-        groups = self.components.made_optimizer().param_groups
+        groups = self.components.require_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
         return next((group for group in groups if any(param is held for held in group["params"])), None)
 
     def learning_rate(self) -> float:
         """The logged learning rate: that of the first group."""
-        if follows_metric(self.trainer.lr_scheduler):
-            rate = self.components.made_optimizer().param_groups[0]["lr"]
+        if needs_metric(self.trainer.lr_scheduler):
+            rate = self.components.require_optimizer().param_groups[0]["lr"]
         else:
             rate = self.trainer.lr_scheduler.get_last_lr()[0]
         return rate.item() if isinstance(rate, torch.Tensor) else rate
@@ -247,9 +249,9 @@ class ModelSetup(Component):
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        if self.run.made_scheduler:  # it has the length of the previous run
+        if self.run.has_created_scheduler:  # it has the length of the previous run
             trainer.lr_scheduler = None
-            self.run.made_scheduler = False
+            self.run.has_created_scheduler = False
 
         def load() -> None:
             if folder is not None:
@@ -269,7 +271,7 @@ class ModelSetup(Component):
                 "adapters, write a BaseFinetuning that freezes the layers you choose."
             )
         if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
-            self.components.made_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
+            self.components.require_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         return trainer.model_wrapped
@@ -297,7 +299,7 @@ class ModelSetup(Component):
         """
         strategy = self.components.strategy
         planned = self.components.engine.plan.accumulate_grad_batches
-        if strategy.fixes_accumulation and steps != planned:
+        if strategy.has_fixed_accumulation and steps != planned:
             raise InvalidArgument(
                 f"gradient_accumulation_steps was changed to {steps} in a run with {strategy.argument}, whose "
                 f"configuration has {planned}: change it before the Trainer is made."
@@ -306,7 +308,7 @@ class ModelSetup(Component):
     def finds_unused_parameters(self) -> bool:
         """Default for DDP's `find_unused_parameters`."""
         model = self.trainer.model
-        if not peers.is_pretrained(model):
+        if not peers.is_transformers_model(model):
             return True
         renamed = hasattr(model, "is_activation_checkpointing")  # in v5.23
         checkpoints = model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing

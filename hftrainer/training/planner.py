@@ -120,7 +120,7 @@ class Planner(Component):
         if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
-        batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_processes
+        batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_world_size
         if has_length(self.trainer.train_dataset) and schedule.num_examples % batch:
             logger.warning(
                 "%d samples leave a last batch that is smaller than %d: XLA compiles the step for it too. "
@@ -150,9 +150,9 @@ class Planner(Component):
         if found is None:
             return
         logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, self.trainer.args.learning_rate)
-        for group in self.components.made_optimizer().param_groups:
+        for group in self.components.require_optimizer().param_groups:
             group["lr"] = group["initial_lr"] = found
-        if self.run.made_scheduler:
+        if self.run.has_created_scheduler:
             self.trainer.lr_scheduler = None
             make_scheduler(self.trainer, max_steps)
         else:

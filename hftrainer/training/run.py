@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.training.steps import LoggedMetrics
-from hftrainer.training.stopping import Interruption
+from hftrainer.training.stopping import SignalListener
 
 if TYPE_CHECKING:
     from hftrainer.training.loop import TrainingLoop
@@ -28,10 +28,10 @@ class Run:
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
         accumulation: micro-batches in the current optimizer step.
-        made_scheduler: True if the Trainer created the scheduler.
+        has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
         loop: the training loop while it runs.
-        interruption: the signals that ask this run to stop.
+        signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
         progress: the position in our checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
@@ -51,10 +51,10 @@ class Run:
 
     train_batch_size: int = 0
     accumulation: int = 1
-    made_scheduler: bool = False
+    has_created_scheduler: bool = False
     trial: Any = None
     loop: TrainingLoop | None = None
-    interruption: Interruption = field(default_factory=lambda: Interruption(saves=False))
+    signal_listener: SignalListener = field(default_factory=lambda: SignalListener(saves=False))
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None
     resumed_from: str | None = None
@@ -73,7 +73,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without signals and loop, which belong to this process."""
-        return {**vars(self), "interruption": Interruption(saves=False), "loop": None}
+        return {**vars(self), "signal_listener": SignalListener(saves=False), "loop": None}
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:
@@ -97,7 +97,7 @@ class Run:
         self.initial_tokens = state.num_input_tokens_seen
 
 
-class OfRun:
+class RunAttribute:
     """An attribute of the Trainer, under its name in transformers, that is stored in its `Run`."""
 
     def __init__(self, name: str) -> None:

@@ -17,9 +17,9 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.folder import clear_stale, complete_rotation, keep_only
+from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
 from hftrainer.compat.messages import tell
-from hftrainer.compat.overrides import has_length, is_overridden, runs_backward
+from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -33,7 +33,7 @@ from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
-from hftrainer.training.stopping import Interruption
+from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -84,11 +84,11 @@ class TrainingRunner(Component):
             if self.trainer.model_init is None:
                 model_setup.align_special_tokens()
             model_setup.remake_model(trial)
-        self.components.setup.take_changes()
+        self.components.setup.apply_changes()
         if refused := self.components.engine.check_callbacks(
             finds_batch_size=self.trainer.args.auto_find_batch_size,
             evaluates=self.trainer.args.eval_strategy != "no",
-            automatic_optimization=not runs_backward(self.trainer),
+            automatic_optimization=not needs_manual_optimization(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
         ):
             raise UnsupportedArgument("\n".join(refused))
@@ -111,7 +111,7 @@ class TrainingRunner(Component):
         from hftrainer.hub.download import download_checkpoint
 
         # The other ranks of a node find it in the cache.
-        with processes.in_turn(first=self.trainer.is_local_process_zero()):
+        with processes.run_in_order(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
                 resume_from_checkpoint,
                 self.trainer.args.hub_token,
@@ -141,7 +141,7 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._running():
-            start = StartingPoint(self.trainer) if self.trainer.args.auto_find_batch_size else None
+            start = InitialStateSnapshot(self.trainer) if self.trainer.args.auto_find_batch_size else None
             while True:
                 try:
                     return self.trainer._inner_training_loop(
@@ -169,19 +169,19 @@ class TrainingRunner(Component):
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         saves = components.saver.should_save_on_interrupt()
-        self.run.interruption = Interruption(saves, launched=trainer.args.world_size > 1)
+        self.run.signal_listener = SignalListener(saves, launched=trainer.args.world_size > 1)
         try:
             with (
                 apply_model_arguments(
-                    components.bare_model, trainer.args, components.engine.plan.read_once, trainer=trainer
+                    components.unwrapped_model, trainer.args, components.engine.plan.read_once, trainer=trainer
                 ),
-                self.run.interruption.listening(),
-                components.loaders.explaining_removed_columns(trainer.train_dataset, trainer.eval_dataset),
+                self.run.signal_listener.handle_signals(),
+                components.loaders.explain_removed_columns(trainer.train_dataset, trainer.eval_dataset),
             ):
                 yield
                 # After the last step everything is saved.
-                if self.run.interruption.received is not None:
-                    self.run.interruption.leave()
+                if self.run.signal_listener.received is not None:
+                    self.run.signal_listener.leave()
         except BaseException as error:
             components.checkpoint_writer.wait_ignoring_errors()
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
@@ -195,7 +195,7 @@ class TrainingRunner(Component):
             if watcher is not None:
                 watcher.remove()
 
-    def _halve_batches(self, start: StartingPoint) -> None:
+    def _halve_batches(self, start: InitialStateSnapshot) -> None:
         """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
@@ -212,7 +212,7 @@ class TrainingRunner(Component):
     ) -> TrainOutput:
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
-        self.components.setup.take_changes_in(args)  # an override may pass its own
+        self.components.setup.apply_changes_from(args)  # an override may pass its own
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -226,19 +226,19 @@ class TrainingRunner(Component):
             loop.loss_sum.restore(loop.progress)
         is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
         if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
-            self._repeat_end(loop, folder, trial)
+            self._resume_finished_run(loop, folder, trial)
         else:
             with loop.step_details.recording_outputs(trainer.model), devices.error_hints():
                 self.components.engine.fit(
                     loop,
                     model,
-                    self.components.made_optimizer(),
+                    self.components.require_optimizer(),
                     trainer.lr_scheduler,
                     max_epochs=loop.schedule.num_train_epochs,
                     global_step=trainer.state.global_step,
                     log_every_n_steps=self.planner.steps_between_logs(loop.schedule),
                     resumed_from=resume.load_lightning_callbacks(folder),
-                    automatic_optimization=not runs_backward(trainer),
+                    automatic_optimization=not needs_manual_optimization(trainer),
                     find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
                     sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
                 )
@@ -248,7 +248,7 @@ class TrainingRunner(Component):
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
         """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
-        with self.components.loaders.preparing_training_data():  # overrides prepare their own loaders
+        with self.components.loaders.treat_as_training_data():  # overrides prepare their own loaders
             dataloader = self.trainer.get_train_dataloader()
         self.run.schedule = schedule = self.planner.plan(args, dataloader)
         self.run.progress = self.components.saver.load_progress(folder, schedule)
@@ -275,7 +275,7 @@ class TrainingRunner(Component):
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.added.begin_run(run_dir)
 
-    def _repeat_end(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
+    def _resume_finished_run(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume a run that had already finished: load and upload its checkpoint, without training."""
         trainer = self.trainer
         loop.load_optimizer()
@@ -307,10 +307,10 @@ class TrainingRunner(Component):
         run_dir = trainer._get_output_dir(trial)
         # If the last save failed, keep the previous checkpoint, from which the run can resume.
         if trainer.args.should_save and kept is not None and trainer.args.save_total_limit == 1 and not writer.failed:
-            keep_only(kept, run_dir)
+            delete_all_but_best(kept, run_dir)
         self.components.announce("on_train_end")
         if trainer.args.push_to_hub:
-            trainer.accelerator.processes.while_main_works(trainer._finish_current_push)
+            trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
         if trial is None and trainer.is_world_process_zero():
@@ -380,7 +380,7 @@ class TrainingRunner(Component):
         devices.empty_cache()
 
 
-class StartingPoint:
+class InitialStateSnapshot:
     """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
 
     Frozen weights, most of a model with adapters, are not copied.

@@ -53,14 +53,14 @@ class CheckpointSaver(Component):
         trainer = self.trainer
         components = self.components
         components.strategy.write_parts(folder)
-        meanwhile = not trainer.args.save_only_model and self._can_write_optimizer_beside()
-        if meanwhile:
-            with components.checkpoint_writer.meanwhile():
+        in_other_thread = not trainer.args.save_only_model and self._can_write_optimizer_beside()
+        if in_other_thread:
+            with components.checkpoint_writer.in_other_thread():
                 trainer._save_optimizer_and_scheduler(folder)
         with components.engine.saving(trainer.model) as (_, kept):
             trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
-            if not meanwhile:
+            if not in_other_thread:
                 trainer._save_optimizer_and_scheduler(folder)
             trainer._save_scaler(folder)
             trainer._save_rng_state(folder)
@@ -70,8 +70,8 @@ class CheckpointSaver(Component):
             if kept:
                 components.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards and peers.is_peft(components.bare_model):
-            self.save_files(None, folder)
+        elif components.strategy.shards and peers.is_peft(components.unwrapped_model):
+            self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
 
@@ -145,7 +145,7 @@ class CheckpointSaver(Component):
         trainer.control.should_save = False
         self.components.checkpoint_writer.when_done(announce)
 
-    def save_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
+    def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
         for name, state in self.components.strategy.files(optimizer):
             self.components.checkpoint_writer.save(state, os.path.join(output_dir, name))
@@ -160,8 +160,8 @@ class CheckpointSaver(Component):
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
         load = self.components.strategy.load_best if best else self.components.strategy.load_weights
-        has_adapters = peers.is_peft(self.components.bare_model)
-        incompatible = load(peers.uncompiled(model), folder, only_trained=has_adapters)
+        has_adapters = peers.is_peft(self.components.unwrapped_model)
+        incompatible = load(peers.uncompiled(model), folder, only_trainable=has_adapters)
         if incompatible is not None:
             self.trainer._issue_warnings_after_load(incompatible)
 
@@ -179,7 +179,7 @@ class CheckpointSaver(Component):
         args = self.trainer.args
         return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
             "per_device_train_batch_size": self.run.train_batch_size,
-            "world_size": self.trainer.accelerator.processes.data_processes,
+            "world_size": self.trainer.accelerator.processes.data_world_size,
             "samples in the data": schedule.num_examples,
             "max_steps": schedule.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
@@ -205,9 +205,9 @@ class CheckpointSaver(Component):
         else:
             yield None
         if not internal:
-            strategy.save_beside(folder)
+            strategy.save_parts_beside_model(folder)
 
-    def save_files_of_model(self, folder: str, weights: dict[str, Any] | None) -> None:
+    def save_model_files(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
 
         Args:
@@ -215,7 +215,7 @@ class CheckpointSaver(Component):
             weights: the full weights; None: read them from the model; empty: they stay in shards.
         """
         os.makedirs(folder, exist_ok=True)
-        model = self.components.bare_model
+        model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
         write = functools.partial(save_weights, model, folder, safe=legacy.value(self.trainer.args, "save_safetensors"))
         on_device = self.trainer.args.device.type == "xla"  # files cannot be written from there
@@ -224,7 +224,7 @@ class CheckpointSaver(Component):
         elif peers.is_peft(model):  # adapters are small: not in the background
             write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
-            if (self.components.checkpoint_writer.collects or on_device) and weights is None:
+            if (self.components.checkpoint_writer.defers_writes or on_device) and weights is None:
                 # A copy: training changes the model's own during writing.
                 weights = peers.uncompiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call(write, weights)
@@ -273,7 +273,7 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
-    def write_elsewhere(self, path: str) -> None:
+    def write_unmanaged_checkpoint(self, path: str) -> None:
         """Write a checkpoint of this step that we do not rotate, announce or upload."""
         self.trainer.store_flos()
         self.wait()
@@ -303,7 +303,7 @@ class CheckpointSaver(Component):
         # The folder has the name of the process that writes it: the nearest one, where each node has one.
         staged = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staged])
-        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.made_optimizer)
+        strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, then=on_written, if_failed=on_failure) as folder:
@@ -312,7 +312,7 @@ class CheckpointSaver(Component):
                 staged = next(filter(None, folders[processes.rank :: -1]))
                 # Overrides may gather weights.
                 trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
-                with writer.taking_part(path):
+                with writer.report_part_errors(path):
                     strategy.write_parts(staged)
                 yield lambda: None
         finally:

@@ -18,7 +18,7 @@ from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.arguments.old_fields import ARGUMENTS
-from hftrainer.arguments.resolved import ResolvedArguments, begin_deepspeed
+from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
 from hftrainer.arguments.validation import (
     check_accelerator_config,
@@ -82,16 +82,16 @@ class TrainerSetup(Component):
         components: the parts of the Trainer; those that follow from the arguments are set here.
     """
 
-    def begin_again(self) -> None:
+    def rebuild_from_arguments(self) -> None:
         """Rebuild everything that depends on the arguments, for a trial or after a search."""
         trainer = self.trainer
-        self.components.args_have_changed = False
+        self.components.needs_rebuild = False
         self.resolve_arguments()
         trainer._validate_args()
         if isinstance(trainer.args, TrainingArguments):
-            trainer.args.hf_deepspeed_config = begin_deepspeed(trainer.args)
+            trainer.args.hf_deepspeed_config = set_up_deepspeed(trainer.args)
         set_tf32(trainer.args)
-        self.follow_arguments()
+        self.apply_arguments()
         trainer.create_accelerator_and_postprocess()
         if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
             self.components.model_setup.set_model(trainer.model)
@@ -115,7 +115,7 @@ class TrainerSetup(Component):
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
-        self.follow_arguments()
+        self.apply_arguments()
 
     def end_init(self) -> None:
         """Open the repository, create the output folder, and call `on_init_end`."""
@@ -160,7 +160,7 @@ class TrainerSetup(Component):
             handler.add_callback(callback)
             added = handler.callbacks[-1]
             if isinstance(added, ReportingCallback):
-                run_folder = functools.partial(_run_folder, self.trainer, self.run)
+                run_folder = functools.partial(_run_dir, self.trainer, self.run)
                 added.attach(self.trainer.save_model, run_folder, self.components.log_folder())
         if adapter().has_progress_bar(of_lightning) and handler.remove_progress_bars():
             logger.warning(
@@ -199,13 +199,13 @@ class TrainerSetup(Component):
             components.engine,
             strategy.device,
             components.loaders.prepare,
-            is_own=lambda model: model is trainer.model or model is trainer.model_wrapped,
+            is_trainer_model=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(components.resolved.accelerator_config),
             num_steps=components.policy.gradient_divisor(trainer.args),
         )
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
-        strategy.check_optimizers(*components.optimizers_given)
+        strategy.check_optimizers(*components.script_optimizers)
         for name in FLAGS:
             setattr(trainer, name, name in strategy.flags)
         trainer.deepspeed = None
@@ -224,35 +224,35 @@ class TrainerSetup(Component):
             if not args.should_log and args.log_level_replica == ARGUMENTS["log_level_replica"].default:
                 ours.setLevel(logging.ERROR)  # the main process says what is said in all
 
-    def follow_arguments(self) -> None:
+    def apply_arguments(self) -> None:
         """Set everything that depends on the arguments; called again for each trial."""
         self.run.accumulation = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
         self.trainer._eval_dataloaders = {}
-        self._follow_changes()
+        self._apply_changeable_arguments()
 
-    def _follow_changes(self) -> None:
+    def _apply_changeable_arguments(self) -> None:
         """Set what depends on arguments that may change between two runs."""
         args = self.trainer.args
         self.components.past_index = legacy.value(args, "past_index")
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
-    def take_changes_in(self, args: TrainingArguments) -> None:
+    def apply_changes_from(self, args: TrainingArguments) -> None:
         """Use the values of `args`, which may be another object than the Trainer's arguments."""
         components, is_custom = self.components, is_overridden(self.trainer, "get_train_dataloader")
         apply_argument_changes(components.engine, args, components.policy, has_custom_loader=is_custom)
 
-    def take_changes(self) -> None:
+    def apply_changes(self) -> None:
         """Apply to the next run the arguments that the script has changed since the Trainer was made."""
         trainer = self.trainer
         refuse_rewritten(trainer)
         if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
-        self.take_changes_in(trainer.args)
+        self.apply_changes_from(trainer.args)
         # Another Trainer may have been made since.
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
-        self._follow_changes()
+        self._apply_changeable_arguments()
         if trainer.args.push_to_hub:  # it may have been set since
             trainer.accelerator.processes.from_main(
                 lambda: trainer.init_hf_repo() if self.components.uploads is None else None
@@ -282,7 +282,10 @@ class TrainerSetup(Component):
         plan = make_plan(resolved)
         strategy = make_strategy(plan)
         plan.processes.connect(
-            resolved.device, plan.process_group_backend, args.ddp_timeout_delta, even_alone=strategy.needs_group_alone
+            resolved.device,
+            plan.process_group_backend,
+            args.ddp_timeout_delta,
+            allow_single_process=strategy.needs_single_process_group,
         )
         check_consistency(args, plan.processes)
         return strategy
@@ -404,7 +407,7 @@ def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
             )
 
 
-def _run_folder(trainer: Trainer, run: Run) -> str:
+def _run_dir(trainer: Trainer, run: Run) -> str:
     """The folder of the current run's checkpoints."""
     return trainer._get_output_dir(run.trial)
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.choices import which_tokens
+from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
@@ -156,7 +156,7 @@ class LossSum:
         run.loss = torch.tensor(0.0, device=device)
         self._readable_at_once = device.type == "cpu"
         #: Whether a loss since the last log line was not finite; kept on the device.
-        self._infinite = torch.zeros((), dtype=torch.bool, device=device)
+        self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._warned = False
 
     def add(self, loss: torch.Tensor) -> None:
@@ -171,7 +171,7 @@ class LossSum:
         steps = 1 + state.global_step - run.last_logged
         if not self._readable_at_once:  # keep it on the device: reading it would wait for the device
             finite = loss.isfinite()
-            self._infinite = self._infinite | ~finite
+            self._has_non_finite = self._has_non_finite | ~finite
             divisor: Any = steps
             # XLA would compile the number 1 in as a constant, and 2 would compile the step again.
             if loss.device.type == "xla":
@@ -180,18 +180,18 @@ class LossSum:
         elif math.isfinite(loss):
             run.loss += loss
         else:
-            self._warn_of_infinite_loss(f"is {loss.item()}", state.global_step + 1)
+            self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1)
             run.loss += run.loss / steps
 
     def check_before_log(self) -> None:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
         if self._readable_at_once or not self.trainer.control.should_log:
             return
-        if bool(self._infinite):
-            self._warn_of_infinite_loss("was not finite before or", self.trainer.state.global_step)
-        self._infinite = torch.zeros_like(self._infinite)
+        if bool(self._has_non_finite):
+            self._warn_of_non_finite_loss("was not finite before or", self.trainer.state.global_step)
+        self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
-    def _warn_of_infinite_loss(self, what: str, step: int) -> None:
+    def _warn_of_non_finite_loss(self, what: str, step: int) -> None:
         """Warn once, since the logged mean hides such losses."""
         if not self._warned:
             logger.warning(
@@ -373,7 +373,7 @@ class TrainingSteps(Component):
             loss = extract_loss(outputs, inputs)
         takes_items = trainer.model_accepts_loss_kwargs or self._function_takes_items
         if self.components.averages_tokens and takes_items and num_items_in_batch is not None:
-            loss = loss * trainer.accelerator.processes.data_processes  # averaging the gradients divides by it
+            loss = loss * trainer.accelerator.processes.data_world_size  # averaging the gradients divides by it
         return loss, outputs
 
     # ---- Counting ----------------------------------------------------------------------------------------------
@@ -395,8 +395,8 @@ class TrainingSteps(Component):
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
         if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
-            self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_processes
-        how = which_tokens(self.trainer.args.include_num_input_tokens_seen)
+            self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
+        how = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
         if how == "no":
             return
         main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
@@ -406,7 +406,7 @@ class TrainingSteps(Component):
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
         """Input tokens seen so far, and tokens per second since `start_time`, if arguments ask for them."""
-        if which_tokens(self.trainer.args.include_num_input_tokens_seen) == "no":
+        if token_counting_mode(self.trainer.args.include_num_input_tokens_seen) == "no":
             return {}
         seen = self.trainer.state.num_input_tokens_seen
         found: dict[str, float] = {"num_input_tokens_seen": seen}

@@ -26,19 +26,19 @@ logger = logging.getLogger(__name__)
 #: SIGUSR1 is commonly requested from SLURM before the time limit (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 #: Seconds in which a second signal counts as a copy that the launcher forwarded.
-_SECONDS_OF_ECHO = 3.0
+_DUPLICATE_WINDOW = 3.0
 #: Python's default handlers. We leave any other handler, since it is the script's.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 #: Flags of the control that all ranks set when one does.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
 
-class EvaluationAbandoned(BaseException):
+class EvaluationAborted(BaseException):
     """Raised to abort an evaluation after a stop signal."""
 
 
-class Interruption:
-    """Records stop signals inside the block of `listening`.
+class SignalListener:
+    """Records stop signals inside the block of `handle_signals`.
 
     A second signal ends the process at once. Under a launcher, a second signal shortly after the first is ignored: on
     Ctrl-C, launchers forward a signal that their processes already got.
@@ -49,20 +49,20 @@ class Interruption:
 
     Attributes:
         received: the number of the received signal, or None.
-        may_abandon: whether the evaluation in progress may be aborted.
+        can_abort_evaluation: whether the evaluation in progress may be aborted.
     """
 
     def __init__(self, saves: bool, *, launched: bool = False) -> None:
         self._saves = saves
-        self._echo = _SECONDS_OF_ECHO if launched else 0.0
+        self._duplicate_window = _DUPLICATE_WINDOW if launched else 0.0
         self._received_at = 0.0
         self.received: int | None = None
-        self.may_abandon = False
+        self.can_abort_evaluation = False
         self._before: dict[int, Any] = {}
         self._process = 0
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """Record signals in the block. Does nothing outside the main thread, where Python forbids handlers."""
         if not self._saves or threading.current_thread() is not threading.main_thread():
             yield
@@ -83,24 +83,24 @@ class Interruption:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def abandoning(self) -> Iterator[None]:
+    def abort_evaluation_on_signal(self) -> Iterator[None]:
         """Abort evaluations in the block when a signal arrives."""
-        self.may_abandon = True
+        self.can_abort_evaluation = True
         try:
             yield
-        except EvaluationAbandoned:
+        except EvaluationAborted:
             logger.warning("The evaluation was aborted.")
         finally:
-            self.may_abandon = False
+            self.can_abort_evaluation = False
 
     def check(self) -> None:
         """Abort the evaluation if a signal arrived; called after each batch.
 
         Raises:
-            EvaluationAbandoned: when a signal has arrived and the evaluation may be aborted.
+            EvaluationAborted: when a signal has arrived and the evaluation may be aborted.
         """
-        if self.received is not None and self.may_abandon:
-            raise EvaluationAbandoned
+        if self.received is not None and self.can_abort_evaluation:
+            raise EvaluationAborted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked process, such as a loader's worker
@@ -114,7 +114,7 @@ class Interruption:
             name = signal.Signals(number).name
             logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
             return
-        if time.monotonic() - self._received_at < self._echo:
+        if time.monotonic() - self._received_at < self._duplicate_window:
             return
         self._restore()
         if number == signal.SIGINT:
@@ -165,7 +165,9 @@ class ControlSync:
         self._save = save
         self._signal = 0
         self._stop = False
-        self._votes: Callable[[], list[int]] | None = None  # the last step's all-reduce, until its result is applied
+        self._pending_all_reduce: Callable[[], list[int]] | None = (
+            None  # the last step's all-reduce, until its result is applied
+        )
 
     def begin_epoch(self) -> None:
         """Clear the flag that stops an epoch."""
@@ -176,32 +178,32 @@ class ControlSync:
         if not self.several:
             return
         requests = self._requests()
-        self._votes = self._vote(requests)
+        self._pending_all_reduce = self._start_all_reduce(requests)
         if not any(requests):
             return
-        one_has_none, *agreed = self._votes()
+        one_has_none, *agreed = self._pending_all_reduce()
         if one_has_none:
             self._act_on([0] * len(agreed))
         else:
-            self._votes = None
+            self._pending_all_reduce = None
             self._act_on(agreed)
 
     def sync_control_flags(self) -> None:
         """Synchronize at once, after epochs and long operations, where ranks wait for each other anyway."""
         if not self.several:
             return
-        wait_for_votes = self._vote(self._requests())
-        self._votes = None
+        wait_for_votes = self._start_all_reduce(self._requests())
+        self._pending_all_reduce = None
         self._act_on(wait_for_votes()[1:])
 
     def _requests(self) -> list[int]:
         """The signal and flags of this rank, merged with pending ones of all ranks."""
         flags = [getattr(self.trainer.control, name) for name in _FLAGS]
-        own = [self.run.interruption.received or 0, *map(int, flags), int(self.engine.stops)]
-        left = [0] * len(own) if self._votes is None else self._votes()[1:]
+        own = [self.run.signal_listener.received or 0, *map(int, flags), int(self.engine.stops)]
+        left = [0] * len(own) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
         return [max(each) for each in zip(own, left, strict=True)]
 
-    def _vote(self, requests: list[int]) -> Callable[[], list[int]]:
+    def _start_all_reduce(self, requests: list[int]) -> Callable[[], list[int]]:
         """Start the all-reduce of requests; its first number says whether some rank has none."""
         processes: Processes = self.engine.plan.processes
         return processes.start_max_over_ranks([int(not any(requests)), *requests])
@@ -215,31 +217,31 @@ class ControlSync:
         self._stop = control.should_training_stop or control.should_epoch_stop
 
     @property
-    def may_stop(self) -> bool:
+    def can_stop(self) -> bool:
         """Whether stop flags may take effect: distributed ranks must have agreed on them."""
         return self._stop or not self.several
 
-    def abandoning(self) -> contextlib.AbstractContextManager[Any]:
+    def abort_evaluation_on_signal(self) -> contextlib.AbstractContextManager[Any]:
         """Abort evaluations when a signal arrives; not in distributed runs: other ranks would wait for this one."""
-        return contextlib.nullcontext() if self.several else self.run.interruption.abandoning()
+        return contextlib.nullcontext() if self.several else self.run.signal_listener.abort_evaluation_on_signal()
 
     def stop_if_signalled(self) -> None:
         """Save and stop, if a signal has arrived."""
-        interruption = self.run.interruption
+        listener = self.run.signal_listener
         if self.several:
             if not self._signal:
                 return
-            interruption.received = self._signal
-        if interruption.received is None:
+            listener.received = self._signal
+        if listener.received is None:
             return
         self._save()
-        if interruption.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
+        if listener.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
             self.trainer.control.should_training_stop = True  # as in transformers, train() returns normally then
-            interruption.received = None
+            listener.received = None
             self._signal = 0
             return
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback):
                 callback.close()  # a bar that Python closes is drawn once more, below what is said last
         says_it = self.trainer.is_world_process_zero()
-        interruption.leave(summary.how_to_resume(self.run.checkpoints_written, is_complete=False) if says_it else "")
+        listener.leave(summary.how_to_resume(self.run.checkpoints_written, is_complete=False) if says_it else "")

@@ -303,7 +303,7 @@ def test_default_of_unmodified_scripts(monkeypatch, release, default):
     """As in the release of transformers that is installed, through each way to make arguments; and undone."""
     monkeypatch.setattr("hftrainer.releases.followed.importlib.metadata.version", lambda name: release)
     # of what other tests import
-    monkeypatch.setattr("hftrainer.cli.install.warnings_of_earlier_imports", lambda: [])
+    monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])
 
     @dataclasses.dataclass
     class Own(TrainingArguments):

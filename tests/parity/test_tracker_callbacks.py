@@ -265,7 +265,7 @@ def test_wandb_switched_off(tmp_path):
 @pytest.mark.parametrize("name", CLASSES)
 def test_classes_of_transformers_under_install(tmp_path, name, monkeypatch):
     # of what other tests import
-    monkeypatch.setattr("hftrainer.cli.install.warnings_of_earlier_imports", lambda: [])
+    monkeypatch.setattr("hftrainer.cli.install.check_earlier_imports", lambda: [])
     theirs = getattr(integration_utils, name)
     report_to = next(key for key, kind in integration_utils.INTEGRATION_TO_CALLBACK.items() if kind is theirs)
     trainer = make_trainer("hftrainer", tmp_path, report_to=report_to)

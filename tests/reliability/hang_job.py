@@ -72,7 +72,7 @@ ALONE = {
     "objects": lambda processes: processes.gather_objects([1]),
     "reduction": lambda processes: processes.reduce(torch.ones(2)),
     "sizes": lambda processes: processes.pad(torch.ones(2), 0, 0, False),
-    "metrics": lambda processes: processes.distinct_parts(torch.ones(2)),
+    "metrics": lambda processes: processes.gather_for_torchmetrics(torch.ones(2)),
 }
 #: Kind → what both do, until one stops.
 TOGETHER = {"gradients": train, "shards": functools.partial(train, fsdp=True), "evaluation": evaluate}

@@ -100,7 +100,7 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
 
 @pytest.fixture
 def small_windows(monkeypatch):
-    monkeypatch.setattr(files, "WINDOW", 1000)
+    monkeypatch.setattr(files, "FLUSH_BYTES", 1000)
     monkeypatch.setattr(files, "_LARGE", 0)
 
 

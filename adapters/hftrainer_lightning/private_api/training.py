@@ -95,12 +95,12 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
 
 
 class _AnnouncedFitLoop(_FitLoop):
-    """Runs each epoch, from its first batch to its end, within the hooks' `around_epoch`."""
+    """Runs each epoch, from its first batch to its end, within the hooks' `call_run_epoch`."""
 
     def advance(self) -> None:
         """Run the epoch, and its end, by a call of the hooks."""
         module: Any = self.trainer.lightning_module
-        with module.hooks.around_epoch(super().advance, super().on_advance_end) as run_epoch:
+        with module.hooks.call_run_epoch(super().advance, super().on_advance_end) as run_epoch:
             run_epoch()
 
     def on_advance_end(self) -> None:

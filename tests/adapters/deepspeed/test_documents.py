@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.errors import InvalidArgument, WrongConfig
+from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer_deepspeed.start import check_config
 from tests.adapters.deepspeed.sets import STAGES
 from tests.docs.documents import running
@@ -141,7 +141,7 @@ def test_amp(line):
     """Given to DeepSpeed as it is, which has removed it."""
     args = TrainingArguments("o", use_cpu=True, deepspeed={**STAGE_2, **json.loads(AMP)})
     assert args.hf_deepspeed_config.config["amp"] == {"enabled": True, "opt_level": "O1"}
-    with pytest.raises(WrongConfig, match=r"deepspeed: amp=.* is refused by DeepSpeed .*has been removed"):
+    with pytest.raises(InvalidConfig, match=r"deepspeed: amp=.* is refused by DeepSpeed .*has been removed"):
         check_config(args.hf_deepspeed_config)
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hftrainer.checkpointing.names import MANIFEST_NAME
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from tests.adapters.deepspeed.sets import AUTO, forget
 from tests.support.tiny import language_data, make_llama
 
@@ -111,7 +111,7 @@ def test_layers_that_are_gathered_as_one(monkeypatch, tmp_path, pretrained, laye
     """`deepspeed_moe_layer_cls_names` in accelerate's file."""
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", layers)
     if marked is None:
-        with pytest.raises(WrongConfig, match="deepspeed_moe_layer_cls_names='NoSuchLayer'"):
+        with pytest.raises(InvalidConfig, match="deepspeed_moe_layer_cls_names='NoSuchLayer'"):
             train("hftrainer", tmp_path, pretrained, steps=1)
         return
     model = train("hftrainer", tmp_path, pretrained, steps=1).model

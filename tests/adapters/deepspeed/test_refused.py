@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from tests.adapters.deepspeed.sets import STAGES
 from tests.support.tiny import make_plain, plain_data
 
@@ -46,7 +46,7 @@ def make_trainer(folder, config, kind=Trainer):
 
 @pytest.mark.parametrize(("config", "words"), REFUSED, ids=json.dumps)
 def test_before_there_is_an_engine(tmp_path, config, words):
-    with pytest.raises(WrongConfig) as found:
+    with pytest.raises(InvalidConfig) as found:
         make_trainer(tmp_path, config)
     assert words in str(found.value)
     assert "pydantic" not in str(found.value)
@@ -56,7 +56,7 @@ def test_before_there_is_an_engine(tmp_path, config, words):
 @pytest.mark.parametrize(("config", "words"), NO_ENGINE, ids=json.dumps)
 def test_engine(tmp_path, config, words):
     trainer = make_trainer(tmp_path, config)
-    with pytest.raises(WrongConfig, match="deepspeed: DeepSpeed makes no engine of") as found:
+    with pytest.raises(InvalidConfig, match="deepspeed: DeepSpeed makes no engine of") as found:
         trainer.train()
     assert words in str(found.value)
     assert str(config) in str(found.value).replace(", 'zero_optimization': {'stage': 2}", "")

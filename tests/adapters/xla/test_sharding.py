@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from hftrainer import TrainingArguments
-from hftrainer.errors import UnsupportedArgument, WrongConfig
+from hftrainer.errors import InvalidConfig, UnsupportedArgument
 from tests.adapters.xla.support import TOLERANCE, assert_close, numbers, run_script, trainer, weights
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 6}
@@ -129,7 +129,7 @@ def test_wrapped_bfloat16(tmp_path):
 )
 def test_wrong_settings(tmp_path, of_xla, message):
     run = wrapped(tmp_path, of_xla=of_xla)
-    with pytest.raises(WrongConfig, match=message):
+    with pytest.raises(InvalidConfig, match=message):
         run.train()
 
 

@@ -37,7 +37,7 @@ def write(folder, names, tag="global_step4", latest="latest"):
 def test_without_a_manifest(tmp_path, names, damage):
     found = CheckpointFolder(write(tmp_path / "run", names)).inspect()
     assert found.fault is None if damage is None else found.fault.endswith(damage)
-    assert found.why_not_whole == found.why_unusable == found.fault
+    assert found.why_not_whole == found.unusable_reason == found.fault
 
 
 def test_truncated(tmp_path):
@@ -59,9 +59,9 @@ def test_a_part_is_removed(tmp_path):
     write_manifest(folder)
     part = folder / "global_step4" / ZERO_3[0]
     part.write_bytes(part.read_bytes()[::-1])
-    assert f"{ZERO_3[0]} have changed" in str(CheckpointFolder(folder).inspect(only_weights=True).why_unusable)
+    assert f"{ZERO_3[0]} have changed" in str(CheckpointFolder(folder).inspect(only_weights=True).unusable_reason)
     part.unlink()
-    assert f"{ZERO_3[0]} is missing" in str(CheckpointFolder(folder).inspect().why_unusable)
+    assert f"{ZERO_3[0]} is missing" in str(CheckpointFolder(folder).inspect().unusable_reason)
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
         CheckpointFolder(folder).accept()
 

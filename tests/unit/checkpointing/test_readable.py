@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hftrainer.compat.reading import read_torch, read_weights
+from hftrainer.compat.reading import load_torch_file, read_weights
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.checkpoints import KeepsState, Mischief, copy_without_manifest, finished, make_trainer
 from tests.support.tiny import Note
@@ -78,7 +78,7 @@ def test_damaged_files(tmp_path, name):
     for damaged in (b"", whole[: len(whole) // 2], b"something else entirely"):
         path.write_bytes(damaged)
         with pytest.raises(DamagedCheckpoint, match=rf"{name} is damaged"):
-            read_torch(str(path)) if name.endswith("pt") else read_weights(str(path))
+            load_torch_file(str(path)) if name.endswith("pt") else read_weights(str(path))
 
 
 def test_a_missing_shard_is_named(tmp_path):

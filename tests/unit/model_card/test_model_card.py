@@ -254,7 +254,7 @@ def test_own_optimizer_and_schedule(tmp_path):
 def test_several_processes(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, gradient_accumulation_steps=3)
     monkeypatch.setattr(TrainingArguments, "world_size", 4)
-    monkeypatch.setattr(type(trainer.accelerator.processes), "data_processes", 2)  # two of them share a model
+    monkeypatch.setattr(type(trainer.accelerator.processes), "data_world_size", 2)  # two of them share a model
     expected = {"num_devices": 4, "total_train_batch_size": 4 * 2 * 3, "total_eval_batch_size": 8 * 2}
     for card, name in (("", "multi-CPU"), ("FSDP", "multi-CPU (FSDP)")):
         monkeypatch.setattr(trainer._hftrainer.strategy, "card", card)

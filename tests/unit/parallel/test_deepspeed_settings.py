@@ -11,7 +11,7 @@ import torch
 from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
 from hftrainer import HfArgumentParser, TrainingArguments
-from hftrainer.errors import InvalidArgument, WrongConfig
+from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.fsdp_settings import read_fsdp
 from hftrainer_deepspeed.settings import DeepSpeedConfig, configure, read_deepspeed
 
@@ -223,7 +223,7 @@ def test_files_of_accelerate_are_named(tmp_path):
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\ndeepspeed_config: {}\n")
     with pytest.raises(InvalidArgument, match=f"deepspeed: {path} is a file of accelerate's.*accelerate launch"):
         arguments(str(path))
-    with pytest.raises(WrongConfig, match=f"fsdp_config: {path} is a file of accelerate's"):
+    with pytest.raises(InvalidConfig, match=f"fsdp_config: {path} is a file of accelerate's"):
         read_fsdp("full_shard", str(path))
 
 
@@ -265,7 +265,7 @@ LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true"}
 def test_numbers_of_the_launcher(name):
     for text in ("auto", "None"):
         assert read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": text}) == ZERO_2
-    with pytest.raises(WrongConfig, match=f"ACCELERATE_{name}='two': it must be a number, or 'auto'"):
+    with pytest.raises(InvalidConfig, match=f"ACCELERATE_{name}='two': it must be a number, or 'auto'"):
         read_deepspeed(None, {**LAUNCHED, f"ACCELERATE_{name}": "two"})
 
 
@@ -277,7 +277,7 @@ def test_settings_beside_a_file(tmp_path):
     fields = "deepspeed_config_file,zero3_init_flag"
     assert read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields}) == ZERO_2
     fields += ",mixed_precision,gradient_clipping"
-    with pytest.raises(WrongConfig, match="accelerate's file sets gradient_clipping and mixed_precision beside"):
+    with pytest.raises(InvalidConfig, match="accelerate's file sets gradient_clipping and mixed_precision beside"):
         read_deepspeed(None, {**launched, "ACCELERATE_CONFIG_DS_FIELDS": fields})
 
 
@@ -295,7 +295,7 @@ def test_sizes_follow_the_model():
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     config = DeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}})
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(WrongConfig, match=r"hidden_size.*reduce_bucket_size|no attribute 'config'"):
+    with pytest.raises(InvalidConfig, match=r"hidden_size.*reduce_bucket_size|no attribute 'config'"):
         config.with_run_values(TrainingArguments(), model, 10)
     model.config = type("Config", (), {"hidden_sizes": [8, 10]})()
     completed = config.with_run_values(TrainingArguments(), model, 10)
@@ -310,7 +310,7 @@ def test_schedule_follows_the_run():
         completed = config.with_run_values(TrainingArguments(), model, steps).config["scheduler"]["params"]
         assert completed == {"warmup_num_steps": 1, "total_num_steps": steps}  # DeepSpeed takes no warm-up of 0 steps
     config.config["scheduler"]["params"]["total_num_steps"] = 10
-    with pytest.raises(WrongConfig, match="total_num_steps=10 contradicts num_training_steps"):
+    with pytest.raises(InvalidConfig, match="total_num_steps=10 contradicts num_training_steps"):
         config.with_run_values(TrainingArguments(), model, 20)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import check_supported
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.fsdp_settings import FsdpPlugin, FsdpSettings, XlaSettings, read_fsdp
 from tests.support.checks import assert_refused, make
 
@@ -117,7 +117,7 @@ def test_the_launcher():
     ],
 )
 def test_wrong_values(fsdp, fsdp_config, message):
-    with pytest.raises(WrongConfig, match=message):
+    with pytest.raises(InvalidConfig, match=message):
         read_fsdp(fsdp, fsdp_config, {})
 
 
@@ -128,7 +128,7 @@ def test_files(tmp_path):
     assert (settings.version, settings.min_num_params, settings.backward_prefetch) == (1, 2000, "BACKWARD_PRE")
     for text, message in (("{1", "is not valid JSON"), ("[1]", "holds a list")):
         path.write_text(text)
-        with pytest.raises(WrongConfig, match=message):
+        with pytest.raises(InvalidConfig, match=message):
             read_fsdp(True, str(path), {})
 
 
@@ -147,5 +147,5 @@ def test_state_dict_type_may_change():
     assert plugin.whole
     assert "FULL_STATE_DICT" in str(plugin.state_dict_type)
     assert (plugin.fsdp_version, plugin.cpu_offload, plugin.reshard_after_forward) == (2, False, True)
-    with pytest.raises(WrongConfig, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):
+    with pytest.raises(InvalidConfig, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):
         plugin.set_state_dict_type("LOCAL_STATE_DICT")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hftrainer import TrainingArguments
-from hftrainer.errors import WrongConfig
+from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.plan import Layout, check_model_layout, read_layout
 from tests.support.tiny import make_plain
 
@@ -23,9 +23,9 @@ def test_models_that_do_not_fit():
     )
     assert "set parallelism_config to tp_size=2" in str(check_model_layout(Layout(), loaded(tp_size=2)))
     assert check_model_layout(Layout(tp_size=2), loaded(tp_size=2)) is None
-    with pytest.raises(WrongConfig, match="sets dp_shard_size=2, but the model was loaded with tp_size=2"):
+    with pytest.raises(InvalidConfig, match="sets dp_shard_size=2, but the model was loaded with tp_size=2"):
         read_layout({"dp_shard_size": 2}, loaded(tp_size=2))
-    with pytest.raises(WrongConfig, match="pipeline parallelism is not supported yet"):
+    with pytest.raises(InvalidConfig, match="pipeline parallelism is not supported yet"):
         read_layout(None, loaded(pp_size=2))
 
 
@@ -40,5 +40,5 @@ def test_accelerates_own_config_and_the_launchers_environment():
     assert read_layout({}, environment=environment) == Layout()
     args = TrainingArguments("unused", parallelism_config=ParallelismConfig(dp_shard_size=2))
     assert json.loads(args.to_json_string())["parallelism_config"]["dp_shard_size"] == 2
-    with pytest.raises(WrongConfig, match="give a dict of sizes"):
+    with pytest.raises(InvalidConfig, match="give a dict of sizes"):
         read_layout(3)

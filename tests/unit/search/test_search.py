@@ -10,14 +10,14 @@ import pytest
 
 from hftrainer import TrainerCallback
 from hftrainer.errors import InvalidArgument, MissingPackage, UnknownArgument, UnsupportedArgument
-from hftrainer.parallel.environment import is_gone, this_process
+from hftrainer.parallel.environment import has_ended, process_identifier
 from hftrainer.search.studies import FAILED, INTERRUPTED, OWNER, RETRY_OF, TrialCount
 from hftrainer.trainer_utils import default_compute_objective
 from hftrainer_ray.search import RaySearch
 from tests.support.searches import SearchBackend, make_trainer, nothing
 from tests.support.tiny import Plain, make_plain
 
-HOST = this_process().split(" ")[0]
+HOST = process_identifier().split(" ")[0]
 #: A process of this machine that has ended.
 GONE = f"{HOST} {2**22 + 1} 1"
 
@@ -200,11 +200,11 @@ def begin(study, owner=GONE):
 
 
 def test_another_process_is_gone_or_not():
-    host, process, began = this_process().split(" ")
-    assert not is_gone(this_process())
-    assert is_gone(f"{host} {process} {int(began) - 1}")  # the id has been used again
-    assert is_gone(GONE)
-    assert not is_gone(GONE.replace(host, "elsewhere"))
+    host, process, began = process_identifier().split(" ")
+    assert not has_ended(process_identifier())
+    assert has_ended(f"{host} {process} {int(began) - 1}")  # the id has been used again
+    assert has_ended(GONE)
+    assert not has_ended(GONE.replace(host, "elsewhere"))
 
 
 def test_count(study):
@@ -212,12 +212,12 @@ def test_count(study):
     assert count.remaining() == 3
     study.enqueue_trial({"x": 1})  # waits: nobody has begun it
     assert count.remaining() == 3
-    for owner in (this_process(), GONE, "elsewhere 1 1"):
+    for owner in (process_identifier(), GONE, "elsewhere 1 1"):
         begin(study, owner)
     assert count.remaining() == 1
     assert states(study) == ["RUNNING", "FAIL", "RUNNING"]
     assert "has ended" in study.trials[1].user_attrs[INTERRUPTED]
-    fourth = begin(study, this_process())
+    fourth = begin(study, process_identifier())
     assert not count.is_surplus(fourth.number)
     assert count.remaining() == 0
     assert count.is_surplus(study.ask().number)

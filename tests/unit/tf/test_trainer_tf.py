@@ -73,7 +73,12 @@ def by_hand(args, data, accumulation=1):
 
 @pytest.mark.parametrize(
     ("settings", "accumulation"),
-    [({}, 1), ({"weight_decay": 0.3, "adam_epsilon": 1e-3}, 1), ({"max_grad_norm": 1e-3}, 2)],
+    [
+        ({}, 1),
+        ({"weight_decay": 0.3, "adam_epsilon": 1e-3}, 1),
+        ({"max_grad_norm": 1e-3}, 2),
+        ({"max_grad_norm": 1e-2, "lightning_config": {"behaviour": "5.2"}}, 2),  # where a Trainer divides gradients too
+    ],
 )
 def test_formulas(make, settings, accumulation):
     data = rows(24)

@@ -9,7 +9,7 @@ from hftrainer.arguments.choices import HubStrategy, SaveStrategy
 from hftrainer.training.component import Component
 
 
-class Publisher(Component):
+class HubUploader(Component):
     """Opens the repository of a Trainer, and pushes its model and checkpoints."""
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
@@ -83,4 +83,4 @@ class Publisher(Component):
     def finish(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
         if self.components.uploads is not None:
-            self.components.uploads.finish(is_urgent=lambda: self.run.interruption.received is not None)
+            self.components.uploads.finish(is_urgent=lambda: self.run.signal_listener.received is not None)

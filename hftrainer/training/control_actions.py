@@ -14,16 +14,16 @@ from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
 from hftrainer.errors import InvalidArgument
-from hftrainer.optimization import follows_metric
+from hftrainer.optimization import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import mean_loss, metric_named
 from hftrainer.training.component import Component
 
 
-class LogSaveEvaluate(Component):
+class ControlActions(Component):
     """Logs, evaluates and saves as the control flags request."""
 
-    def do_what_is_due(
+    def run_requested(
         self,
         tr_loss: torch.Tensor,
         grad_norm: Any,
@@ -76,7 +76,7 @@ class LogSaveEvaluate(Component):
         of_all = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
         summed, further = run.logged_metrics.pop(of_all, steps)
         tr_loss -= tr_loss  # not `zero_()`: as in transformers, NaN stays NaN
-        self.components.strategy.end_batch()
+        self.components.strategy.run_recorded_operations()
         logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
@@ -109,12 +109,12 @@ class LogSaveEvaluate(Component):
             ) from error
         if loop is not None:
             loop.owes_evaluation = False
-        if trainer.args.metric_for_best_model is not None or follows_metric(trainer.lr_scheduler):
+        if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ by rank, if they are computed at random or of a part of the data.
             own = metrics
             metrics = trainer.accelerator.processes.from_main(lambda: own)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
-        if follows_metric(trainer.lr_scheduler) and steps_schedule:
+        if needs_metric(trainer.lr_scheduler) and steps_schedule:
             trainer.lr_scheduler.step(metric_named(metrics, trainer.args.metric_for_best_model or "loss"))
         return metrics
 
