@@ -116,10 +116,7 @@ def _check(name: str) -> None:
         by = "" if INTEGRATIONS[name].has_lightning_logger else ", which uses transformers' own callback,"
         raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
-        raise InvalidArgument(
-            f"report_to='kubeflow' needs {KUBEFLOW}, which only Kubeflow's training jobs set. Remove 'kubeflow' "
-            "from report_to."
-        )
+        raise InvalidArgument(f"report_to='kubeflow' needs {KUBEFLOW}, which Kubeflow's training jobs set.")
     if not _is_written_to(name):
         raise MissingPackage(
             f"report_to={name!r} uses transformers' own callback, which the installed release does not "

@@ -130,11 +130,7 @@ class TrainingSummary:
             eval_results=contents.final_results(trainer.state.log_history, best),
             eval_lines=contents.evaluation_rows(trainer.state.log_history),
             hyperparameters=contents.hyperparameters(trainer._hftrainer),
-            library_name="peft"
-            if peers.is_peft(model)
-            else "transformers"
-            if peers.is_transformers_model(model)
-            else None,
+            library_name=peers.library_of(model),
             model_class=type(peers.unwrap_peft(model)).__name__.removeprefix("FSDP"),
             samples=_count_samples(trainer),
         )

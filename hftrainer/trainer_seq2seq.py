@@ -67,13 +67,11 @@ class Seq2SeqTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does.
 
-        Other arguments go to `model.generate`. (v4.15 took the first two by position.).
+        Other arguments go to `model.generate`; v4.15 took the first two by position.
         """
         # An incomplete last batch counts as a full one.
         self.gather_function = make_full_gather(self.accelerator, self.args)
-        self._gen_kwargs = _complete_gen_kwargs(
-            {"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args
-        )
+        self._gen_kwargs = _complete_gen_kwargs(self.args, max_length=max_length, num_beams=num_beams, **gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def predict(
@@ -87,9 +85,7 @@ class Seq2SeqTrainer(Trainer):
     ) -> PredictionOutput:
         """Predict as `Trainer.predict` does; other arguments go to `model.generate`."""
         self.gather_function = make_full_gather(self.accelerator, self.args)
-        self._gen_kwargs = _complete_gen_kwargs(
-            {"max_length": max_length, "num_beams": num_beams, **gen_kwargs}, self.args
-        )
+        self._gen_kwargs = _complete_gen_kwargs(self.args, max_length=max_length, num_beams=num_beams, **gen_kwargs)
         return super().predict(test_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
 
     def prediction_step(
@@ -136,7 +132,7 @@ class Seq2SeqTrainer(Trainer):
 _OPTIONAL = ("num_beams", "max_length")
 
 
-def _complete_gen_kwargs(gen_kwargs: dict[str, Any], args: Any) -> dict[str, Any]:
+def _complete_gen_kwargs(args: Any, **gen_kwargs: Any) -> dict[str, Any]:
     """The keywords of `generate`, completed from the training arguments."""
     completed = dict(gen_kwargs)
     unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None

@@ -24,7 +24,7 @@ from hftrainer.checkpointing.folder import get_last_checkpoint as get_last_check
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR
 from hftrainer.compat.overrides import (
     has_length as has_length,
-    is_time_or_memory_metric,
+    is_measurement,
     number_of_arguments as number_of_arguments,
 )
 from hftrainer.data.randomness import (
@@ -112,9 +112,7 @@ class BestRun(NamedTuple):
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
     """The sum of an evaluation's metrics without loss, epoch, times and memory; the loss if none remain."""
     others = [
-        value
-        for name, value in metrics.items()
-        if name not in ("eval_loss", "epoch") and not is_time_or_memory_metric(name)
+        value for name, value in metrics.items() if name not in ("eval_loss", "epoch") and not is_measurement(name)
     ]
     return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # callers reject None
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing.weights import has_states, read_tag, write_tag
-from hftrainer.compat.reading import weights_only_loading
+from hftrainer.compat.reading import weights_only
 from hftrainer.errors import DamagedCheckpoint, InvalidConfig, UnsafeCheckpoint
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.processes import Processes
@@ -194,7 +194,7 @@ class DeepSpeedRun:
                 "'checkpoint': {'load_universal': true} in the configuration."
             )
         try:
-            with weights_only_loading(folder, _classes()):
+            with weights_only(folder, _classes()):
                 loaded, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
         except (OSError, MemoryError, UnsafeCheckpoint, DamagedCheckpoint):
             raise

@@ -27,7 +27,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "dict[str, Any] | None": ((Mapping, type(None)), "a dict"),
 }
 #: True only in a script that set up accelerate's state itself, so it is not serialized.
-CONSTRUCTION_ONLY_KEY = "use_configured_state"
+CONSTRUCTION_KEY = "use_configured_state"
 
 
 @dataclass
@@ -74,9 +74,7 @@ class AcceleratorConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A copy of the keys and values; `use_configured_state` only if it is set, since it is used once."""
-        return {
-            name: copy.deepcopy(value) for name, value in vars(self).items() if name != CONSTRUCTION_ONLY_KEY or value
-        }
+        return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != CONSTRUCTION_KEY or value}
 
     def pop(self, key: str, default: Any = None) -> Any:
         """Reset an attribute to its default; returns its value, or `default` if it was popped before."""

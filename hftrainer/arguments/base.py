@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.accelerator_config import CONSTRUCTION_ONLY_KEY
+from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
 from hftrainer.arguments.choices import LOG_LEVELS, ParallelMode
 from hftrainer.arguments.field import OURS
 from hftrainer.arguments.old_fields import ARGUMENTS, OldArguments
@@ -233,7 +233,7 @@ def _to_plain_value(name: str, value: Any) -> Any:
         return value
     if name == "lightning_config":
         return {key: item if isinstance(item, _JSON_TYPES) else str(item) for key, item in value.items()}
-    return {key: _to_plain_value(key, item) for key, item in value.items() if key != CONSTRUCTION_ONLY_KEY}
+    return {key: _to_plain_value(key, item) for key, item in value.items() if key != CONSTRUCTION_KEY}
 
 
 _JSON_TYPES = (bool, int, float, str, list, dict, type(None))

@@ -125,9 +125,8 @@ def arg(
     if argument.choices is not None and not isinstance(argument.choices, type):
         metadata["choices"] = list(argument.choices)
     if bare is not None:
-        metadata |= (
-            {"nargs": "*", "const": bare, "action": _StoreListOrConst} if several else {"nargs": "?", "const": bare}
-        )
+        metadata |= {"nargs": "*", "action": _StoreListOrConst} if several else {"nargs": "?"}
+        metadata["const"] = bare
     made: Any = {"default_factory": list} if default is list else {"default": default}
     field: Any = dataclasses.field(**made, metadata=metadata)
     _arguments[field] = argument

@@ -10,10 +10,7 @@ from hftrainer.arguments.field import Rename, arg, arguments_of, as_words, item_
 from hftrainer.arguments.fields import CurrentArguments
 from hftrainer.errors import InvalidArgument
 
-_JIT = (
-    True,
-    "torch discontinued TorchScript, so evaluation does not trace the model; use torch_compile=True to compile it",
-)
+_JIT = (True, "torch discontinued TorchScript, so evaluation does not trace the model; use torch_compile=True")
 _IPEX = (
     True,
     "Intel moved its extension into torch, so the model uses torch's kernels; remove the argument",

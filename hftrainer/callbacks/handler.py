@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import reprlib
 import types
@@ -186,7 +187,7 @@ def make_callback(callback: Any) -> Any:
         return callback
     try:
         # Skip `object`, whose signature takes a millisecond to inspect.
-        if any(name in vars(kind) for kind in callback.__mro__[:-1] for name in ("__init__", "__new__")):
+        if not {"__init__", "__new__"}.isdisjoint(itertools.chain(*map(vars, callback.__mro__[:-1]))):
             inspect.signature(callback).bind()
     except TypeError as error:
         name = callback.__name__

@@ -8,12 +8,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from hftrainer.arguments.accelerator_config import CONSTRUCTION_ONLY_KEY
+from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
 from hftrainer.errors import DamagedCheckpoint
 
 #: Attributes that are not arguments: objects of accelerate, a copy of DeepSpeed's configuration, and
 #: `use_configured_state`, which only affects how arguments are created.
-_OTHERS = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_ONLY_KEY)
+_OTHERS = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
 
 
 class _StandIn(dict[Any, Any]):

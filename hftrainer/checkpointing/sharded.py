@@ -33,7 +33,7 @@ from hftrainer.compat.reading import (
     load_torch_file,
     read_pickle,
     read_weights,
-    weights_only_loading,
+    weights_only,
 )
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.fsdp_sharding import reshard
@@ -216,7 +216,7 @@ def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
     path = os.path.join(folder, PARTS[kind])
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
-    with weights_only_loading(path), _plain_errors(fitting(path)):
+    with weights_only(path), _plain_errors(fitting(path)):
         load({kind: state}, storage_reader=_PartsReader(path), planner=planner)
     return state
 

@@ -84,9 +84,7 @@ class Difference:
             subjects = [subject for subject, parting in self.partings.items() if parting.step == step]
             return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
         if self.steps[0] != self.steps[1]:
-            return (
-                f"The runs are equal for the steps that both have: A has {self.steps[0]} steps, B has {self.steps[1]}."
-            )
+            return f"The runs are equal for the steps that both have: A has {self.steps[0]}, B has {self.steps[1]}."
         return "The runs are equal." if self.equal else "All common values are equal, but other parts differ (A | B)."
 
 

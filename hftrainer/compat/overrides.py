@@ -300,7 +300,7 @@ def ignores_other_keywords(function: Callable[..., Any]) -> bool:
     )
 
 
-def is_time_or_memory_metric(name: str) -> bool:
+def is_measurement(name: str) -> bool:
     """Whether a metric is a measurement of time or memory."""
     return (
         name.endswith(("_runtime", "_per_second", "_model_preparation_time"))

@@ -38,6 +38,11 @@ def is_peft(model: Any) -> bool:
     return is_instance(model, "peft", "PeftModel", "PeftMixedModel")
 
 
+def library_of(model: Any) -> str | None:
+    """The library whose `from_pretrained` loads a model, as model cards name it; None for other modules."""
+    return "peft" if is_peft(model) else "transformers" if is_transformers_model(model) else None
+
+
 def is_torchmetric(value: Any) -> bool:
     """Whether `value` is a torchmetrics metric, or a collection of them."""
     return is_instance(value, "torchmetrics.metric", "Metric") or is_instance(

@@ -55,7 +55,7 @@ def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | Non
 
 
 @contextlib.contextmanager
-def weights_only_loading(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
+def weights_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
     """Force `weights_only=True` for a library that calls `torch.load`.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import ParallelMode, spelled
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import is_time_or_memory_metric
+from hftrainer.compat.overrides import is_measurement
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -116,7 +116,7 @@ def _metrics(line: Line) -> dict[str, Any]:
     return {
         name: value
         for name, value in values.items()
-        if name not in _NOT_METRICS and not is_time_or_memory_metric(name) and isinstance(value, (int, float, str))
+        if name not in _NOT_METRICS and not is_measurement(name) and isinstance(value, (int, float, str))
     }
 
 

@@ -26,9 +26,7 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
         return dict(given or {})
     path = Path(os.fspath(given))
     if not path.is_file():
-        raise InvalidConfig(
-            f"{argument}={str(given)!r}: the file does not exist. Give a dict, or the path of a JSON or YAML file."
-        )
+        raise InvalidConfig(f"{argument}={str(given)!r}: the file does not exist; give a JSON or YAML file, or a dict.")
     values = read_mapping(path, "JSON" if path.suffix == ".json" else "YAML", f"{argument}: ", InvalidConfig)
     if values.keys() >= _OF_ACCELERATE:
         raise InvalidConfig(

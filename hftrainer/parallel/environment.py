@@ -292,10 +292,7 @@ def check_launcher_config(config: Mapping[str, Any]) -> Iterator[str]:
     """An error message for each invalid choice of devices, nodes or launcher."""
     devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(LAUNCHER_VARIABLE)
     if isinstance(devices, (list, tuple)):
-        yield (
-            f"lightning_config['devices']={devices!r}: a list is not supported. Give the number of devices, and select "
-            "them with CUDA_VISIBLE_DEVICES."
-        )
+        yield f"lightning_config['devices']={devices!r}: give a number, and select devices with CUDA_VISIBLE_DEVICES."
     elif devices not in (None, "auto", -1, "-1") and _as_count(devices) is None:
         yield f"lightning_config['devices']={devices!r}: it must be a positive integer, -1 or 'auto'."
     if nodes is not None and _as_count(nodes) is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import as_json
-from hftrainer.compat.overrides import is_time_or_memory_metric
+from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import MetricNotFound
 
 
@@ -45,7 +45,7 @@ def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combin
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
     """Names of an evaluation's results that can compare models: all but run time, speed, memory and epoch."""
-    return sorted(name for name in metrics if not name.endswith("epoch") and not is_time_or_memory_metric(name))
+    return sorted(name for name in metrics if not name.endswith("epoch") and not is_measurement(name))
 
 
 def write_atomically(path: str, write: Callable[[str], Any]) -> None:

@@ -17,7 +17,7 @@ from hftrainer.callbacks.progress import is_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import checkpoints_newest_first
-from hftrainer.compat.overrides import is_time_or_memory_metric
+from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import InvalidArgument, MissingPackage
 
 logger = logging.getLogger(__name__)
@@ -81,9 +81,7 @@ def logged(state: TrainerState) -> Iterator[tuple[float, str, Any]]:
         if _is_number(line.get("step")):  # lines that a script has added may have none
             step = line["step"]
         if not ("train_runtime" in line and "train_loss" in line):
-            yield from (
-                (step, name, line[name]) for name in line if name != "step" and not is_time_or_memory_metric(name)
-            )
+            yield from ((step, name, line[name]) for name in line if name != "step" and not is_measurement(name))
 
 
 def _is_number(value: Any) -> bool:

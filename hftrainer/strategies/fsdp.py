@@ -78,11 +78,9 @@ class FsdpStrategy(Strategy):
 
     def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters for the block, unless the model's methods gather them."""
-        return (
-            super().summon_full_parameters()
-            if self._prepared is None
-            else sharding.summon_full_parameters(self._prepared)
-        )
+        if self._prepared is None:
+            return super().summon_full_parameters()
+        return sharding.summon_full_parameters(self._prepared)
 
     @property
     def needs_all_ranks_in_forward(self) -> bool:  # type: ignore[override]

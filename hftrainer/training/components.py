@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from hftrainer.trainer import Trainer
 
 #: Attributes that a copy in another process must create again.
-_PROCESS_LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
+_LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
 #: The same, for attributes of the Trainer.
-_PROCESS_LOCAL_TRAINER_ATTRIBUTES = (
+_LOCAL_TRAINER_ATTRIBUTES = (
     "accelerator",
     "gather_function",
     "_memory_tracker",
@@ -105,11 +105,11 @@ class Components:
         self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), **dict.fromkeys(_PROCESS_LOCAL_ATTRIBUTES)}
+        return {**vars(self), **dict.fromkeys(_LOCAL_ATTRIBUTES)}
 
     def trainer_state_for_copy(self) -> dict[str, Any]:
         """The Trainer's attributes for `copy.deepcopy` and pickling; `rebuild` creates the others."""
-        return {**vars(self.trainer), **dict.fromkeys(_PROCESS_LOCAL_TRAINER_ATTRIBUTES), "_eval_dataloaders": {}}
+        return {**vars(self.trainer), **dict.fromkeys(_LOCAL_TRAINER_ATTRIBUTES), "_eval_dataloaders": {}}
 
     def rebuild(self) -> None:
         """Create engine, accelerator and uploads for a copied Trainer."""

@@ -77,7 +77,7 @@ class TrainingLoop:
         self.loss_sum = LossSum(trainer, self.run)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self._is_in_optimizer_step = False  # inside an optimizer step, which may have changed the weights
+        self._is_stepping = False  # inside an optimizer step, which may have changed the weights
         self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
@@ -297,7 +297,7 @@ class TrainingLoop:
 
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients, and call `on_pre_optimizer_step`."""
-        self._is_in_optimizer_step = True
+        self._is_stepping = True
         clips = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0  # None until v4.57
         clipped = self.trainer._clip_grad_norm(model) if clips else None
         measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
@@ -331,7 +331,7 @@ class TrainingLoop:
         self.components.strategy.run_recorded_operations()
         state.global_step += 1
         state.epoch = self._epoch_after_step()
-        self._is_in_optimizer_step = self._has_uncounted_step = False
+        self._is_stepping = self._has_uncounted_step = False
         self.between_steps = True
         self.components.announce("on_step_end", **self.step_details.pop())
         self.control_sync.end_step()
@@ -367,12 +367,7 @@ class TrainingLoop:
         if self.control_sync.several and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
         restarts = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        if (
-            isinstance(error, CheckpointNotWritten)
-            or restarts
-            or self.control_sync.several
-            or self._is_in_optimizer_step
-        ):
+        if isinstance(error, CheckpointNotWritten) or restarts or self.control_sync.several or self._is_stepping:
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
         if not has_new_step or self.trial is not None or not self.saver.should_save_on_interrupt():

@@ -302,8 +302,7 @@ class TrainerSetup(Component):
             raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
-                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set "
-                "eval_strategy='no'."
+                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
             )
         self._check_optimizer()
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)

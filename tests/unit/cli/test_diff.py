@@ -84,7 +84,7 @@ def test_json_of_two_checkpoints(run, tmp_path, capsys):
 def test_a_run_that_is_shorter(run):
     found = compare(run("a"), run("a") + "/checkpoint-6")
     assert found.steps == (12, 6) and not found.partings and not found.equal
-    assert "A has 12 steps, B has 6" in str(found)
+    assert "A has 12, B has 6" in str(found)
 
 
 def test_what_one_run_does_not_record(run, tmp_path):

@@ -192,7 +192,7 @@ WRONG = {
     "devices by name": (
         "",
         {"devices": [0, 2]},
-        "Give the number of devices, and select them with CUDA_VISIBLE_DEVICES",
+        "give a number, and select devices with CUDA_VISIBLE_DEVICES",
     ),
     "no nodes": ("", {"num_nodes": 0}, r"\['num_nodes'\]=0: it must be a positive integer"),
     "launcher": (
