@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,15 @@ POSITION_SETTINGS = {
     "data_seed": _ORDER,
     "train_sampling_strategy": _ORDER,
     "accelerator_config": f"{_ORDER}, and so may the position in it",
+    "elastic": "the last step of an epoch has other samples",
     "dataloader_num_workers": "random numbers in the data change",
     "dataloader_persistent_workers": "random numbers in the data change",
     "max_steps": "the learning-rate schedule continues with its new length",
 }
 #: Settings whose product is the number of samples per step, which may stay the same if they change together.
 _OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+#: Those of the micro-batches that all processes read at a time.
+_OF_ROUND = ("per_device_train_batch_size", "world_size")
 #: Changes that leave the position in the data valid.
 _HARMLESS = frozenset({"max_steps"})
 #: Changes that leave the samples and their order unchanged.
@@ -94,6 +98,11 @@ class RunProgress:
             return self.epoch + 1, 0
         return self.epoch, self.position
 
+    @property
+    def global_batch(self) -> int:
+        """Samples of an optimizer step, over all processes."""
+        return samples_of(self.settings)
+
     def adapt(self, now: dict[str, Any], *, skips_data: bool) -> None:
         """Log the effect of changed arguments, and forget the position in the data if they make it invalid.
 
@@ -102,12 +111,14 @@ class RunProgress:
             skips_data: whether a resumed epoch skips the batches already used, rather than starting again.
         """
         changed = [name for name, value in now.items() if name in self.settings and self.settings[name] != value]
-        samples, before = (math.prod(settings.get(name, 1) for name in _OF_STEP) for settings in (now, self.settings))
-        if samples == before and (shared := [name for name in changed if name in _OF_STEP]):
+        if samples_of(now) == self.global_batch and (shared := [name for name in changed if name in _OF_STEP]):
             listed = ", ".join(f"{name}={now[name]}, was {self.settings[name]}" for name in shared)
-            logger.warning("Resuming with %s: a step has the same %d samples, split differently.", listed, samples)
+            level = logging.INFO if now["elastic"] else logging.WARNING
+            logger.log(
+                level, "Resuming with %s: a step has the same %d samples, split differently.", listed, samples_of(now)
+            )
             changed = [name for name in changed if name not in _OF_STEP]
-            self.data = None
+            self._count_position_in(now)
         for name in changed:
             effect = POSITION_SETTINGS[name]
             logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], effect)
@@ -115,6 +126,21 @@ class RunProgress:
             logger.warning("Samples may be repeated or skipped until the end of this epoch: %s.", ", ".join(moved))
         if not skips_data or set(changed) - _HARMLESS:
             self.data = None
+
+    def _count_position_in(self, now: dict[str, Any]) -> None:
+        """Count the position in the micro-batches of the resumed run. What the loader has read ahead is forgotten."""
+        samples = self.position * samples_of(self.settings, _OF_ROUND)
+        self.position, left = divmod(samples, samples_of(now, _OF_ROUND))
+        if left or self.data is None:
+            self.data = None
+            return
+        kept = {name: self.data[name] for name in ("opened", "held", "exhausted")}
+        self.data = {**kept, "before": None, "stream": None, "loader": None}
+
+
+def samples_of(settings: dict[str, Any], names: Iterable[str] = _OF_STEP) -> int:
+    """The product of settings that count samples."""
+    return math.prod(settings.get(name, 1) for name in names)
 
 
 def load_progress(folder: str, process_index: int, world_size: int) -> RunProgress | None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
-from hftrainer.data import samplers
+from hftrainer.data import elastic, samplers
 from hftrainer.data.samplers import ShardedBatchSampler, ShardSpec
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.processes import Processes
@@ -80,15 +80,19 @@ def plan_loader(
     shard_spec: ShardSpec,
     processes: Processes | None,
     seed: int | None,
+    global_batch: int | None,
 ) -> LoaderPlan:
     """Plan the loader of one process; the arguments are those of `PreparedDataLoader`."""
     trains = processes is not None and shard_spec.processes > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
+    if global_batch is not None:
+        elastic.check_loader(loader, config)
+        loader = elastic.with_whole_stream(loader, global_batch) if is_stream else loader
     if trains and config.split_batches:
         samplers.check_split(samples_per_batch(loader), shard_spec.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if trains and dispatched:
-        plan = _plan_of_all(loader, config, seed)
+        plan = _plan_of_all(loader, config, seed, global_batch)
         plan.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
         plan.round_size = 1 if config.split_batches else shard_spec.processes
         plan.splits = config.split_batches
@@ -98,22 +102,27 @@ def plan_loader(
         batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
         if not config.use_seedable_sampler:
             batches, generator = _with_generator(batches)
+        batches = batches if global_batch is None else elastic.with_whole_batches(batches, global_batch, seed)
         even = samplers.EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
         plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
-        plan = _plan_of_all(loader, config, seed)
+        plan = _plan_of_all(loader, config, seed, global_batch)
     plan.processes = processes if trains else None
     return plan
 
 
-def _plan_of_all(loader: DataLoader[Any], config: AcceleratorConfig, seed: int | None) -> LoaderPlan:
+def _plan_of_all(
+    loader: DataLoader[Any], config: AcceleratorConfig, seed: int | None, global_batch: int | None
+) -> LoaderPlan:
     """The plan of a process that reads all of the data."""
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
-    return LoaderPlan(loader.dataset, _sampling(loader, _batches(loader, seed, seedable=config.use_seedable_sampler)))
+    batches = _batches(loader, seed, seedable=config.use_seedable_sampler)
+    batches = batches if global_batch is None else elastic.with_whole_batches(batches, global_batch, seed)
+    return LoaderPlan(loader.dataset, _sampling(loader, batches))
 
 
 def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:

@@ -20,7 +20,7 @@ from hftrainer.compat.tracebacks import add_note
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
-from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler
+from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler, settings_of
 from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, rebuilt
 
@@ -83,6 +83,7 @@ class PreparedDataLoader(DataLoader[Any]):
         shard_spec: which of the batches this process reads.
         processes: those of distributed training; without it the loader is for evaluation, which
             reads no sample twice, whatever the config.
+        global_batch: with `elastic`, the samples of an optimizer step; an epoch then has whole ones only.
 
     Attributes:
         position: that of the last batch yielded.
@@ -102,9 +103,10 @@ class PreparedDataLoader(DataLoader[Any]):
         config: AcceleratorConfig = DEFAULT,
         shard_spec: ShardSpec = UNSHARDED,
         processes: Processes | None = None,
+        global_batch: int | None = None,
     ) -> None:
-        plan = plan_loader(loader, config, shard_spec, processes, seed)
-        super().__init__(plan.dataset, **(_settings(loader) | plan.settings))
+        plan = plan_loader(loader, config, shard_spec, processes, seed, global_batch)
+        super().__init__(plan.dataset, **(settings_of(loader) | plan.settings))
         self.device = device
         # On MPS the values would be wrong: https://github.com/pytorch/pytorch/issues/139550
         self.non_blocking = config.non_blocking and device.type != "mps"
@@ -169,8 +171,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Set the epoch of the next iteration in samplers and dataset."""
         self.iteration = epoch
         inner: Any = self.batch_sampler
-        while isinstance(inner, samplers.BatchSamplerWrapper):
-            inner = inner.batch_sampler
+        inner = inner.innermost if isinstance(inner, samplers.BatchSamplerWrapper) else inner
         parts: tuple[Any, ...] = inner, getattr(inner, "sampler", None), self.dataset
         for part in parts:
             if callable(getattr(part, "set_epoch", None)):
@@ -193,7 +194,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """
         start, read_again, used = self._start, 0, position
         position *= self.loader_plan.round_size or 1
-        if saved is not None and self.num_workers:
+        if saved is not None and self.num_workers and "workers" in saved:
             assert self.log is not None
             with fitting(DATA_STATE):
                 skipped, start.worker_states, start.worker_seed = self.log.resume_at(position, saved)
@@ -347,16 +348,6 @@ class PreparedDataLoader(DataLoader[Any]):
 
 _NOTHING: Any = object()
 
-_SETTINGS = """
-    num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor
-    persistent_workers in_order
-""".split()
-
-
-def _settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """A loader's settings, except dataset and samplers."""
-    return {name: getattr(loader, name) for name in _SETTINGS}
-
 
 def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
     """A loader whose next iteration skips some batches, and how many the caller must still skip."""
@@ -365,7 +356,7 @@ def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
         return loader, 0
     if type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler:
         sampler = SkippingBatchSampler(loader.batch_sampler, batches)
-        return DataLoader(loader.dataset, batch_sampler=sampler, **_settings(loader)), 0
+        return DataLoader(loader.dataset, batch_sampler=sampler, **settings_of(loader)), 0
     return loader, batches
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting, load_torch_file
+from hftrainer.data.samplers import BatchSamplerWrapper
 from hftrainer.parallel import devices
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,8 @@ class RandomSources:
         owners = self._owners()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
+            if owner not in owners:  # paths had our wrappers of batch samplers, until 0.1
+                owner = re.sub(r"(\.batch_sampler)+", r"\1", owner)
             if owner not in owners:
                 logger.warning("The checkpoint has a random state for %s, which does not exist in this run.", path)
                 continue
@@ -90,6 +94,8 @@ class RandomSources:
 
 
 def _parts_of(owner: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(owner, BatchSamplerWrapper):  # how many there are depends on the number of processes
+        owner = owner.innermost
     attributes = getattr(owner, "__dict__", None)
     if attributes is None or getattr(owner, "seeds_itself", False):
         return
@@ -243,6 +249,13 @@ def init_worker(
         given(worker)
     if worker in states:
         collator.sources.restore(pickle.loads(states[worker]))
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed Python, NumPy and torch's CPU generator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:

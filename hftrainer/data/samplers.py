@@ -43,6 +43,17 @@ def has_exact_length(loader: Any) -> bool:
     return type(sampler).__module__.startswith(("torch.", "hftrainer."))
 
 
+_SETTINGS = """
+    num_workers collate_fn pin_memory timeout worker_init_fn multiprocessing_context generator prefetch_factor
+    persistent_workers in_order
+""".split()
+
+
+def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """A loader's settings, except dataset and samplers."""
+    return {name: getattr(loader, name) for name in _SETTINGS}
+
+
 class SeedableRandomSampler(RandomSampler):
     """A random sampler whose order depends only on seed and epoch, not on earlier draws.
 
@@ -79,6 +90,12 @@ class BatchSamplerWrapper(BatchSampler):
         if name == "batch_sampler":  # not set yet, while unpickling in a worker
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
+
+    @property
+    def innermost(self) -> Any:
+        """The batch sampler that is not ours."""
+        inner = self.batch_sampler
+        return inner.innermost if isinstance(inner, BatchSamplerWrapper) else inner
 
     def __len__(self) -> int:
         return len(self.batch_sampler)

@@ -113,6 +113,7 @@ class LoaderFactory(Component):
         # `sortish_sampler` is the old argument for grouping by length.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
             size = self.run.train_batch_size * args.gradient_accumulation_steps
+            size = self._global_batch() or size
             return LengthGroupedSampler(size, lengths=self._lengths(dataset))
         if args.train_sampling_strategy == "batch_rebalance":
             return self._rebalanced_batches(dataset)
@@ -201,7 +202,14 @@ class LoaderFactory(Component):
             config=config,
             shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_world_size),
             processes=processes if training else None,
+            global_batch=self._global_batch() if training else None,
         )
+
+    def _global_batch(self) -> int | None:
+        """With `elastic`, the samples of an optimizer step over all processes."""
+        args = self.trainer.args
+        steps = self.run.train_batch_size * args.gradient_accumulation_steps
+        return steps * self.trainer.accelerator.processes.data_world_size if args.elastic else None
 
     def config(self) -> AcceleratorConfig:
         """`accelerator_config` with later changes to `accelerator.dataloader_config`.

@@ -18,8 +18,10 @@ from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
+from hftrainer.checkpointing.progress import load_progress
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
+from hftrainer.data.elastic import accumulation_steps
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -95,6 +97,8 @@ class TrainingRunner(Component):
         self.run.resumed_from = folder
         if folder is not None:
             self._load_weights_and_batch_size(folder)
+            if self.trainer.args.elastic:
+                self._keep_global_batch(folder)
         return folder
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
@@ -129,6 +133,17 @@ class TrainingRunner(Component):
         if finds or not self.components.policy.resumes_with_batch_size_of_arguments:
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
+
+    def _keep_global_batch(self, folder: str) -> None:
+        """Set the accumulation steps with which a step has as many samples as before the checkpoint."""
+        processes = self.trainer.accelerator.processes
+        global_batch = processes.from_main(lambda: _global_batch(folder))
+        if global_batch is None:
+            logger.warning("elastic=True: %s does not say how many samples a step had; those of now are kept.", folder)
+            return
+        steps = accumulation_steps(global_batch, self.run.train_batch_size, processes.data_world_size)
+        self.trainer.args.gradient_accumulation_steps = steps
+        self.components.setup.apply_changes()
 
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
@@ -429,3 +444,9 @@ class InitialStateSnapshot:
 
 def _copied(leaf: Any) -> Any:
     return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+
+def _global_batch(folder: str) -> int | None:
+    """Samples of an optimizer step of the run that wrote a checkpoint; None if the checkpoint does not say."""
+    progress = load_progress(folder, 0, 1)
+    return None if progress is None else progress.global_batch

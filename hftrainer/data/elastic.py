@@ -1,0 +1,145 @@
+"""Runs that change their size: an epoch is cut into global batches in a way that no number of processes changes.
+
+A global batch is the samples of an optimizer step. If an epoch has whole global batches only, then after each step the
+samples read are the first of the epoch's order, whatever cuts them into micro-batches and gives these to ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
+from hftrainer.data.samplers import settings_of
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+
+
+def whole_batches(samples: Iterable[Any], size: int, drop_last: bool) -> Iterator[Any]:
+    """The samples in groups of `size`; the last group is completed with the first samples, or dropped."""
+    iterator, first = iter(samples), None
+    while group := list(islice(iterator, size)):
+        first = first or list(group)
+        if len(group) < size:
+            if drop_last:
+                return
+            group += islice(cycle(first), size - len(group))
+        yield from group
+
+
+class WholeBatchSampler(Sampler[int]):
+    """A sampler whose epoch has whole global batches, in an order that is the same on every rank of any run.
+
+    Args:
+        sampler: the order of the samples. It is drawn at once, with generators seeded by `seed` and the epoch.
+        size: samples in a global batch.
+        drop_last: drop an incomplete global batch, rather than completing it with the epoch's first samples.
+        seed: the seed of epoch 0.
+    """
+
+    def __init__(self, sampler: Any, size: int, drop_last: bool, seed: int) -> None:
+        self.sampler, self.size, self.drop_last, self.seed = sampler, size, drop_last, seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        before = random_states()
+        seed_cpu(self.seed + self.epoch)
+        try:
+            order = list(self.sampler)
+        finally:
+            restore_random_states(before)
+        return whole_batches(order, self.size, self.drop_last)
+
+    def __len__(self) -> int:
+        count = len(self.sampler)
+        return (count // self.size if self.drop_last else -(-count // self.size)) * self.size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+        if callable(getattr(self.sampler, "set_epoch", None)):
+            self.sampler.set_epoch(epoch)
+
+
+class WholeBatchStream(IterableDataset[Any]):
+    """The same for a stream, in its own order. A resumed run reads it from the beginning, so it has no state."""
+
+    def __init__(self, dataset: Any, size: int, drop_last: bool) -> None:
+        self.dataset, self.size, self.drop_last = dataset, size, drop_last
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "state_dict", "load_state_dict"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        return whole_batches(self.dataset, self.size, self.drop_last)
+
+    def __len__(self) -> int:
+        count = len(self.dataset)
+        return (count // self.size if self.drop_last else -(-count // self.size)) * self.size
+
+
+def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
+    """Raise UnsupportedArgument if the batches of a training loader cannot be cut again."""
+    if config.split_batches or not (config.even_batches and config.use_seedable_sampler):
+        reason = "split_batches, even_batches and use_seedable_sampler in accelerator_config must have their defaults"
+    elif isinstance(loader.dataset, IterableDataset):
+        if not loader.num_workers and loader.batch_size is not None:
+            return
+        reason = "loader workers would cut the stream in another way: set dataloader_num_workers=0, and a batch size"
+    elif type(loader.batch_sampler) is not BatchSampler:
+        reason = f"{type(loader.batch_sampler).__name__} makes the batches: use a sampler of indices, and a batch size"
+    else:
+        return
+    raise UnsupportedArgument(f"elastic=True: {reason}.")
+
+
+def with_whole_stream(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
+    """A loader of the same stream, whose epoch has whole global batches."""
+    dataset = WholeBatchStream(loader.dataset, global_batch, loader.drop_last)
+    return DataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings_of(loader))
+
+
+def with_whole_batches(batches: BatchSampler, global_batch: int, seed: int | None) -> BatchSampler:
+    """A batch sampler with the samples of `batches`, whose epoch has whole global batches."""
+    seed = torch.initial_seed() if seed is None else seed
+    sampler = WholeBatchSampler(batches.sampler, global_batch, batches.drop_last, seed)
+    return BatchSampler(sampler, batches.batch_size, drop_last=False)
+
+
+def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> int:
+    """Micro-batches per optimizer step that keep the global batch.
+
+    Args:
+        global_batch: samples of an optimizer step, over all processes.
+        batch_size: samples of a micro-batch of one process.
+        processes: the processes that read different samples.
+
+    Raises:
+        InvalidArgument: if there is no such number; the error has the possible batch sizes and numbers of processes.
+    """
+    steps, left = divmod(global_batch, batch_size * processes)
+    if steps and not left:
+        return steps
+    sizes = _divisors(global_batch // processes) if global_batch % processes == 0 else []
+    numbers = _divisors(global_batch // batch_size) if global_batch % batch_size == 0 else []
+    possible = [f"per_device_train_batch_size of {_listed(sizes)}"] if sizes else []
+    possible += [f"{_listed(numbers)} processes"] if numbers else []
+    raise InvalidArgument(
+        f"elastic=True: {processes} processes with per_device_train_batch_size={batch_size} cannot make global batches "
+        f"of {global_batch} samples, as this run began. Use {' or '.join(possible) or 'other numbers'}."
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,71 @@
+"""Runs that change their size are the undisturbed run: the same samples in each step, and the same weights."""
+
+import collections
+import json
+import os
+
+import pytest
+import torch
+
+from tests.distributed.cases_elastic import SAMPLES, train_part
+from tests.support.processes import RanksFailed
+
+#: Samples of a step; 5 steps an epoch, 15 in all.
+GLOBAL_BATCH = 8
+#: Processes, samples of a micro-batch, strategy, and the step after which all of them are killed.
+RUNS = {
+    "fewer and more": [(2, 4, "replicas", 4), (1, 8, "replicas", 7), (2, 1, "replicas", None)],
+    "sharded": [(2, 2, "fsdp", 3), (1, 4, "replicas", 9), (2, 4, "fsdp", None)],
+    "in the middle of an epoch": [(1, 2, "replicas", 5), (2, 2, "replicas", 13), (1, 1, "replicas", None)],
+}
+
+
+def samples_of_steps(folder):
+    """Step → its samples, as the last part that reached it has read them."""
+    found = collections.defaultdict(lambda: collections.defaultdict(list))
+    for name in os.listdir(folder):
+        if name.startswith("read-"):
+            for line in (folder / name).read_text().splitlines():
+                step, part, indices = json.loads(line)
+                found[step][part] += indices
+    return {step: sorted(parts[max(parts)]) for step, parts in found.items()}
+
+
+def run(processes, folder, parts):
+    """Train all parts; returns the weights and the log lines of the last."""
+    for number, (count, size, strategy, step) in enumerate(parts):
+        # Only the first part says how large a step is.
+        accumulation = 1 if number else GLOBAL_BATCH // (count * size)
+        given = folder, number, size, accumulation, strategy, step
+        if step is None:
+            return processes.run_ranks(train_part, count, *given)[0]
+        with pytest.raises(RanksFailed):
+            processes.run_ranks(train_part, count, *given)
+    raise AssertionError("the last part goes on to the end")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(processes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    weights, lines = run(processes, folder, [(1, GLOBAL_BATCH, "replicas", None)])
+    samples = samples_of_steps(folder)
+    assert [len(each) for each in samples.values()] == [GLOBAL_BATCH] * 15
+    for epoch in range(3):
+        read = [index for step in range(5 * epoch + 1, 5 * epoch + 6) for index in samples[step]]
+        assert sorted(read) == [*range(SAMPLES)]
+    return weights, lines, samples
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_that_changes_its_size_is_the_undisturbed_one(processes, tmp_path, undisturbed, name):
+    weights, lines = run(processes, tmp_path, RUNS[name])
+    expected_weights, expected_lines, samples = undisturbed
+    assert samples_of_steps(tmp_path) == samples
+    assert [line["step"] for line in lines] == [line["step"] for line in expected_lines]
+    for line, expected in zip(lines, expected_lines, strict=True):
+        # float64, but the sum of the losses of a step, and its gradients, are added up in another order.
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert line["learning_rate"] == expected["learning_rate"]
+        assert line["epoch"] == pytest.approx(expected["epoch"])
+    for key, value in expected_weights.items():
+        torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6)

@@ -1,0 +1,185 @@
+"""Runs that change their size: which samples each global batch has, whatever cuts it into micro-batches of ranks."""
+
+import os
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+
+from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.data.elastic import accumulation_steps
+from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+
+#: `make soak` makes more of them.
+RUNS = int(os.environ.get("FUZZ", "8"))
+#: Ranks in one process: each has as many batches as the others.
+ALONE = SimpleNamespace(start_max_over_ranks=lambda flags: lambda: flags)
+
+
+class Stream(IterableDataset):
+    """Its order depends on the epoch, as that of a `datasets.IterableDataset`."""
+
+    def __init__(self, count):
+        self.count, self.epoch = count, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        order = list(range(self.count))
+        random.Random(self.epoch).shuffle(order)
+        return iter(order)
+
+
+class Lazy(Sampler):
+    """A script's sampler, which draws each index from torch's global generator when it is asked."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        left = list(range(self.count))
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
+def by_length(count, size):
+    return LengthGroupedSampler(size, lengths=[index * 7 % 11 for index in range(count)])
+
+
+SAMPLERS = {
+    "random": lambda count, size: RandomSampler(range(count)),
+    "by length": by_length,
+    "of a script": lambda count, size: Lazy(count),
+    "with a generator": lambda count, size: RandomSampler(range(count), generator=torch.Generator().manual_seed(3)),
+    "in order": lambda count, size: range(count),
+}
+
+
+def make_loaders(kind, count, size, global_batch, processes, workers=0, **settings):
+    config = AcceleratorConfig()
+    loaders = []
+    for rank in range(processes):
+        torch.manual_seed(0)
+        if kind == "stream":
+            config.dispatch_batches = False
+            loader = DataLoader(Stream(count), size, collate_fn=list, **settings)
+        else:
+            sampler = SAMPLERS[kind](count, global_batch)
+            loader = DataLoader(range(count), size, sampler=sampler, collate_fn=list, num_workers=workers, **settings)
+        spec = ShardSpec(rank, processes)
+        made = PreparedDataLoader(
+            loader, torch.device("cpu"), config=config, shard_spec=spec, processes=ALONE, global_batch=global_batch
+        )
+        loaders.append(made)
+        torch.manual_seed(rank)  # ranks draw other numbers for their models
+    return loaders
+
+
+def read_steps(loaders, epoch, skipped, size, global_batch):
+    """The samples of each step of an epoch, from a step on."""
+    accumulation = accumulation_steps(global_batch, size, len(loaders))
+    of_ranks = []
+    for loader in loaders:
+        loader.set_epoch(epoch)
+        loader.skip_first(skipped * accumulation)
+        of_ranks.append([sample for batch in loader for sample in batch])
+    width = global_batch // len(loaders)
+    steps = len(of_ranks[0]) // width
+    assert all(len(each) == steps * width for each in of_ranks)
+    return [
+        Counter(sample for each in of_ranks for sample in each[step * width : (step + 1) * width])
+        for step in range(steps)
+    ]
+
+
+def sizes(global_batch):
+    """Batch sizes and numbers of processes that make such global batches."""
+    return [
+        (size, processes)
+        for processes in (1, 2, 4)
+        for size in range(1, global_batch + 1)
+        if global_batch % (size * processes) == 0
+    ]
+
+
+@pytest.mark.parametrize("kind", [*SAMPLERS, "stream"])
+def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
+    """Random runs over two epochs, which change their size after random steps."""
+    draw = random.Random(kind)
+    for _ in range(RUNS):
+        global_batch = draw.choice([4, 6, 8, 12])
+        count = draw.randrange(1, 5 * global_batch)
+        drop_last = draw.random() < 0.3 and count >= global_batch
+        make = [kind, count]
+        whole = make_loaders(*make, global_batch, global_batch, 1, drop_last=drop_last)
+        for epoch in (0, 1):
+            expected = read_steps(whole, epoch, 0, global_batch, global_batch)
+            found = []
+            while len(found) < len(expected):
+                size, processes = draw.choice(sizes(global_batch))
+                loaders = make_loaders(*make, size, global_batch, processes, drop_last=drop_last)
+                if kind != "stream":
+                    assert len(loaders[0]) * size * processes == len(expected) * global_batch
+                rest = read_steps(loaders, epoch, len(found), size, global_batch)
+                found += rest[: draw.randrange(1, len(rest) + 1)]
+            assert found == expected
+            times = sum(expected, Counter())
+            if count % global_batch == 0:
+                assert times == Counter(range(count))
+            elif drop_last:
+                assert set(times.values()) == {1} and len(times) == count - count % global_batch
+            else:
+                assert len(times) == count  # the last step has samples of the first in addition
+
+
+def test_workers_read_the_same():
+    for size, processes in ((4, 2), (2, 4), (8, 1)):
+        alone = make_loaders("random", 30, size, 8, processes)
+        with_workers = make_loaders("random", 30, size, 8, processes, workers=2)
+        assert read_steps(alone, 1, 2, size, 8) == read_steps(with_workers, 1, 2, size, 8)
+
+
+def test_the_accumulation_follows():
+    assert accumulation_steps(24, 4, 2) == 3
+    assert accumulation_steps(24, 24, 1) == 1
+    with pytest.raises(InvalidArgument) as refused:
+        accumulation_steps(24, 5, 2)
+    assert "per_device_train_batch_size of 1, 2, 3, 4, 6 or 12." in str(refused.value)
+    with pytest.raises(InvalidArgument, match="batch_size of 1 or 3 or 1, 2, 3 or 6 processes"):
+        accumulation_steps(12, 2, 4)
+    with pytest.raises(InvalidArgument, match="Use other numbers"):
+        accumulation_steps(4, 8, 3)
+
+
+class Pairs(BatchSampler):
+    """A batch sampler of a script."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "config", "message"),
+    [
+        ({"dataset": range(8), "batch_sampler": Pairs(range(8), 2, False)}, {}, "Pairs makes the batches"),
+        ({"dataset": Stream(8), "batch_size": 2, "num_workers": 1}, {}, "workers would cut the stream"),
+        ({"dataset": range(8), "batch_size": 2}, {"split_batches": True}, "must have their defaults"),
+        ({"dataset": range(8), "batch_size": 2}, {"even_batches": False}, "must have their defaults"),
+    ],
+)
+def test_what_cannot_be_cut_again(settings, config, message):
+    with pytest.raises(UnsupportedArgument, match=f"elastic=True: .*{message}"):
+        PreparedDataLoader(
+            DataLoader(**settings),
+            torch.device("cpu"),
+            config=AcceleratorConfig(**config),
+            shard_spec=ShardSpec(0, 2),
+            processes=ALONE,
+            global_batch=4,
+        )
