@@ -103,6 +103,11 @@ class RunProgress:
         """Samples of an optimizer step, over all processes."""
         return samples_of(self.settings)
 
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch that all processes have trained on."""
+        return self.position * samples_of(self.settings, _OF_ROUND)
+
     def adapt(self, now: dict[str, Any], *, skips_data: bool) -> None:
         """Log the effect of changed arguments, and forget the position in the data if they make it invalid.
 
@@ -129,8 +134,7 @@ class RunProgress:
 
     def _count_position_in(self, now: dict[str, Any]) -> None:
         """Count the position in the micro-batches of the resumed run. What the loader has read ahead is forgotten."""
-        samples = self.position * samples_of(self.settings, _OF_ROUND)
-        self.position, left = divmod(samples, samples_of(now, _OF_ROUND))
+        self.position, left = divmod(self.samples, samples_of(now, _OF_ROUND))
         if left or self.data is None:
             self.data = None
             return

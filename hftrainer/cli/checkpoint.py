@@ -1,9 +1,11 @@
-"""`python -m hftrainer checkpoint --accept FOLDER`: accepts a checkpoint that was changed on purpose."""
+"""`python -m hftrainer checkpoint FOLDER`: what a checkpoint holds, and on what it can be resumed."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 from hftrainer.cli.parser import Parser
@@ -13,26 +15,109 @@ def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "checkpoint",
-        help="accept a checkpoint whose files were changed intentionally",
-        description="Read the files of a checkpoint that was changed after it was written (for example, its weights "
-        "were converted), and write a new manifest, so that it counts as whole. If a file cannot be read, exits with 1 "
-        "and changes nothing.",
+        help="show what a checkpoint holds and on what it resumes, or accept one that was changed intentionally",
+        description="Show the step, the position in the data, the sizes and whether the checkpoint is whole; exits "
+        "with 1 if it is not. With --accept, read the files of a checkpoint that was changed after it was written (for "
+        "example, its weights were converted), and write a new manifest, so that it counts as whole; if a file cannot "
+        "be read, exits with 1 and changes nothing.",
     )
-    parser.add_argument("--accept", metavar="FOLDER", required=True, help="the checkpoint-xxx folder")
+    parser.add_argument("folder", metavar="FOLDER", help="the checkpoint-xxx folder")
+    parser.add_argument("--accept", action="store_true", help="accept its files as they are")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_accept, parser=parser)
+    parser.set_defaults(execute=_checkpoint, parser=parser)
 
 
-def _accept(parser: Parser, options: argparse.Namespace) -> None:
-    from hftrainer.checkpointing.folder import CheckpointFolder
-    from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
+    from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
-    folder = options.accept
     try:
-        changes = CheckpointFolder(folder).accept().changes
-    except (CheckpointNotFound, DamagedCheckpoint, OSError) as error:
+        if options.accept:
+            _accept(options.folder, as_json=options.json)
+            return
+        found = describe(options.folder)
+    except (CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
         parser.fail(error, status=1)
     if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        width = max(map(len, found))
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items() if value is not None))
+    parser.exit(0 if found["whole"] == "yes" else 1)
+
+
+def _accept(folder: str, *, as_json: bool) -> None:
+    from hftrainer.checkpointing.folder import CheckpointFolder
+
+    changes = CheckpointFolder(folder).accept().changes
+    if as_json:
         print(json.dumps({"folder": folder, "changes": changes or None}, indent=2))
     else:
         print(f"{folder} is accepted" + (f" ({changes})." if changes else ", all its files can be read."))
+
+
+def describe(folder: str) -> dict[str, Any]:
+    """What a checkpoint says of its run; None for what it does not say.
+
+    Raises:
+        CheckpointNotFound: for a folder that is no checkpoint.
+        DamagedCheckpoint: for a file that cannot be read.
+    """
+    from hftrainer.callbacks.state import TrainerState
+    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing.files import list_files
+    from hftrainer.checkpointing.folder import CheckpointFolder
+    from hftrainer.checkpointing.progress import load_progress
+    from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+
+    state_file = os.path.join(folder, names.TRAINER_STATE_NAME)
+    if not os.path.isfile(state_file):
+        raise CheckpointNotFound(f"{folder} is not a checkpoint: it lacks {names.TRAINER_STATE_NAME}.")
+    try:
+        state = TrainerState.load_from_json(state_file)
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{state_file} cannot be read ({error}).") from error
+    damage = CheckpointFolder(folder).inspect().why_not_whole
+    progress = load_progress(folder, 0, 1)
+    settings = {} if progress is None else progress.settings
+    size = sum((Path(folder) / name).stat().st_size for name in list_files(Path(folder)))
+    kind, resumes_on = _strategy(folder)
+    return {
+        "whole": "yes" if damage is None else f"no: {damage}",
+        "optimizer step": f"{state.global_step} of {state.max_steps}",
+        "epoch": state.epoch,
+        "samples of the epoch that are read": None if progress is None else progress.samples,
+        "global batch": None if progress is None else progress.global_batch,
+        "processes": settings.get("world_size"),
+        "samples of a micro-batch": settings.get("per_device_train_batch_size"),
+        "accumulation steps": settings.get("gradient_accumulation_steps"),
+        "transformers": _release(folder),
+        "size": f"{size / 1e6:,.1f} MB",
+        "weights": kind,
+        "resumes on": resumes_on,
+    }
+
+
+def _strategy(folder: str) -> tuple[str, str]:
+    """How the weights are stored, and on what a run can resume from them."""
+    from hftrainer.checkpointing import names
+    from hftrainer.checkpointing.weights import has_weights, read_tag
+
+    if names.holds(names.PARTS, "model", folder):
+        return "a part from each process, by FSDP", "any number of processes"
+    if os.path.isfile(os.path.join(folder, "latest")):
+        tag = read_tag(folder)
+        convert = f"ds_to_universal --input_folder {folder}/{tag} --output_folder {folder}/universal"
+        return (
+            "a part from each process, by DeepSpeed",
+            f"as many processes, or after python -m deepspeed.checkpoint.{convert}",
+        )
+    if not has_weights(folder):
+        return "a part from each process", "as many processes, with the same strategy"
+    return "whole, in one file or several", "any number of processes, with DDP, FSDP or neither"
+
+
+def _release(folder: str) -> str | None:
+    """The release of transformers that wrote the model's configuration."""
+    path = Path(folder) / "config.json"
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found.get("transformers_version") if isinstance(found, dict) else None

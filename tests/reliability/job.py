@@ -23,16 +23,16 @@ from hftrainer.trainer_utils import get_last_checkpoint
 #: What a job is given besides training arguments.
 OPTIONS = {
     **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
-    "adapters": False,
+    **{"adapters": False, "exact": False},
 }
 #: Events of the interpreter at which a file is touched.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
 
 
 class Net(nn.Module):
-    def __init__(self, width=64):
+    def __init__(self, width=64, dropout=0.2):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.ReLU(), nn.Linear(width, 3))
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Dropout(dropout), nn.ReLU(), nn.Linear(width, 3))
 
     def forward(self, x, labels=None):
         logits = self.layers(x)
@@ -45,6 +45,11 @@ def make_model(width, adapters):
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(Net(width), LoraConfig(r=8, lora_dropout=0.1, target_modules=["layers.0", "layers.3"]))
+
+
+def make_exact(samples):
+    """A model and data in float64, without dropout: in any number of ranks only the order of additions differs."""
+    return Net(dropout=0.0).double(), [{**sample, "x": sample["x"].double()} for sample in samples]
 
 
 def data(count=70):
@@ -140,6 +145,8 @@ def main(folder, settings):
     }
     args = TrainingArguments(folder, **{**defaults, **settings})
     samples, model = data(), make_model(options["width"], options["adapters"])
+    if options["exact"]:
+        model, samples = make_exact(samples)
     trainer_class = AddsFiles if options["adds"] else Trainer
     callbacks = [Reports(options["pause"], options["waits_at"], options["alone_until"])]
     trainer = trainer_class(model, args, train_dataset=samples, eval_dataset=samples, callbacks=callbacks)

@@ -287,6 +287,21 @@ def command(capsys):
     return run
 
 
+def test_what_a_checkpoint_says_of_its_run(checkpoint, command):
+    status, printed, _ = command(checkpoint, "--json")
+    found = json.loads(printed)
+    assert status == 0
+    assert found["whole"] == "yes" and found["optimizer step"] == "6 of 9"
+    assert (found["processes"], found["global batch"], found["samples of the epoch that are read"]) == (1, 4, 24)
+    assert found["resumes on"] == "any number of processes, with DDP, FSDP or neither"
+    assert "optimizer step                      6 of 9" in command(checkpoint)[1]
+    truncate(checkpoint / "optimizer.pt")
+    status, printed, _ = command(checkpoint)
+    assert status == 1
+    assert f"no: {checkpoint / 'optimizer.pt'} has another size than when it was written" in printed
+    assert command(checkpoint.parent)[0] == 1
+
+
 def test_accept(runs, checkpoint, command, caplog):
     to_bin(checkpoint)
     flip(checkpoint / "config.json")  # no JSON any more

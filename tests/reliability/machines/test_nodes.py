@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import processes
 from tests.support.jobs import JOB, Group, assert_same, weights
@@ -112,9 +113,8 @@ def test_nodes_with_disks_of_their_own(tmp_path):
         assert (tmp_path / f"disk-{number}" / "checkpoint-20" / "model.safetensors").is_file()
 
 
-def test_a_node_that_comes_back(tmp_path):
-    """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
-    settings = {"max_steps": 60, "save_total_limit": None}
+def lose_and_return(tmp_path, settings):
+    """Two nodes become one and two again; returns the output folder, and the steps at which they did."""
     folder, endpoint = tmp_path / "out", port()
     words = job(folder, pause=0.1, alone_until=20, **settings)
     first, second = (Node(number, endpoint, words, "1:2", tmp_path / f"node-{number}") for number in (1, 2))
@@ -130,6 +130,13 @@ def test_a_node_that_comes_back(tmp_path):
     lost, back = (int(path.rpartition("-")[2]) for path, _ in begun[1:])
     assert lost >= 7
     assert back == 21  # torchrun asks the one to end: it saves first
+    return folder, lost, back
+
+
+def test_a_node_that_comes_back(tmp_path):
+    """It is lost: the other goes on alone from the last checkpoint. It is back: both go on from where the one was."""
+    settings = {"max_steps": 60, "save_total_limit": None}
+    folder, lost, back = lose_and_return(tmp_path, settings)
     expected = tmp_path / "expected"
     for count, kept in ((2, lost), (1, back), (2, 60)):  # the same, each change between two runs
         assert not any(Group(expected, count, save_steps=1, **settings).end())
@@ -137,6 +144,16 @@ def test_a_node_that_comes_back(tmp_path):
             if int(path.name.rpartition("-")[2]) > kept:
                 shutil.rmtree(path)
     assert_same(weights(folder), weights(expected))
+
+
+def test_a_run_that_is_the_same_on_any_number_of_nodes(tmp_path):
+    """With `elastic`, it ends as if both had been there all the time."""
+    settings = {"max_steps": 60, "elastic": True, "exact": True, "gradient_accumulation_steps": 2}
+    folder, *_ = lose_and_return(tmp_path, settings)
+    Group(tmp_path / "undisturbed", 2, **settings).end()
+    found, expected = weights(folder), weights(tmp_path / "undisturbed")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
 
 
 SLURM_GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "slurm.md"

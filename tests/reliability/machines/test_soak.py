@@ -8,7 +8,15 @@ import pytest
 from tests.reliability import soak
 
 #: Scenario → how many kills.
-KILLS = {"plain": 25, "background": 12, "files of the script": 12, "search": 6, "two processes": 8, "sharded": 6}
+KILLS = {
+    "plain": 25,
+    "background": 12,
+    "files of the script": 12,
+    "search": 6,
+    "two processes": 8,
+    "sharded": 6,
+    "elastic": 6,
+}
 
 
 @pytest.mark.parametrize("name", KILLS)
