@@ -31,12 +31,12 @@ def samples_of_steps(folder):
     return {step: sorted(parts[max(parts)]) for step, parts in found.items()}
 
 
-def run(processes, folder, parts):
+def run(processes, folder, parts, library="hftrainer"):
     """Train all parts; returns the weights and the log lines of the last."""
     for number, (count, size, strategy, step) in enumerate(parts):
         # Only the first part says how large a step is.
         accumulation = 1 if number else GLOBAL_BATCH // (count * size)
-        given = folder, number, size, accumulation, strategy, step
+        given = folder, number, size, accumulation, strategy, step, library
         if step is None:
             return processes.run_ranks(train_part, count, *given)[0]
         with pytest.raises(RanksFailed):
@@ -69,3 +69,12 @@ def test_a_run_that_changes_its_size_is_the_undisturbed_one(processes, tmp_path,
         assert line["epoch"] == pytest.approx(expected["epoch"])
     for key, value in expected_weights.items():
         torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("library", "size", "steps", "missing"), [("transformers", 8, 3, 16), ("hftrainer", 4, 5, 0)])
+def test_no_sample_is_missing(processes, tmp_path, library, size, steps, missing):
+    """huggingface/transformers#40245: twice the processes skip as many batches each, and so twice the samples."""
+    run(processes, tmp_path, [(1, 8, "replicas", 3), (2, size, "replicas", None)], library)
+    read = samples_of_steps(tmp_path)
+    of_epoch = {index for step in range(1, steps + 1) for index in read[step]}
+    assert SAMPLES - len(of_epoch) == missing
