@@ -173,6 +173,7 @@ CASES: dict[str, Case] = {
     "batch_eval_metrics": _always(True, STEPS),
     "eval_use_gather_object": _shown(True, "distributed/test_evaluation.py::test_gather_object", STEPS),
     "eval_memmap_dir": _alone("here", f"{_EVALUATION}memory_mapped_predictions"),
+    "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
     "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "metric_for_best_model": _always("accuracy", STEPS),
