@@ -80,6 +80,7 @@ class RunFacts(NamedTuple):
     evaluates: bool
     automatic_optimization: bool
     knows_epochs: bool
+    is_elastic: bool
 
 
 def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
@@ -104,6 +105,8 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
         instead = "set gradient_accumulation_steps instead."
         if run.strategy.has_fixed_accumulation:
             yield f"{name} cannot tell {strategy} how many micro-batches a step has: {instead}"
+        if run.is_elastic:
+            yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
         if not run.automatic_optimization:
             yield f"{name} cannot work with a training_step of your own: {instead}"
         if (steps := run.accumulate_grad_batches) != 1:

@@ -112,8 +112,7 @@ class LoaderFactory(Component):
             return None
         # `sortish_sampler` is the old argument for grouping by length.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
-            size = self.run.train_batch_size * args.gradient_accumulation_steps
-            size = self._global_batch() or size
+            size = self._global_batch() or self.run.train_batch_size * args.gradient_accumulation_steps
             return LengthGroupedSampler(size, lengths=self._lengths(dataset))
         if args.train_sampling_strategy == "batch_rebalance":
             return self._rebalanced_batches(dataset)

@@ -92,6 +92,7 @@ class TrainingRunner(Component):
             evaluates=self.trainer.args.eval_strategy != "no",
             automatic_optimization=not needs_manual_optimization(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
+            is_elastic=self.trainer.args.elastic,
         ):
             raise UnsupportedArgument("\n".join(refused))
         self.run.resumed_from = folder

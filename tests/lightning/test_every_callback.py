@@ -445,6 +445,7 @@ class FinderByEpoch(of.LearningRateFinder):
             {"gradient_accumulation_steps": 3},
             "gradient_accumulation_steps=3 and Gradient",
         ),
+        (lambda: of.GradientAccumulationScheduler({1: 2}), {"elastic": True}, "which elastic=True keeps"),
         (lambda: of.EarlyStopping("eval_loss"), {}, "the run does not evaluate"),
         (of.BatchSizeFinder, {"auto_find_batch_size": True}, "auto_find_batch_size and BatchSizeFinder"),
         (FinderByEpoch, {}, "FinderByEpoch.on_train_epoch_start"),

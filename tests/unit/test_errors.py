@@ -63,6 +63,7 @@ def test_unknown_arguments(settings, message):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug"]),
         ({"log_level": "loud"}, ["log_level"]),
+        ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
         ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),
         *(
             ({"torch_empty_cache_steps": steps}, [f"torch_empty_cache_steps={steps!r}", "at least 1, or None"])

@@ -27,6 +27,7 @@ CASES = {
     "deepspeed_installed": [
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
         ({**CPU, "fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
+        ({**CPU, "elastic": True, "deepspeed": True}, "elastic=True is not supported with deepspeed"),
         ({**CPU, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
         ({**CPU, "fsdp": True, **BACKGROUND}, "async_checkpoint"),
         (sharded(optim="lomo"), "optim='lomo' needs whole parameters"),
