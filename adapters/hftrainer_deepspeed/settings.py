@@ -269,6 +269,11 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
         asked = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
         yield f"{asked} needs DeepSpeed, which is not installed: install it with pip install 'hftrainer[deepspeed]'."
     yield from config.mismatches
+    if args.elastic:
+        yield (
+            "elastic=True is not supported with deepspeed, which reads gradient_accumulation_steps when it starts: set "
+            "it so that a step keeps its samples. ds_to_universal converts checkpoints for another number of processes."
+        )
     for key in _autos(config.config):
         if key not in _OF_RUN:
             yield f"deepspeed: no argument can fill in {key}='auto': give a value, or leave it out."

@@ -270,11 +270,6 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
     if args.elastic and args.auto_find_batch_size:
         yield "elastic=True keeps the samples of a step, which auto_find_batch_size=True would change: choose one."
-    if args.elastic and args.deepspeed:
-        yield (
-            "elastic=True is not supported with deepspeed, which reads gradient_accumulation_steps when it starts: set "
-            "it so that a step keeps its samples. ds_to_universal converts checkpoints for another number of processes."
-        )
 
 
 def _check_loading(args: BaseArguments) -> Iterator[str]:

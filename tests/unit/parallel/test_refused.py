@@ -2,7 +2,8 @@
 
 import pytest
 
-from hftrainer import Seq2SeqTrainingArguments
+from hftrainer import Seq2SeqTrainingArguments, TrainingArguments
+from hftrainer.errors import InvalidArgument
 from tests.support.checks import assert_refused, plan_of, problems
 
 CPU, TWO = {"use_cpu": True}, {"lightning_config": {"devices": 2}}
@@ -27,7 +28,6 @@ CASES = {
     "deepspeed_installed": [
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
         ({**CPU, "fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
-        ({**CPU, "elastic": True, "deepspeed": True}, "elastic=True is not supported with deepspeed"),
         ({**CPU, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
         ({**CPU, "fsdp": True, **BACKGROUND}, "async_checkpoint"),
         (sharded(optim="lomo"), "optim='lomo' needs whole parameters"),
@@ -38,7 +38,7 @@ CASES = {
         (sharded(report_to="wandb"), "WANDB_LOG_MODEL=end saves the model in the main process alone"),
         (layout(dp_shard_size=2, dp_replicate_size=2), "needs 4 processes, but there are 1"),
         (layout(tp_sizes=2), "did you mean 'tp_size'?"),
-        (layout(dp_shard_size=0), "parallelism_config['dp_shard_size']=0: it must be a number of processes"),
+        (layout(dp_shard_size=0), "parallelism_config['dp_shard_size']=0: it must be a positive number of processes"),
         (layout(cp_size=2), "parallelism_config['cp_size'] is not supported"),
         (layout(sp_size=2), "parallelism_config['sp_size'] is not supported"),
         (layout({"fsdp": "no_shard"}, dp_shard_size=2), "parallelism_config needs FSDP2"),
@@ -88,6 +88,12 @@ CASES = {
 }
 #: Where another sentence may be said too, as of the number of processes.
 SEVERAL = ("deepspeed_installed", "on_xla two_processes")
+
+
+@pytest.mark.usefixtures("deepspeed_installed")
+def test_elastic_beside_deepspeed():
+    with pytest.raises(InvalidArgument, match="elastic=True is not supported with deepspeed"):
+        TrainingArguments("x", elastic=True, deepspeed=True, **CPU)
 
 
 @pytest.mark.parametrize(
