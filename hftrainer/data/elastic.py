@@ -131,8 +131,8 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
     possible = [f"per_device_train_batch_size of {_listed(sizes)}"] if sizes else []
     possible += [f"{_listed(numbers)} processes"] if numbers else []
     raise InvalidArgument(
-        f"elastic=True: {processes} processes with per_device_train_batch_size={batch_size} cannot make global batches "
-        f"of {global_batch} samples, as this run began. Use {' or '.join(possible) or 'other numbers'}."
+        f"elastic=True: a step of this run has {global_batch} samples, and those of {processes} x "
+        f"per_device_train_batch_size={batch_size} do not divide them. Use {' or '.join(possible) or 'other numbers'}."
     )
 
 

@@ -143,6 +143,8 @@ class TrainingRunner(Component):
             logger.warning("elastic=True: %s does not say how many samples a step had; those of now are kept.", folder)
             return
         steps = accumulation_steps(global_batch, self.run.train_batch_size, processes.data_world_size)
+        if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
+            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch} samples of a step (elastic=True).")
         self.trainer.args.gradient_accumulation_steps = steps
         self.components.setup.apply_changes()
 
