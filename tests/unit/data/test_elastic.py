@@ -16,7 +16,7 @@ from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 #: `make soak` makes more of them.
-RUNS = int(os.environ.get("FUZZ", "8"))
+RUNS = int(os.environ.get("FUZZ", "4"))
 #: Ranks in one process: each has as many batches as the others.
 ALONE = SimpleNamespace(start_max_over_ranks=lambda flags: lambda: flags)
 
