@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from hftrainer.cli import checkpoint, diff, doctor, explain, plot, run
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
+from hftrainer.errors import suggest
+
+COMMANDS = {"run": run, "explain": explain, "doctor": doctor, "diff": diff, "plot": plot, "checkpoint": checkpoint}
 
 
 def make_parser() -> Parser:
@@ -16,7 +20,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in (run, explain, doctor, diff, plot, checkpoint):
+    for module in COMMANDS.values():
         module.add(commands)
     return parser
 
@@ -28,12 +32,16 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command-line arguments; default `sys.argv[1:]`.
     """
     parser = make_parser()
+    first = next(iter(sys.argv[1:] if words is None else words), "-")
+    if hint := suggest(first, COMMANDS) if first not in COMMANDS and not first.startswith("-") else "":
+        parser.error(f"{first!r} is not a command{hint}")
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # Options of a script are unknown here: argparse returns those before the first value apart from the rest.
         options.words = remaining + options.words
     elif remaining:
-        parser.error(f"unrecognized arguments: {' '.join(remaining)}")
+        known = [name for action in options.parser._actions for name in action.option_strings]
+        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{suggest(remaining[0], known)}")
     options.execute(options.parser, options)
 
 

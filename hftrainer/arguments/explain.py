@@ -39,11 +39,13 @@ class Explanation:
 
     Attributes:
         lines: the arguments that differ from their defaults.
+        errors: what is wrong with their values.
         call: the equivalent `lightning.Trainer(...)`.
         policy: of the release that is followed.
     """
 
     lines: tuple[Line, ...]
+    errors: tuple[str, ...]
     call: str
     policy: ReleasePolicy
 
@@ -51,6 +53,7 @@ class Explanation:
         """The explanation as JSON, for programs."""
         shown = {
             "arguments": [dataclasses.asdict(line) for line in self.lines],
+            "errors": list(self.errors),
             "call": self.call,
             "behaviour": {"release": str(self.policy.release), "differences": self.policy.differences()},
         }
@@ -64,10 +67,13 @@ class Explanation:
                 parts += [title, *(text for sentence in shown for text in _indented(sentence)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
+        if self.errors:
+            parts += [TITLES["refused"], *(text for error in self.errors for text in _indented(error)), ""]
         if self.refused:
-            sentence = f"A Trainer refuses {', '.join(self.refused)}, for the reasons above."
-            return "\n".join([*parts, *_indented(sentence), ""])
-        return "\n".join([*parts, *_shown(self.policy), "", "The same by hand", *_indented(self.call)])
+            parts += [*_indented(f"A Trainer refuses {', '.join(self.refused)}, for the reasons above."), ""]
+        if self.refused or self.errors:
+            return "\n".join(parts)
+        return "\n".join([*parts, *_shown(self.policy), "", "Lightning's Trainer gets", *_indented(self.call)])
 
     @property
     def refused(self) -> list[str]:
@@ -78,6 +84,7 @@ class Explanation:
 def explain(args: BaseArguments) -> Explanation:
     """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
     from hftrainer.arguments.support import given_arguments, make_plan
+    from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()
     lines = []
@@ -87,13 +94,15 @@ def explain(args: BaseArguments) -> Explanation:
             detail = about.detail or about.help
             detail = f"off; with True: {detail}" if value is False else detail
             lines.append(Line(name, value, "refused" if about.refuses(value) else about.kind, detail))
-    plan = make_plan(ResolvedArguments(args))
+    resolved = ResolvedArguments(args)
+    errors = check_values(resolved)
+    plan = make_plan(resolved)
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:
         flattens = plan.sharding is not None and plan.sharding.version == 1
         kind = "DeepSpeed" if plan.deepspeed is not None else "FSDP" if flattens else "ModelParallel"
         call += f", strategy={kind}Strategy()"
-    return Explanation(tuple(lines), f"lightning.Trainer({call})", ResolvedArguments.of(args).policy)
+    return Explanation(tuple(lines), tuple(errors), f"lightning.Trainer({call})", ResolvedArguments.of(args).policy)
 
 
 def _shown(policy: ReleasePolicy) -> list[str]:

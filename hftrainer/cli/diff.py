@@ -23,8 +23,8 @@ SUBJECTS = {
     "metrics": (),
 }
 #: Arguments that say where a run is written.
-_PLACES = ("output_dir", "logging_dir", "run_name")
-_NOT_RECORDED = "not recorded in both"
+_PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
+_NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)

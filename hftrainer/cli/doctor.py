@@ -14,11 +14,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from hftrainer.arguments.accelerate import find_variable
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
-from hftrainer.parallel.environment import InvalidEnvironment, detect
-from hftrainer.releases.followed import newer_than_known
 
 #: Extra of pyproject.toml → what it is for.
 EXTRAS = {
@@ -105,6 +102,9 @@ def examine() -> dict[str, Any]:
         problems: what stops or slows training, each with what to do.
         ready: whether a Trainer can train here.
     """
+    from hftrainer.parallel.environment import InvalidEnvironment
+    from hftrainer.releases.followed import newer_than_known
+
     gaps = dict(_find_missing_packages())
     broken = gaps.pop("", None)
     problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
@@ -195,6 +195,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
     from torch.utils import collect_env
 
     from hftrainer.parallel import devices
+    from hftrainer.parallel.environment import detect
 
     kind = "xla" if devices.uses_xla() else devices.detect_device_type()
     build = torch.version.cuda or torch.version.hip
@@ -250,6 +251,8 @@ _NAMED = re.compile(
 
 def environment() -> dict[str, str]:
     """The variables that are set: values and effects of those that are known, 'set' for the others."""
+    from hftrainer.arguments.accelerate import find_variable
+
     shown = {name: os.environ[name] for name in PRINTABLE if name in os.environ}
     launched = {name: row.effect for name in os.environ if (row := find_variable(name)) is not None}
     shown |= {name: f"{os.environ[name]} ({effect})" for name, effect in launched.items()}

@@ -7,12 +7,15 @@ import contextlib
 import dataclasses
 import os
 import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.cli.parser import Parser
-from hftrainer.errors import suggest
-from hftrainer.hf_argparser import HfArgumentParser
-from hftrainer.training_args import TrainingArguments
+from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
+
+if TYPE_CHECKING:
+    from hftrainer.hf_argparser import HfArgumentParser
+    from hftrainer.trainer import Trainer
+    from hftrainer.training_args import TrainingArguments
 
 _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
@@ -37,6 +40,9 @@ def add(commands: Any) -> None:
 
 def arguments_parser() -> HfArgumentParser:
     """The parser of training arguments."""
+    from hftrainer.hf_argparser import HfArgumentParser
+    from hftrainer.training_args import TrainingArguments
+
     return HfArgumentParser(
         TrainingArguments,
         prog="python -m hftrainer explain",
@@ -63,7 +69,7 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
     print(explanation.to_json() if options.json else explanation)
     if failure is not None:
         parser.exit(1, f"{failure}. These are the arguments that it made last.\n")
-    parser.exit(1 if explanation.refused else 0)
+    parser.exit(1 if explanation.refused or explanation.errors else 0)
 
 
 def _arguments(words: list[str]) -> TrainingArguments:
@@ -74,7 +80,7 @@ def _arguments(words: list[str]) -> TrainingArguments:
     except ValueError as error:
         parser.error(str(error))
     if unknown:
-        options = [f"--{field.name}" for field in dataclasses.fields(TrainingArguments)]
+        options = [f"--{field.name}" for field in dataclasses.fields(args)]
         hint = suggest(unknown[0], options, "; a script comes first: explain train.py --fp16")
         parser.error(f"unknown argument {unknown[0]}{hint}")
     return args
@@ -93,6 +99,7 @@ def _arguments_of_script(
     """The arguments of the script's first Trainer, or its last arguments and the error that ended it."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before these libraries are imported
     from hftrainer.cli.run import run_script
+    from hftrainer.training_args import TrainingArguments
 
     made, failure = _patch_trainer_to_stop(), None
     try:
@@ -103,6 +110,8 @@ def _arguments_of_script(
     except (Exception, SystemExit) as error:
         if not made and isinstance(error, SystemExit):  # it has said why
             raise
+        if not made and isinstance(error, (InvalidArgument, UnknownArgument, UnsupportedArgument)):
+            parser.fail(f"{script} makes arguments that are refused: {error}", status=1)
         failure = f"{script} ended before its Trainer with {type(error).__name__}: {error}".rstrip(".")
     if not made:
         parser.fail(
@@ -116,6 +125,7 @@ def _arguments_of_script(
 def _patch_trainer_to_stop() -> list[TrainingArguments]:
     """Make Trainer construction raise `_Stop`. Returns a list that collects all arguments made."""
     from hftrainer.trainer import Trainer
+    from hftrainer.training_args import TrainingArguments
 
     made: list[TrainingArguments] = []
     check = TrainingArguments.__post_init__

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hftrainer.cli.parser import Parser
-from hftrainer.parallel import devices
 from hftrainer.plugins import load
 
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
@@ -154,6 +153,8 @@ def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str |
         return f"--nnodes {options.nnodes} is neither a number >= 1 nor LEAST:MOST"
     if options.nproc_per_node == "0":
         return "--nproc 0 starts no process: give a number >= 1, or auto, cpu, gpu"
+    if not re.fullmatch("[0-9]+|auto|cpu|gpu|xpu", options.nproc_per_node):
+        return f"--nproc {options.nproc_per_node}: give a number >= 1, or auto, cpu, gpu"
     if not 0 <= options.node_rank < most:
         return f"--node-rank {options.node_rank} must be at least 0, and below --nnodes {options.nnodes}"
     if most > 1 and options.standalone:
@@ -175,6 +176,8 @@ def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
     """Prepare the environment and options for torchrun with torch_tpu. Returns False without torch_tpu."""
     import torch
 
+    from hftrainer.parallel import devices
+
     if not devices.torch_tpu.is_available():
         return False
     processes = cores or devices.torch_tpu.device_count()
@@ -189,6 +192,8 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
     Raises:
         SystemExit: when the script ends with it.
     """
+    from hftrainer.parallel import devices
+
     if not devices.has_torch_xla():
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")

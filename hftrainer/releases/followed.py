@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,6 +58,20 @@ def newer_than_known(version: str) -> str | None:
     return (
         f"transformers {version} is newer than {NEWEST}, the newest release that this hftrainer knows: what changed "
         f"since then is not followed. Upgrade with pip install --upgrade hftrainer."
+    )
+
+
+def older_than_followed(config: Mapping[str, Any]) -> str | None:
+    """A sentence about an installed transformers older than the release that a Trainer follows by default."""
+    if "behaviour" in config or (transformers := sys.modules.get("transformers")) is None:
+        return None
+    installed = Release.from_text(transformers.__version__)
+    if installed >= _default.release:
+        return None
+    return (
+        f"transformers {installed} is installed, and this Trainer has the numbers of {_default.release}. To keep those "
+        f"of {installed}, use python -m hftrainer run or hftrainer.install(); "
+        f"lightning_config={{'behaviour': '{_default.release}'}} turns this message off."
     )
 
 

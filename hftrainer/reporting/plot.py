@@ -152,7 +152,7 @@ def _needs_log_scale(panel: str, drawn: list[Line]) -> bool:
 def draw_png(drawn: list[Line], path: str) -> None:
     """Write the panels as a PNG, without pyplot, so that no window or notebook shows the figure."""
     figure = load("matplotlib.figure").Figure(figsize=(11, 7))
-    figure.subplots_adjust(left=0.08, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)  # tight_layout is slow
+    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)  # tight_layout is slow
     of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
     for line in drawn:
         style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
@@ -239,6 +239,7 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
     if png.suffix.lower() != ".png":
         raise InvalidArgument(f"--out {png}: give a file that ends in .png.")
     drawn = list(lines(folders))
+    png.parent.mkdir(parents=True, exist_ok=True)
     draw_png(drawn, str(png))
     written = [str(png)]
     if html:

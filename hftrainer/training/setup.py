@@ -31,6 +31,7 @@ from hftrainer.callbacks.progress import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
+from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument, WrongObject
@@ -39,6 +40,7 @@ from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
+from hftrainer.releases.followed import older_than_followed
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
@@ -266,6 +268,8 @@ class TrainerSetup(Component):
             raise UnsupportedArgument("\n".join(found))
         for sentence in overridden(resolved):
             logger.warning(sentence)
+        if (older := older_than_followed(resolved.readable_config)) is not None:
+            log_once(logger, older, logging.WARNING)
         if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(
                 "accelerator_config['non_blocking']=True has no effect with dataloader_pin_memory=False: only batches "
