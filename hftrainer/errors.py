@@ -1,4 +1,4 @@
-"""Errors for users. Each message has what was given, what is allowed, and what to do.
+"""Errors for users. Each message says what was given, what is allowed, and what to do.
 
 Each class also derives from the one that transformers raises in the same situation, since scripts catch that one.
 """
@@ -29,7 +29,7 @@ class UnknownKey(InvalidArgument, TypeError):
 
 
 class WrongObject(InvalidArgument, TypeError, AttributeError):
-    """An object is of another kind than is needed, such as a dict of arguments or a tuple as a sample."""
+    """An object has the wrong type, such as a dict instead of the arguments, or a tuple as a sample."""
 
 
 class MissingFile(InvalidArgument, FileNotFoundError):
@@ -69,7 +69,7 @@ class MissingPackage(ImportError, ValueError, RuntimeError):
 
 
 class RanksLost(RuntimeError):
-    """Other ranks have ended, or did not answer within `ddp_timeout`; the message names them, and what was awaited."""
+    """Other ranks have ended, or did not answer within `ddp_timeout`; the message names them and the operation."""
 
 
 class CheckpointNotFound(ValueError):

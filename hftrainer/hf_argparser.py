@@ -168,7 +168,7 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
 
 
 def _is_json(hint: Any) -> bool:
-    """Whether a field holds a dict, and no text beside it, which the arguments themselves parse."""
+    """Whether a field holds only a dict; if it may also hold text, the arguments parse the text themselves."""
     is_union = typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)
     members = [each for each in (typing.get_args(hint) if is_union else [hint]) if each is not type(None)]
     return len(members) == 1 and dict in (members[0], typing.get_origin(members[0]))

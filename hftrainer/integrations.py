@@ -93,7 +93,7 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
 
 
 def in_kubeflow(args: TrainingArguments) -> None:
-    """Add Kubeflow to the trackers in `args.report_to`: its jobs report to it, whatever their script says."""
+    """Add Kubeflow to the trackers in `args.report_to`: its jobs always report to it."""
     given = list(args.report_to or [])
     if not {"kubeflow", "all"} & {*given} and _is_available("kubeflow"):
         args.report_to = [*given, "kubeflow"]
@@ -189,7 +189,7 @@ def callback_classes(names: Sequence[str]) -> list[Any]:
 
 
 def further_loggers(names: Sequence[str], loggers: Any, args: TrainingArguments) -> list[Any]:
-    """What a `ReportingCallback` writes to: the table of 'csv', and the script's loggers; on the main process only.
+    """The loggers for a `ReportingCallback`: the table of 'csv', and the script's loggers; on the main process only.
 
     Args:
         names: names of trackers.

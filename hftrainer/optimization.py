@@ -1,4 +1,4 @@
-"""Learning-rate schedules: factors of the peak rate by optimizer step; and settings that a checkpoint leaves."""
+"""Learning-rate schedules: factors of the peak rate by optimizer step; and settings kept on resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    """The optimizer and schedules that transformers has; importing it takes seconds.
+    """An optimizer or schedule of transformers, imported at first use, since that takes seconds.
 
     Raises:
         MissingPackage: when the installed release does not have it.
@@ -161,7 +161,7 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
 ) -> LambdaLR:
-    """As `get_cosine_with_min_lr_schedule_with_warmup`, with another first step.
+    """As `get_cosine_with_min_lr_schedule_with_warmup`, with a different first step.
 
     Its learning rate is `warmup_lr_rate` times the peak; by default one warm-up step's share.
     """
@@ -269,7 +269,7 @@ def _greedy_lr() -> Any:
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """Whether the scheduler steps on evaluations, with their metric: torch's, or GreedyLR, which is none of torch's."""
+    """Whether the scheduler steps on evaluations, with their metric: `ReduceLROnPlateau`, or transformers' GreedyLR."""
     return isinstance(scheduler, ReduceLROnPlateau) or peers.is_instance(
         scheduler, "transformers.optimization", "GreedyLR"
     )

@@ -1,6 +1,6 @@
 """Optimizer and schedule of `TFTrainer`, with the names and arguments of transformers 4; they need no TensorFlow.
 
-They hold settings; `hftrainer_tensorflow.optimizers` makes torch's optimizer of them.
+They only hold settings; `hftrainer_tensorflow.optimizers` builds a torch optimizer from them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 class PolynomialDecay:
-    """From one learning rate to another; constant afterwards.
+    """Decays from one learning rate to another, then stays constant.
 
     Args:
         initial_learning_rate: the rate at step 0.
@@ -91,8 +91,8 @@ class AdamWeightDecay:
         amsgrad: use the largest second moment so far.
         weight_decay_rate: the decay, times the learning rate.
         include_in_weight_decay: regular expressions for names of torch parameters that are decayed in any case.
-        exclude_from_weight_decay: regular expressions for names that are not.
-        clipping: `clipnorm` (of each parameter), `clipvalue` or `global_clipnorm`, None for none.
+        exclude_from_weight_decay: regular expressions for names of parameters that are not decayed.
+        clipping: `clipnorm` (of each parameter), `clipvalue` or `global_clipnorm`; None does not clip.
 
     Raises:
         UnknownKey: for any other keyword.

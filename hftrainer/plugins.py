@@ -1,4 +1,4 @@
-"""THE TABLE of adapters: packages beside this one, which are imported here alone, when they are needed."""
+"""The table of adapters: packages beside this one, imported only by this module, when they are needed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Plugin(NamedTuple):
     """An adapter.
 
     Attributes:
-        package: its package.
+        package: the name of its package.
         extra: the extra of hftrainer that installs what it needs; empty for none.
-        shares: whether its strategy shares the model of a plan among the processes.
+        shares: whether, for a plan, its strategy distributes the model over the processes.
     """
 
     package: str

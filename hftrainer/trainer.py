@@ -234,7 +234,7 @@ class Trainer(EarlierMethods):
         self._hftrainer.setup.validate_args()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Build the engine from the arguments, and `self.accelerator` over it."""
+        """Build the engine from the arguments, and `self.accelerator` on top of it."""
         self._hftrainer.setup.build_engine()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -681,7 +681,7 @@ class Trainer(EarlierMethods):
         return self._mixed_mesh_grads
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip gradients on several meshes; returns their norm before. Runs if a subclass reports such gradients."""
+        """Clip gradients on several meshes, if a subclass reports such; returns the norm before clipping."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -949,7 +949,7 @@ class Trainer(EarlierMethods):
             resume.warn_of_fresh(self.callback_handler.callbacks, self.state.stateful_callbacks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Record the metric if it is the best so far; returns True then.
+        """Record the metric if it is the best so far; returns whether it is.
 
         Raises:
             MetricNotFound: if evaluation does not return the metric; the error lists the metrics it returns.

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Notes SIGTERM, and saves.
+    """Records SIGTERM, and saves a checkpoint.
 
     Args:
         trainer: the Trainer whose run is saved.
@@ -35,7 +35,7 @@ class CheckpointManager:
         self._original_sigterm_handler: Any = None
 
     def setup_signal_handler(self) -> None:
-        """Begin to listen; Python allows it in the main thread only."""
+        """Install the SIGTERM handler; Python allows this in the main thread only."""
         self._original_sigterm_handler = signal.signal(signal.SIGTERM, self._sigterm_handler)
 
     def _sigterm_handler(self, signum: int, frame: FrameType | None) -> None:
@@ -49,7 +49,7 @@ class CheckpointManager:
         self.is_checkpoint_requested = True
 
     def execute_jit_checkpoint(self) -> None:
-        """Save a checkpoint of the step that the run is at."""
+        """Save a checkpoint of the current step."""
         self.is_checkpoint_requested = False
         self.trainer._save_checkpoint(self.trainer.model, trial=None)
 
@@ -65,14 +65,14 @@ class JITCheckpointCallback(TrainerCallback):
         self.jit_manager: CheckpointManager | None = None
 
     def set_trainer(self, trainer: Any) -> None:
-        """Begin to listen for a Trainer."""
+        """Install the SIGTERM handler, if the Trainer's arguments enable it."""
         self.trainer = trainer
         if trainer.args.enable_jit_checkpoint:
             self.jit_manager = CheckpointManager(trainer)
             self.jit_manager.setup_signal_handler()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save the completed step or epoch, and stop, if SIGTERM has come."""
+        """Save the completed step or epoch, and stop, if a checkpoint has been requested."""
         if self.jit_manager is not None and self.jit_manager.is_checkpoint_requested:
             control.should_save = False
             control.should_training_stop = True
@@ -81,6 +81,6 @@ class JITCheckpointCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop handle_signals."""
+        """Restore the original SIGTERM handler."""
         if self.jit_manager is not None and self.jit_manager._original_sigterm_handler is not None:
             signal.signal(signal.SIGTERM, self.jit_manager._original_sigterm_handler)

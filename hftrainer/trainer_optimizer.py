@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) 
 
 
 def _mesh_of(parameter: nn.Parameter) -> Any:
-    """The device mesh that a parameter is sharded over; None for a whole one."""
+    """The device mesh that a parameter is sharded over; None for a parameter that is not sharded."""
     return getattr(parameter, "device_mesh", None)
 
 
@@ -103,13 +103,13 @@ class Request:
         return {**self.lr, "betas": betas, "eps": self.args.adam_epsilon}
 
     def read(self, **kinds: Any) -> dict[str, Any]:
-        """Those of `optim_args` that were given, and those with a default, each of its type.
+        """The options given in `optim_args`, and those with a default, each converted to its type.
 
         Args:
-            kinds: option → its type, a function of text; or its type and default.
+            kinds: option → a function that converts its text; or that function, and a default.
 
         Raises:
-            InvalidArgument: for a text that is not of its type.
+            InvalidArgument: for a text that cannot be converted.
         """
         self.asked.update(kinds)
         values: dict[str, Any] = {}
@@ -147,7 +147,7 @@ def _load(name: str, module: str, attribute: str) -> Any:
 
 
 def _of(module: str, attribute: str, *, has_betas: bool = True, **kinds: Any) -> Callable[[Request], Made]:
-    """A class of torch or another library.
+    """A function that returns a class of torch or another library, and its keywords.
 
     Args:
         module: its module.
@@ -164,7 +164,7 @@ def _of(module: str, attribute: str, *, has_betas: bool = True, **kinds: Any) ->
 
 
 def dtype(name: str) -> torch.dtype | None:
-    """The dtype of that name in torch; None if there is none."""
+    """The torch dtype with that name, or None."""
     found = getattr(torch, name, None)
     return found if isinstance(found, torch.dtype) else None
 

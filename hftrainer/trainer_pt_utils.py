@@ -16,7 +16,7 @@ from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases.policy import get_parameter_names as get_parameter_names
 
-#: The most frequent types first: `isinstance` asks in this order.
+#: The most frequent types first: `isinstance` checks them in this order.
 _CONTAINERS = (tuple, dict, list, Mapping)
 
 

@@ -1,4 +1,4 @@
-"""What accelerate's launchers set, and its global states, which we keep equal to this run.
+"""Variables of accelerate's launchers, and accelerate's global states, which we keep consistent with this run.
 
 accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) read `PartialState` and `AcceleratorState`.
 Without these states, accelerate's helpers raise or do nothing. We fill them in directly: accelerate's own setup would
@@ -38,7 +38,7 @@ def initialize_state(resolved: ResolvedArguments) -> None:
 
 
 def _distributed_type(resolved: ResolvedArguments) -> DistributedType:
-    """Accelerate's name for the processes; `NO` until the process group starts."""
+    """Accelerate's distributed type for this run; `NO` until the process group starts."""
     kind, connected = resolved.device.type, torch.distributed.is_initialized()
     if kind == "xla":
         return DistributedType.XLA
@@ -77,7 +77,7 @@ def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> 
         dynamo_plugin=_dynamo(resolved.args),
         _mixed_precision=accelerator.mixed_precision,
     )
-    # Without FSDP the attribute is absent.
+    # The state has this attribute only with FSDP.
     if accelerator.state.fsdp_plugin is not None:
         state._shared_state["fsdp_plugin"] = accelerator.state.fsdp_plugin
 
@@ -131,7 +131,7 @@ def _fill_partial(library: Any, resolved: ResolvedArguments, kind: DistributedTy
         process_index=rank_info.rank,
         local_process_index=rank_info.local_rank,
     )
-    library.PartialState()  # adds what it reads from the environment at each call
+    library.PartialState()  # adds the values that it reads from the environment at each call
     if env_flag("ACCELERATE_CPU_AFFINITY"):
         importlib.import_module("accelerate.utils").set_numa_affinity(rank_info.local_rank)
 
@@ -162,9 +162,9 @@ class Variable:
     """How a variable is handled.
 
     Attributes:
-        effect: what it does here.
+        effect: its effect in hftrainer.
         accepted: the accepted values, in lower case; None accepts all.
-        instead: what to do instead of other values.
+        instead: what to do if the value is not accepted.
     """
 
     effect: str
@@ -173,11 +173,11 @@ class Variable:
 
 
 _OFF = ("", *FALSE)
-#: For variables that change something in accelerate's own functions only, with this library as with any other.
+#: Effect of the variables that only accelerate's own functions read.
 _ITS_OWN = "of accelerate's own functions"
 _WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a file of one is given"
 
-#: Name, or its beginning with '*' → how it is handled.
+#: Name of a variable, or a prefix followed by '*' → how the variable is handled.
 VARIABLES = {
     "ACCELERATE_USE_CPU": Variable("runs on the CPU"),
     "ACCELERATE_MIXED_PRECISION": Variable(

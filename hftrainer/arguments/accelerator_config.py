@@ -19,14 +19,14 @@ _ACCUMULATION = {
     "sync_with_dataloader": "bool",
     "sync_each_batch": "bool",
 }
-#: Type of a key → the classes of its values, and what to give.
+#: Type of a key → the classes of its values, and the expected values as text.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "bool": ((bool,), "True or False"),
     "bool | None": ((bool, type(None)), "True or False"),
     "int": ((int,), "a number of micro-batches, at least 1"),
     "dict[str, Any] | None": ((Mapping, type(None)), "a dict"),
 }
-#: True only in a script that set up accelerate's state itself, so it is not serialized.
+#: Key that only a script that sets up accelerate's state itself gives. Arguments are serialized without it.
 CONSTRUCTION_KEY = "use_configured_state"
 
 
@@ -34,7 +34,7 @@ CONSTRUCTION_KEY = "use_configured_state"
 class AcceleratorConfig:
     """The keys of `accelerator_config`, with their meaning in transformers.
 
-    Scripts and libraries may change the attributes until the Trainer is made, which reads them then.
+    The Trainer reads the attributes when it is made; scripts and libraries may change them until then.
 
     Attributes:
         split_batches: split each batch of `per_device_train_batch_size` samples across the processes, instead of
@@ -82,7 +82,7 @@ class AcceleratorConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """The config from a JSON file; raises as `read` does."""
+        """The config from a JSON file; raises the same errors as `read`."""
         return cls.read(os.fspath(json_file))
 
     @classmethod
@@ -105,10 +105,10 @@ class AcceleratorConfig:
 
 
 def as_accelerator_config(given: Any) -> Any:
-    """`accelerator_config` as an object with attributes; an object that was given is returned itself.
+    """`accelerator_config` as an object with attributes; an object that has them already is returned unchanged.
 
     Raises:
-        InvalidArgument: as `AcceleratorConfig.read` does.
+        InvalidArgument: in the same cases as `AcceleratorConfig.read`.
     """
     config = AcceleratorConfig.read(given)
     return given if callable(getattr(given, "to_dict", None)) else config

@@ -1,4 +1,4 @@
-"""`BaseArguments`: the fields of `TrainingArguments`, and the values that follow from them alone.
+"""`BaseArguments`: the fields of `TrainingArguments`, and the values derived from them alone.
 
 Our functions accept this type. Scripts pass our `TrainingArguments` or those of transformers.
 """
@@ -30,7 +30,7 @@ from hftrainer.parallel.environment import RankInfo
 from hftrainer.plugins import load
 
 _SHOWN = object()
-#: Arguments that the newest transformers does not have → the value with which they are not serialized.
+#: Arguments that the newest transformers does not have → the value at which `to_dict` leaves them out.
 _EXTRA_ARGUMENT_DEFAULTS = {
     name: about.default if about.neutral is None else about.neutral
     for name, about in ARGUMENTS.items()
@@ -42,8 +42,8 @@ _EXTRA_ARGUMENT_DEFAULTS = {
 class BaseArguments(OldArguments):
     """The fields, and the values derived from them."""
 
-    #: Fields that accept a JSON object as text. Subclasses extend this list, which has its name in transformers.
-    #: Without an annotation it is not a field.
+    #: Fields that accept a JSON object as text. Subclasses extend this list. Its name is that of transformers.
+    #: It has no annotation, so that it does not become a field.
     _VALID_DICT_FIELDS = [name for name, about in ARGUMENTS.items() if about.json]
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ class BaseArguments(OldArguments):
         return {name: value if type(value) in plain else str(value) for name, value in own.items()}
 
 
-#: Keys whose `torch.dtype` is written by its name, at any depth ('torch_dtype' until v4.55).
+#: Keys, at any depth, whose `torch.dtype` is written by name ('torch_dtype' until v4.55).
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def _to_plain_value(name: str, value: Any) -> Any:
-    """The value of a field, or of a key in one, for `to_dict`.
+    """The value of a field, or of a key in a field, in the form that `to_dict` returns.
 
     Enumerations, dtypes and configurations are plain. Other objects are kept, so that arguments can be made from the
     dict again, as in transformers.
@@ -240,7 +240,7 @@ _JSON_TYPES = (bool, int, float, str, list, dict, type(None))
 
 
 def _to_json_value(value: Any) -> Any:
-    """A form that JSON supports: the value of an enumeration, the name of a dtype, `to_dict()`, or else the text."""
+    """A value that JSON supports: an enumeration's value, a dtype's name, `to_dict()`, or else the text."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, torch.dtype):

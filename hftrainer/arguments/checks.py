@@ -98,7 +98,7 @@ def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterat
 
 
 def _check_backend(given: str, kind: str, several: bool) -> str | None:
-    """Why a backend, or one of several as in 'cpu:gloo,cuda:nccl', cannot be used; one process needs none."""
+    """Why a backend, or one of a list such as 'cpu:gloo,cuda:nccl', cannot be used; None if it can."""
     registered = distributed.Backend.backend_capability
     known = {*registered, *BACKENDS}
     serves: set[str] = set()
@@ -147,7 +147,7 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
         yield "torch_compile=True: inductor does not compile for TPUs: set torch_compile_backend='tpu'."
 
 
-#: Optimizers whose states torch cannot shard, or that need whole weights: parts of their names.
+#: Parts of the names of optimizers whose states torch cannot shard, or that need whole weights.
 _NEEDS_WHOLE_PARAMETERS = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
 #: Optimizers that work with FSDP2 but not with FSDP1, which flattens parameters.
 _NEEDS_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
@@ -158,7 +158,7 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
 
     Args:
         resolved: the arguments.
-        has_custom_optimizer: whether the script has made the optimizer.
+        has_custom_optimizer: whether the script passes its own optimizer.
     """
     args, settings, world_size = resolved.args, resolved.fsdp, resolved.rank_info.world_size
     # `check_device` reports devices that cannot shard.
@@ -218,7 +218,7 @@ def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla:
 def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_optimizer: bool) -> Iterator[str]:
     name = spelled(args.optim)
     if settings.xla is not None and settings.xla.spmd:
-        return  # parameters keep their shapes
+        return  # with SPMD, parameters keep their shapes
     needs_whole = name == "adamw_8bit" or any(part in name for part in _NEEDS_WHOLE_PARAMETERS)
     if needs_whole and not name.startswith("adamw_torch"):
         yield f"optim={name!r} needs whole parameters, but fsdp shards them: use 'adamw_torch' or its 8bit form."

@@ -46,7 +46,7 @@ class IntervalStrategy(ExplicitEnum):
 
 
 class SaveStrategy(ExplicitEnum):
-    """When a checkpoint is written; 'best' (since v4.47) means at each new best metric."""
+    """When a checkpoint is written; 'best' (since v4.47) saves at each new best metric."""
 
     NO = "no"
     STEPS = "steps"
@@ -129,9 +129,9 @@ class OptimizerNames(ExplicitEnum):
 
 
 class ParallelMode(enum.Enum):
-    """How many processes and devices one training uses.
+    """How many processes and devices a training run uses.
 
-    The members named after SageMaker exist for scripts that compare with them; no run here uses them.
+    The SageMaker members exist for scripts that compare against them; hftrainer never uses them.
     """
 
     NOT_PARALLEL = "not_parallel"
@@ -143,7 +143,7 @@ class ParallelMode(enum.Enum):
 
 
 class HPSearchBackend(ExplicitEnum):
-    """Libraries that search for hyperparameters; 'sigopt', whose service has ended, until v4.57."""
+    """Libraries for hyperparameter search. 'sigopt' was one until v4.57; its service has ended."""
 
     OPTUNA = "optuna"
     RAY = "ray"

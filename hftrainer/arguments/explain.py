@@ -25,7 +25,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Line:
-    """One given argument: its value, its kind, and what becomes of it."""
+    """One argument that was given: its value, its kind, and how it is handled."""
 
     argument: str
     value: Any
@@ -41,7 +41,7 @@ class Explanation:
         lines: the arguments that differ from their defaults.
         errors: what is wrong with their values.
         call: the equivalent `lightning.Trainer(...)`.
-        policy: of the release that is followed.
+        policy: the policy of the release that is followed.
     """
 
     lines: tuple[Line, ...]
@@ -82,7 +82,7 @@ class Explanation:
 
 
 def explain(args: BaseArguments) -> Explanation:
-    """Explain some arguments; starts nothing, and imports neither lightning nor transformers."""
+    """How the arguments are handled; found without starting anything, or importing lightning or transformers."""
     from hftrainer.arguments.support import given_arguments, make_plan
     from hftrainer.arguments.validation import check_values
 

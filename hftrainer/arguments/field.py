@@ -1,4 +1,4 @@
-"""`arg`: declares an argument with everything that is known about it; and how old names are translated."""
+"""`arg`, which declares an argument with its metadata, and `Rename`, which translates an old name."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _KINDS = ("mapped", "handled", "inert", "refused")
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known about an argument.
+    """The metadata of an argument.
 
     Attributes:
-        default: the newest documented default; `list` for a new list each.
-        help: what it does, with its unit.
-        since: the first release of transformers that had it, of those in `fields`.
+        default: the newest documented default; `list` for a new list in each object.
+        help: its help text, with its unit.
+        since: the first release of transformers that had it, among those listed in `fields`.
         kind: 'mapped' (to a Lightning setting), 'handled' (by hftrainer), 'inert' (accepted without effect), 'refused'
             (only its neutral value is accepted).
         detail: the setting, the reason, or what to use instead; empty if `help` says it all.
-        place: the module that reads it, of a handled one.
+        place: the module that reads it, for a handled argument.
         until: the last release that had it; None for an argument of the newest one.
         renamed: how it is translated to the current argument.
         choices: its allowed values: a list, or an enumeration to which they are converted.
-        minimum: the least number.
+        minimum: the smallest allowed number.
         json: whether it accepts a JSON object as text.
         read_once: whether it is read when the Trainer is made, so that later changes have no effect.
-        neutral: for the default None: the value that it stands for.
+        neutral: the value that the default None stands for.
         accepted: the values that are not refused; all if empty.
-        gone: the value that chooses what no longer exists, and what is done instead.
-        earlier: the last release with an earlier default → that default, from the oldest on.
+        gone: a value whose feature no longer exists, and what happens instead.
+        earlier: the last release with an older default → that default, oldest first.
     """
 
     default: Any
@@ -58,11 +58,11 @@ class Argument:
     earlier: Mapping[str, Any] | None = None
 
     def is_neutral(self, value: Any, default: Any) -> bool:
-        """Whether a value asks for nothing: it is the default, empty, or the value that None stands for.
+        """Whether a value changes nothing: it is the default, empty, or the value that None stands for.
 
         Args:
             value: the value.
-            default: the default of the class, which may be a subclass with another one.
+            default: the default of the class; a subclass may have a different one.
         """
         if self.neutral is not None or value == default:
             return value in (None, self.neutral, default)
@@ -80,7 +80,7 @@ class Argument:
         return ", ".join(f"{default!r} until v{release}" for release, default in (self.earlier or {}).items())
 
 
-#: Field → what is known about it. Not in the field's metadata, which transformers' parser passes to argparse.
+#: Field → its `Argument`. It is not in the field's metadata, since transformers' parser passes that to argparse.
 _arguments: dict[dataclasses.Field[Any], Argument] = {}
 
 
@@ -103,7 +103,7 @@ def arg(
 
     Args:
         default: as in `Argument`, like `help` and `since`.
-        help: without the releases, which are added.
+        help: as in `Argument`; the releases are appended to it.
         since: as in `Argument`.
         handled: the module that reads it; or 'mapped: ', 'handled: ', 'inert: ' or 'refused: ' and the detail.
         bare: the value of the flag on the command line when no value follows it.
@@ -114,7 +114,7 @@ def arg(
     place = ""
     if kind not in _KINDS:
         kind, detail, place = "handled", "", handled
-    # What is mapped is a part of the plan, which is made once.
+    # Mapped arguments are part of the plan, which is made once.
     argument = Argument(default, help, since, kind, detail, place, **{"read_once": kind == "mapped", **more})
     if argument.until is not None:
         help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
@@ -134,7 +134,7 @@ def arg(
 
 
 def old_name(default: Any, renamed: Rename, since: str, until: str, help: str = "", **more: Any) -> Any:
-    """A dataclass field for an argument that has another name since a release."""
+    """A dataclass field for an argument that a release has renamed."""
     is_same = renamed.spelled == renamed.new
     text = f"Old name of `{renamed.new}`." if is_same else f"Now `{renamed.spelled}`."
     detail = f"old name of {renamed.new}" if is_same else renamed.spelled
@@ -142,12 +142,12 @@ def old_name(default: Any, renamed: Rename, since: str, until: str, help: str = 
 
 
 def arguments_of(kind: Any) -> dict[str, Argument]:
-    """Argument → what is known about it, for the fields of a dataclass that `arg` has declared."""
+    """Name → its `Argument`, for the fields of a dataclass that `arg` has declared."""
     return {field.name: _arguments[field] for field in dataclasses.fields(kind) if field in _arguments}
 
 
 def changed_arguments(args: Any, names: Iterable[str]) -> dict[str, Any]:
-    """Argument → its value, for those of the given ones that do not have the default of their class."""
+    """Name → value, for the given arguments whose value is not the default of their class."""
     fields = type(args).__dataclass_fields__
     return {name: value for name in names if (value := getattr(args, name)) != fields[name].default}
 
@@ -165,7 +165,7 @@ class Rename:
         write: `(new value, old value) → new value`.
         read: `new value → old value`, for reading the old name.
         merges: whether the old value is added to the new one, instead of replacing it.
-        takes_false: whether False is a value that was given; otherwise it means "not given".
+        takes_false: whether False counts as a given value; otherwise it means "not given".
     """
 
     new: str
@@ -177,7 +177,7 @@ class Rename:
 
 
 def same(new: str) -> Rename:
-    """Another name alone."""
+    """A rename that changes the name alone, not the value."""
     return Rename(new, new, lambda now, old: old, lambda now: now)
 
 
@@ -193,7 +193,7 @@ def switch_of(new: str, value: str, otherwise: str | None = None) -> Rename:
 
 
 def item_of(new: str, value: str) -> Rename:
-    """An old switch for an item of the new argument's list."""
+    """Renames a boolean to an item of the new argument's list."""
 
     def write(now: Any, old: Any) -> Any:
         others = [word for word in as_words(now) if word != value]
@@ -203,7 +203,7 @@ def item_of(new: str, value: str) -> Rename:
 
 
 def key_of(new: str, key: str, *, takes_false: bool = False) -> Rename:
-    """An argument that is now a key of the new one."""
+    """Renames an argument to a key of the new one."""
 
     def write(now: Any, old: Any) -> Any:
         if isinstance(now, str):

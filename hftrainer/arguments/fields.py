@@ -1,4 +1,4 @@
-"""The arguments of the newest release, and the ones that scripts give by position: each with all that is known of it.
+"""The arguments of the newest release, and those that scripts pass by position, each with its metadata.
 
 The releases are those of v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be a little older
 than stated here. Old arguments have their exact releases.
@@ -24,7 +24,7 @@ from hftrainer.arguments.field import OURS, arg, old_name, same
 class CurrentArguments:
     """The arguments of training, by subject.
 
-    The first ones may be given by position, in the order of v4, as far as v4.15 to v4.57 agree.
+    The first ones may be passed by position, in the order on which v4.15 to v4.57 agree.
     """
 
     output_dir: str | None = arg(

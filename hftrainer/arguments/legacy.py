@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 RENAMED = {name: about.renamed for name, about in ARGUMENTS.items() if about.renamed is not None}
 #: Old arguments without a new name → their values when not given.
 KEPT = {name: about.neutral for name, about in ARGUMENTS.items() if about.until and about.neutral is not None}
-#: Under install(): the fields here that the installed release has, and the fields of ours that it lacks.
+#: Under install(): the old fields that the installed release still has, and our fields that it lacks.
 CURRENT: set[str] = set()
 HIDDEN: dict[str, Any] = {}
 FIELDS = {name: field for name, field in OldArguments.__dataclass_fields__.items() if ARGUMENTS[name].until}
 
 
 def value(args: Any, name: str) -> Any:
-    """An old argument without a new name; its default if the arguments lack it, or it is a subclass's own field."""
+    """The value of an old argument without a new name; its default if it is missing or a subclass's own field."""
     found, default = getattr(args, name, None), KEPT.get(name, False)
     return default if found is None or found == default or name in redeclared_old_names(type(args)) else found
 
 
 def gone(args: Any) -> list[str]:
-    """A sentence for each argument that chooses what has gone."""
+    """A sentence for each argument whose value selects a removed feature."""
     found = {name: about.gone for name, about in ARGUMENTS.items() if about.gone is not None}
     return [f"{name}={old!r}: {instead}." for name, (old, instead) in found.items() if value(args, name) == old]
 
@@ -53,7 +53,7 @@ def gone(args: Any) -> list[str]:
 def redeclared_old_names(kind: type) -> frozenset[str]:
     """Old names that a subclass declares as its own fields, for example to support several releases.
 
-    They are arguments of the subclass, with its values and meanings: nothing here reads or changes them.
+    They belong to the subclass, with its values and meanings: we neither read nor change them.
     """
     if not issubclass(kind, OldArguments):
         return frozenset()
@@ -84,7 +84,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     vars(args)["_legacy_done"] = True
     own = redeclared_old_names(type(args))
     pending = _take_hidden(args, own) | {name: vars(args)[name] for name in (RENAMED.keys() - own) & vars(args).keys()}
-    # These have values only in arguments that were made before.
+    # Only copies of existing arguments already have values for these.
     is_copy = all(getattr(args, name, None) is not None for name in KEPT)
     given = []
     for name, rename in RENAMED.items():
@@ -114,7 +114,7 @@ def _take_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:
     """The values given by old names that the installed release lacks; values without a new name stay attributes."""
     names = ((HIDDEN.keys() & FIELDS.keys()) - own) & vars(args).keys()
     found = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_given", {})
-    fields = type(args).__dataclass_fields__  # those of a subclass from before `install()` have the old names too
+    fields = type(args).__dataclass_fields__  # a subclass defined before `install()` still has the old names
     stay = {name for name, value in found.items() if value not in (None, HIDDEN[name].default)} - RENAMED.keys()
     vars(args).update({name: value for name, value in found.items() if name in stay or name in fields})
     return {name: value for name, value in found.items() if name in RENAMED}
@@ -127,7 +127,7 @@ def keeps_ratio(name: str) -> bool:
 
 def _is_given(name: str, value: Any) -> bool:
     if name == "warmup_ratio" in CURRENT and not keeps_ratio(name):
-        return value is not None  # v5.0 to v5.2: 0.0 too replaces `warmup_steps`
+        return value is not None  # v5.0 to v5.2: even 0.0 replaces `warmup_steps`
     return RENAMED[name].takes_false if value is False else value not in (None, False, "", [])
 
 
@@ -160,9 +160,9 @@ _undo = contextlib.ExitStack()
 
 
 def follow_fields(ours: Any, for_generation: Any) -> None:
-    """Leave our classes the fields of the installed release, and our own; nothing changes if there is none.
+    """Keep only the fields of the installed release, and our own, in our classes; no change without transformers.
 
-    What is hidden is still accepted as a keyword, and on the command line.
+    Hidden fields are still accepted as keywords, and on the command line.
 
     Args:
         ours: our `TrainingArguments`.
@@ -181,14 +181,14 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
     for kind in for_generation.__mro__:
         if (fields := vars(kind).get("__dataclass_fields__")) is not None:
             _undo.callback(fields.update, dict(fields))
-            _undo.callback(fields.clear)  # before, so that their order is as it was
+            _undo.callback(fields.clear)  # called before `update`, so that the original order is restored
             for name in HIDDEN.keys() & fields.keys():
                 del fields[name]
         for name in without_value & vars(kind).keys():
             _undo.callback(setattr, kind, name, vars(kind)[name])
             delattr(kind, name)
     for initialize in (ours.__init__, for_generation.__init__):
-        # Scripts read which parameters there are.
+        # Scripts inspect the signature.
         signature = inspect.signature(initialize)
         shown = [each for name, each in signature.parameters.items() if name not in HIDDEN]
         initialize.__signature__ = signature.replace(parameters=shown)
@@ -196,7 +196,7 @@ def follow_fields(ours: Any, for_generation: Any) -> None:
 
 
 def earlier_defaults() -> dict[str, Any]:
-    """Argument → its default in the release that is followed, where that is another than ours."""
+    """Argument → its default in the followed release, where it differs from ours."""
     release, found = followed.from_config({}).release, {}
     for name, about in ARGUMENTS.items():
         for until, default in (about.earlier or {}).items():
@@ -212,7 +212,7 @@ def forget_fields() -> None:
 
 
 def _installed_fields() -> set[str]:
-    """The fields of the `TrainingArguments` of transformers, read from its source: an import takes seconds."""
+    """The fields of the `TrainingArguments` of transformers, read from its source, since an import takes seconds."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return set()
@@ -223,7 +223,7 @@ def _installed_fields() -> set[str]:
 
 
 def set_values(args: BaseArguments) -> None:
-    """Set what the installed release has in arguments that were just made, and ours do not need."""
+    """Give new arguments the attributes and values that the installed release sets and ours do not need."""
     if not HIDDEN:
         return
     given = dict(vars(args))

@@ -61,7 +61,7 @@ _ORGANIZATION = Rename("hub_model_id", "hub_model_id", _with_organization, _orga
 
 @dataclass(kw_only=True)
 class OldArguments(CurrentArguments):
-    """Arguments of older releases, which are translated or do what they did."""
+    """Arguments of older releases, which are translated or keep their effect."""
 
     evaluation_strategy: str | None = old_name(None, same("eval_strategy"), "4.0", "4.48")
     no_cuda: bool = old_name(False, same("use_cpu"), "4.0", "4.57")
@@ -187,5 +187,5 @@ class OldArguments(CurrentArguments):
     )
 
 
-#: Argument → what is known about it, for all of `TrainingArguments`.
+#: Name → its `Argument`, for all fields of `TrainingArguments`.
 ARGUMENTS = arguments_of(OldArguments)

@@ -1,4 +1,4 @@
-"""Parsed training arguments: everything parsed or looked up for them, once per Trainer and once per trial."""
+"""Parsed training arguments: values that are parsed or looked up once per Trainer and once per trial."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ResolvedArguments:
 
     @functools.cached_property
     def policy(self) -> ReleasePolicy:
-        """What the followed release of transformers does."""
+        """The policy of the followed release of transformers."""
         return followed.from_config(self.readable_config)
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class ResolvedArguments:
         return find_rank_info(self.readable_config, gpus=getattr(self.args, "_count_gpus", lambda: 1))
 
     def forget_rank_info(self) -> None:
-        """Clear `rank_info`, and the device: the other processes have been started since."""
+        """Clear `rank_info` and the device, after the other processes have been started."""
         for name in ("rank_info", "device"):
             vars(self).pop(name, None)
 

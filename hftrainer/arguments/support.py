@@ -34,7 +34,7 @@ _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_
 
 
 def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
-    """Argument → its value and what is known about it, if that is not neutral; without the user's own fields."""
+    """Argument → its value and metadata, for each value that is not neutral; without the user's own fields."""
     known = {**ARGUMENTS, **arguments_of(args)}
     ours = known.keys() - legacy.redeclared_old_names(type(args))
     hidden = [field for field in legacy.HIDDEN.values() if field.name in vars(args)]
@@ -54,7 +54,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
 
     Args:
         resolved: the training arguments, with the model if it exists: the way it was loaded is checked too.
-        has_custom_optimizer: whether the script has made the optimizer.
+        has_custom_optimizer: whether the script passes its own optimizer.
     """
     args = resolved.args
     found = [
@@ -183,7 +183,7 @@ RESERVED = {
     "use_distributed_sampler": "_get_train_sampler",
     "val_check_interval": "eval_strategy and eval_steps",
 }
-#: Other keywords → their allowed values: the first ones of Lightning, the last three of hftrainer.
+#: Other keywords → their allowed values. The last three keywords are hftrainer's, the others Lightning's.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "barebones": (False, None),
     "inference_mode": (True, False),
@@ -195,7 +195,7 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "on_save_error": ("continue", "stop"),
 }
 _PROFILERS = ("simple", "advanced", "pytorch", "xla")
-#: Keywords that others check: the number of processes, and the release that is followed.
+#: Keywords that are checked elsewhere: the number of processes, and the release that is followed.
 RELEASE_KEYWORDS = ("devices", "num_nodes", "behaviour")
 #: Keywords → the arguments that they override.
 _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
@@ -225,7 +225,7 @@ def _has_async_checkpoint_plugin(plugins: Any) -> bool:
 
 # ---- Changes after the Trainer is made ------------------------------------------------------------------------------
 
-#: Changing these raises, since most of the Trainer was built from them.
+#: Changing these raises an error, since most of the Trainer was built from them.
 _NEEDS_ANOTHER_TRAINER = ("lightning_config", "deepspeed")
 
 
@@ -238,7 +238,7 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
     Args:
         engine: the engine of the Trainer, with the plan that was made from the arguments.
         args: the arguments with their current values.
-        policy: what the followed release of transformers does.
+        policy: the policy of the followed release of transformers.
         has_custom_loader: whether the script makes the training loader, and so may read the batch size again.
 
     Raises:

@@ -33,7 +33,7 @@ ALIASES = {
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 
-#: Schedules that follow the evaluation.
+#: Schedules that step on an evaluation metric.
 _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -126,7 +126,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
 
     Args:
         resolved: the arguments.
-        complete: whether they are those of a run; if not, scripts and libraries may still fill in what a run needs.
+        complete: whether they are final; if not, scripts and libraries may still fill in what a run needs.
     """
     args = resolved.args
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0  # transformers refuses it too
@@ -212,7 +212,7 @@ def set_accumulation_steps(resolved: ResolvedArguments) -> None:
 
 
 def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
-    """A sentence for each contradiction of `accelerator_config` to another argument, or to accelerate's state."""
+    """A sentence for each conflict of `accelerator_config` with another argument or with accelerate's state."""
     args, config = resolved.args, resolved.accelerator_config
     if config.num_steps is not None and args.gradient_accumulation_steps not in (1, config.num_steps):
         yield (
@@ -225,7 +225,7 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
 
 
 def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
-    """Errors in `deepspeed` that the arguments alone show."""
+    """Errors in `deepspeed` that can be found from the arguments alone."""
     try:
         if (config := resolved.deepspeed) is not None:
             yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config)
@@ -234,7 +234,7 @@ def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
 
 
 def check_ranges(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each number that is too small, or is no number."""
+    """A sentence for each number that is too small, or is not a number."""
     for name, about in ARGUMENTS.items():
         if about.minimum is None:
             continue
@@ -247,7 +247,7 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 
-#: The arguments that are numbers; transformers' HfArgumentParser replaces the types of fields, which are text.
+#: Arguments that are numbers, listed at import: transformers' HfArgumentParser later replaces the fields' types.
 _NUMBERS = [
     name
     for name, field in BaseArguments.__dataclass_fields__.items()
@@ -256,7 +256,7 @@ _NUMBERS = [
 
 
 def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each text that is given for a number."""
+    """A sentence for each argument that is text but must be a number."""
     for name in _NUMBERS:
         value = getattr(args, name, None)
         if isinstance(value, str):
@@ -264,7 +264,7 @@ def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:
-    """What only a run needs."""
+    """Errors in values that only a run needs."""
     yield from check_ranges(args)
     if args.save_strategy == SaveStrategy.BEST and args.metric_for_best_model is None:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
@@ -273,7 +273,7 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
 
 
 def _check_loading(args: BaseArguments) -> Iterator[str]:
-    """Settings of loading processes, if there are none."""
+    """An error for each setting of loader workers, if there are no workers."""
     if args.dataloader_num_workers == 0:
         for name, default in (("dataloader_prefetch_factor", None), ("dataloader_persistent_workers", False)):
             if getattr(args, name) != default:
@@ -285,7 +285,7 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     if every is not None and not (isinstance(every, int) and every > 0):
         yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
     for name, about in ARGUMENTS.items():
-        # With the default None, other objects are accepted, such as a context of multiprocessing.
+        # If the default is None, other objects are accepted, such as a multiprocessing context.
         if about.choices is None or about.default is None or (value := getattr(args, name)) in list(about.choices):
             continue
         yield f"{name}={value!r}: choose one of {', '.join(map(spelled, about.choices))}."
@@ -328,7 +328,7 @@ def _is_multiple(args: BaseArguments) -> bool:
     assert evaluate
     if (save < 1) != (evaluate < 1):
         return False  # a fraction and a count: comparable only when the number of steps is known
-    scale = 1_000_000 if save < 1 else 1  # whole numbers, since 0.4 % 0.2 is not 0 in floating point
+    scale = 1_000_000 if save < 1 else 1  # whole numbers, since 0.6 % 0.2 is not 0 in floating point
     return round(save * scale) % round(evaluate * scale) == 0
 
 

@@ -114,7 +114,7 @@ class PrinterCallback(TrainerCallback):
     """Prints the log lines; the Trainer uses it instead of the progress bar with `disable_tqdm`."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        """Print the line; above the bar, if one of Lightning's is there."""
+        """Print the line, above Lightning's progress bar if it shows one."""
         if state.is_local_process_zero:
             from tqdm import tqdm
 

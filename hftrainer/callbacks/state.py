@@ -58,7 +58,7 @@ class TrainerCallback:
         """Gradients are complete and clipped; the optimizer has not stepped (since v4.46)."""
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """The optimizer has stepped; gradients are still there (since v4.46)."""
+        """The optimizer has stepped; the gradients have not been cleared yet (since v4.46)."""
 
     def on_substep_end(self, args, state, control, **kwargs):
         """A micro-batch has run, and it was not the last of its optimizer step."""
@@ -97,7 +97,7 @@ class ExportableState:
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> ExportableState:
-        """A new object from what `state()` returned."""
+        """A new object from the dict that `state()` returned."""
         instance = cls(**state["args"])
         for name, value in state["attributes"].items():
             setattr(instance, name, value)
@@ -187,7 +187,7 @@ class TrainerState:
             given = {name: value for name, value in values.items() if value is not None or name in _NEVER_NULL}
             check_fields(given, cls)
             for name in _COUNTED & given.keys():
-                if not 0 <= given[name] <= _MAX_COUNT:  # nor NaN
+                if not 0 <= given[name] <= _MAX_COUNT:  # also rejects NaN
                     raise ValueError(f"{name} is {given[name]}")
             return cls(**{name: value for name, value in given.items() if name in known})
 
@@ -288,13 +288,13 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 def as_json(value: Any, name: str) -> Any:
-    """A copy of a value as JSON has it: arrays and tensors as lists or numbers, sets as sorted lists.
+    """A copy of a value in JSON types: arrays and tensors become lists or numbers, sets become sorted lists.
 
-    Other objects become their `repr`, with a warning that names them: a run does not end because its log has one.
+    Other objects become their `repr`, with a warning that names them: a value in the log must not end a run.
 
     Args:
         value: numbers, text, arrays, tensors (dense or sparse), and mappings, lists, tuples and sets of them.
-        name: what it is called, for the warning.
+        name: the value's name, for the warning.
     """
     if type(value) in _PLAIN:
         return value

@@ -1,4 +1,4 @@
-"""`python -m hftrainer checkpoint FOLDER`: what a checkpoint holds, and on what it can be resumed."""
+"""`python -m hftrainer checkpoint FOLDER`: what a checkpoint holds, and which processes can resume it."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def _accept(folder: str, *, as_json: bool) -> None:
 
 
 def describe(folder: str) -> dict[str, Any]:
-    """What a checkpoint says of its run; None for what it does not say.
+    """A description of a checkpoint and its run, by title; None for values that it does not record.
 
     Raises:
-        CheckpointNotFound: for a folder that is no checkpoint.
+        CheckpointNotFound: for a folder that is not a checkpoint.
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.callbacks.state import TrainerState
@@ -98,7 +98,7 @@ def describe(folder: str) -> dict[str, Any]:
 
 
 def _strategy(folder: str) -> tuple[str, str]:
-    """How the weights are stored, and on what a run can resume from them."""
+    """How the weights are stored, and which processes can resume from them."""
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.weights import has_weights, read_tag
 

@@ -22,7 +22,7 @@ SUBJECTS = {
     "learning rate": ("learning_rate",),
     "metrics": (),
 }
-#: Arguments that say where a run is written.
+#: Arguments that may differ between equal runs: where a run is written, and from what it resumes.
 _PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
 _NOT_RECORDED = "not recorded"
 
@@ -41,11 +41,11 @@ class Difference:
     """How two runs differ.
 
     Attributes:
-        steps: optimizer steps of each.
+        steps: optimizer steps of each run.
         partings: subject → its first divergence.
-        compared: subject → values that both runs have recorded at the same step.
-        only_in_one: values that only one of them has logged → which one, 'A' or 'B'.
-        arguments: name → both values, of those that differ; None if they are not recorded.
+        compared: subject → number of values that both runs have recorded at the same step.
+        only_in_one: name of a value that only one run has logged → that run, 'A' or 'B'.
+        arguments: name → both values, for arguments that differ; None if they are not recorded.
         versions: as `arguments`.
     """
 
@@ -109,7 +109,7 @@ def add(commands: Any) -> None:
 def _diff(parser: Parser, options: argparse.Namespace) -> None:
     try:
         difference = compare(*options.runs)
-    except (ValueError, OSError) as error:  # ours are ValueErrors
+    except (ValueError, OSError) as error:  # our errors derive from ValueError
         parser.fail(error)
     shown = {"equal": difference.equal, **asdict(difference)}
     print(json.dumps(shown, indent=2) if options.json else difference)
@@ -154,7 +154,7 @@ def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -
 
 
 def _data_pairs(a: str, b: str) -> Iterator[Divergence]:
-    """What the order of samples depends on, from checkpoints of the same step."""
+    """Pairs of values that determine the order of samples, from checkpoints of the same step."""
     of_a, of_b = dict(_progress(a)), dict(_progress(b))
     for step in sorted(of_a.keys() & of_b.keys()):
         one, other = of_a[step], of_b[step]
@@ -194,7 +194,7 @@ def _arguments(run: str) -> dict[str, Any] | None:
 
 
 def _versions(run: str) -> dict[str, Any] | None:
-    """The release of transformers that has saved the model; others are not recorded."""
+    """The release of transformers that saved the model; other versions are not recorded."""
     for folder in _folders(run):
         file = os.path.join(folder, "config.json")
         if os.path.isfile(file):

@@ -54,7 +54,7 @@ _SMALL = {
 
 
 def _text(report: dict[str, Any]) -> str:
-    """What `examine` has found, for people."""
+    """The report of `examine`, as text."""
     launchers, disks, missing = report["launchers"].items(), report["disks"].items(), report["missing"].items()
     lines = {
         "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
@@ -152,7 +152,7 @@ def _requirements() -> list[Any]:
         from packaging.requirements import Requirement
 
         return [Requirement(text) for text in importlib.metadata.requires("hftrainer") or []]
-    except ImportError:  # of a package that is not installed, too
+    except ImportError:  # also raised if hftrainer is not installed
         return []
 
 
@@ -173,7 +173,7 @@ def _extra(requirement: Any) -> str:
 
 
 def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Extra → the packages that are missing or of a release that is not supported, and the command for them."""
+    """Extra → the packages that are missing or of a release that is not supported, and how to install them."""
     lacking: dict[str, list[str]] = {}
     for requirement in _requirements():
         extra, installed = _extra(requirement), _version(requirement.name)
@@ -190,7 +190,7 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _devices() -> tuple[dict[str, Any], list[str]]:
-    """What a run uses here, as `TrainingArguments.device` chooses, and what is wrong with it."""
+    """The devices that a run would use, as `TrainingArguments.device` chooses, and problems with them."""
     import torch
     from torch.utils import collect_env
 
@@ -206,7 +206,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processes by": detect(),
     }
-    # By nvidia-smi: torch would start a context on the first GPU to name it.
+    # Ask nvidia-smi: to get the name, torch would create a context on the first GPU.
     names, problems = (collect_env.get_gpu_info(collect_env.run) or "").splitlines(), []
     if names:
         shown["NVIDIA GPUs"] = names
@@ -232,7 +232,7 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-#: Environment variables whose values are no secret.
+#: Environment variables whose values are not secret.
 PRINTABLE = """
     HFTRAINER_ENVIRONMENT WORLD_SIZE RANK LOCAL_RANK NODE_RANK MASTER_ADDR MASTER_PORT SLURM_JOB_ID SLURM_JOB_NAME
     SLURM_PROCID PJRT_LOCAL_PROCESS_COUNT CUDA_VISIBLE_DEVICES PJRT_DEVICE USE_TORCH_XLA TPU_NAME DS_ACCELERATOR
@@ -250,7 +250,7 @@ _NAMED = re.compile(
 
 
 def environment() -> dict[str, str]:
-    """The variables that are set: values and effects of those that are known, 'set' for the others."""
+    """The variables that are set, with value or effect where known, and 'set' for the others."""
     from hftrainer.arguments.accelerate import find_variable
 
     shown = {name: os.environ[name] for name in PRINTABLE if name in os.environ}

@@ -64,7 +64,7 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
         args = _arguments(words)
     try:
         explanation = args.explain()
-    except (ValueError, OSError) as error:  # a file that an argument names, as lightning_config; ours are ValueErrors
+    except (ValueError, OSError) as error:  # a file named by an argument; our errors derive from ValueError
         parser.fail(error)
     print(explanation.to_json() if options.json else explanation)
     if failure is not None:
@@ -108,7 +108,7 @@ def _arguments_of_script(
     except _Stop as stop:
         return stop.args_of_trainer or TrainingArguments("tmp_trainer"), None
     except (Exception, SystemExit) as error:
-        if not made and isinstance(error, SystemExit):  # it has said why
+        if not made and isinstance(error, SystemExit):  # the script itself has printed the reason
             raise
         if not made and isinstance(error, (InvalidArgument, UnknownArgument, UnsupportedArgument)):
             parser.fail(f"{script} makes arguments that are refused: {error}", status=1)

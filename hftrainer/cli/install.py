@@ -47,7 +47,7 @@ def uninstall() -> None:
 
 
 def _set_defaults(values: Mapping[str, Any]) -> None:
-    """Set other defaults for arguments that scripts do not pass."""
+    """Replace the defaults of arguments."""
     for name, value in values.items():
         _original_defaults.setdefault(name, TrainingArguments.__dataclass_fields__[name].default)
         for kind in (TrainingArguments, Seq2SeqTrainingArguments):

@@ -28,12 +28,12 @@ Run an unmodified Trainer script on Lightning. All that follows SCRIPT is its ow
 
 Torchrun's options are taken too, such as --nnodes and --rdzv-endpoint: torchrun --help lists them.
 """
-#: torchrun's names for what it starts.
+#: torchrun's names of the options that say which program to start.
 _SCRIPT = ("module", "training_script", "training_script_args")
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand. Its options are torchrun's, whose parser is imported only where there is an option."""
+    """Add the subcommand. Its options are torchrun's, whose parser is imported only if an option is given."""
     parser = commands.add_parser(
         "run", help="run an unmodified Trainer script, in one process or in several", usage=_USAGE, add_help=False
     )
@@ -110,7 +110,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     """
     launcher = make_launch_parser(parser)
     defaults = vars(launcher.parse_args(["SCRIPT"]))
-    # argparse sets no default where there is a value already: what is None now has not been given.
+    # argparse sets no default for an attribute that exists, so an option that is still None was not given.
     told = vars(launcher.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults))))
     given = {name: value for name, value in told.items() if value is not None}
     options = argparse.Namespace(**{**defaults, **given})
@@ -130,7 +130,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
 
 
 def run_torchrun(options: argparse.Namespace) -> NoReturn:
-    """Start processes by torchrun; end with their status."""
+    """Start processes with torchrun, and exit with their status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import run
@@ -146,7 +146,7 @@ def run_torchrun(options: argparse.Namespace) -> NoReturn:
 
 
 def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str | None:
-    """What is wrong with the options, where torchrun would hang or say less; `given` are the names of those given."""
+    """The first error in the options for which torchrun would hang or say less; `given`: the options that are set."""
     nodes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", options.nnodes)
     least, most = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
     if least > most:

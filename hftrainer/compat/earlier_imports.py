@@ -8,7 +8,7 @@ from typing import Any
 
 #: Module of transformers → the class in it that is swapped.
 _TRAINERS = {"transformers.trainer": "Trainer", "transformers.trainer_seq2seq": "Seq2SeqTrainer"}
-#: Packages to ignore: transformers itself, and those whose decorators are on its methods.
+#: Packages to ignore: transformers itself, and packages whose decorators wrap its methods.
 _OWN = ("transformers", "hftrainer", "torch", "contextlib", "functools", "huggingface_hub")
 _SHOWN = 5
 
@@ -60,7 +60,7 @@ def _derived(kind: type) -> Iterator[type]:
 
 
 def _holds(name: str, module: Any, originals: list[type]) -> bool:
-    """Whether a module outside `_OWN` holds one of these. Compared by identity: some objects warn on any access."""
+    """Whether a module outside `_OWN` refers to one of `originals`. Compares identity: some objects warn on access."""
     # `__mp_main__` is a second copy of `__main__`.
     if module is None or _root(name) in _OWN or name == "__mp_main__":
         return False

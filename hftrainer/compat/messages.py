@@ -27,16 +27,16 @@ LEVELS = {
     "critical": logging.CRITICAL,
 }
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
-#: Says what a user should see of a run by default.
+#: Logs the messages about a run that a user should see by default.
 about_runs = logging.getLogger("hftrainer.run")
-#: The loggers of transformers' modules that ours take the place of.
+#: The loggers of transformers' modules that our modules replace.
 _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
-#: The format of transformers' own handler, which has none before v5.0.
+#: The format of transformers' own handler since v5.0; earlier releases set none.
 _THEIR_FORMAT = "[transformers] %(message)s"
 
 
 class _Format(logging.Formatter):
-    """Begins with our name; between words, a terminal gets line breaks."""
+    """Prefixes messages with our name, and wraps them between words on a terminal."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _ParentLogger(logging.Logger):
 
     @property
     def level(self) -> int:
-        """The level of transformers; without it, that of the environment variable, or else the root logger's."""
+        """The level of transformers' logger, else that of the environment variable, else the root logger's."""
         theirs = _of_transformers()
         return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0) if theirs is None else theirs.level
 
@@ -123,7 +123,7 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
 
 
 def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Let a handler of transformers show a message; with our name, where its own format would give another or none."""
+    """Let a handler of transformers show a message, with our prefix in place of transformers' or of none."""
     own = handler.formatter
     is_theirs = _writes_to_terminal(handler) if own is None else getattr(own, "_fmt", None) == _THEIR_FORMAT
     if not is_theirs:
@@ -138,7 +138,7 @@ def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
 
 
 def wrapped(text: str, stream: Any) -> str:
-    """Text for a stream; a terminal, which breaks long lines within words, gets breaks between them."""
+    """Text for a stream. For a terminal it is wrapped between words, since terminals break lines within words."""
     if not (hasattr(stream, "isatty") and stream.isatty()):
         return text
     width = shutil.get_terminal_size().columns
@@ -148,7 +148,7 @@ def wrapped(text: str, stream: Any) -> str:
 
 
 def tell(text: str) -> None:
-    """Say something about a run, at level info; it is seen unless warnings are not."""
+    """Log a message about a run, at level info. It is hidden only where warnings are hidden."""
     seen = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)
     about_runs.setLevel(logging.INFO if seen else logging.CRITICAL)
     about_runs.info("%s", text)

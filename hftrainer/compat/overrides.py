@@ -1,6 +1,6 @@
 """Detects overrides of our methods, and calls them with the arguments that they accept.
 
-Other questions about functions.
+Also inspects functions in general.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def accepts(method: Callable[..., Any], keyword: str) -> bool:
 
 
 def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
-    """Whether `method` has a parameter of this name, rather than one for all keywords."""
+    """Whether `method` has a parameter of this name, rather than only `**kwargs`."""
     each = _chain(getattr(method, "__func__", method))
     return any(keyword in inspect.signature(one, follow_wrapped=False).parameters for one in each)
 
@@ -134,7 +134,7 @@ _NOT_OURS = object()
 
 
 def _is_ours(method: Any, ours: Any) -> bool:
-    """Whether a method is the recorded one, or made from its text by a tool that found nothing to change there."""
+    """Whether a method is the recorded one, or an unchanged copy that a tool made from its source text."""
     if method is ours:
         return True
     made, of_ours = (getattr(each, "__code__", None) for each in (method, ours))
@@ -202,7 +202,7 @@ def refuse_uncalled(kind: type, *names: str) -> None:
 
 
 def refuse_rewritten(trainer: Any) -> None:
-    """Refuse methods that a tool generated from our source text, where the names of our modules are missing.
+    """Refuse methods that a tool generated from our source text, since these lack the names of our modules.
 
     Args:
         trainer: the Trainer whose methods, of the class or the instance, are checked.
@@ -228,7 +228,7 @@ def refuse_rewritten(trainer: Any) -> None:
 
 
 def _rewriter(name: str, method: Any, ours: Any) -> str | None:
-    """The module that has made a function from our source text; None for any other function.
+    """The module that generated a function from our source text; None for any other function.
 
     Only our methods use `_hftrainer`. An override that uses it also calls the original method.
     """

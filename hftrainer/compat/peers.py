@@ -51,12 +51,12 @@ def is_torchmetric(value: Any) -> bool:
 
 
 def elements(parameter: torch.Tensor) -> int:
-    """Number of elements of a parameter, also if this process has only a part of it, as with ZeRO-3."""
+    """Number of elements of a parameter, even if this process holds only a part of it, as with ZeRO-3."""
     return getattr(parameter, "ds_numel", None) or parameter.numel()
 
 
 def num_parameters(model: Any, **options: bool) -> int:
-    """What `model.num_parameters` says, and what it cannot count since other processes have it (ZeRO-3).
+    """`model.num_parameters()`, plus the elements that it misses because other processes hold them (ZeRO-3).
 
     Args:
         model: a model with that method.
@@ -119,7 +119,7 @@ def _is_buffered(stream: Any) -> bool:
 
 
 def of_transformers(module: str, name: str, asked: str) -> Any:
-    """A class or function of a module of transformers, which `asked` needs.
+    """A class or function of a transformers module; `asked` names the feature that needs it.
 
     Raises:
         MissingPackage: when it is not installed, or the installed release does not have it.
@@ -133,7 +133,7 @@ def of_transformers(module: str, name: str, asked: str) -> Any:
 
 
 def is_rebalanced(sampler: Any) -> bool:
-    """Whether `sampler` yields whole batches that are already this rank's."""
+    """Whether `sampler` yields whole batches, already selected for this rank."""
     return is_instance(sampler, "transformers.trainer_pt_utils", "BatchRebalanceSampler")
 
 
@@ -186,7 +186,7 @@ def initialized_xla_model() -> Any | None:
 
 
 def set_verbosity(level: int) -> bool:
-    """Set the level of transformers' messages, if it is loaded; returns whether it is."""
+    """Set the level of transformers' messages, if transformers is loaded; returns whether it is loaded."""
     if "transformers" not in sys.modules:
         return False
     from transformers.utils import logging

@@ -38,7 +38,7 @@ def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | Non
     Args:
         path: the file.
         mmap: read tensors from disk only when they are used; for tensors that are then copied.
-        packed: what `as_bytes` made, to be loaded instead; it was in the file.
+        packed: a tensor of `as_bytes` from the file, whose bytes are loaded instead of the file.
 
     Raises:
         UnsafeCheckpoint: if it holds an object of a class that `torch.serialization.add_safe_globals` does not allow.
@@ -60,7 +60,7 @@ def weights_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
 
     Args:
         path: the checkpoint, for the message.
-        allowed: classes of which the library writes objects.
+        allowed: classes whose objects the library writes.
 
     Raises:
         UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
@@ -80,11 +80,11 @@ def weights_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
 
 
 def read_pickle(path: str, allowed: Iterable[str]) -> Any:
-    """Load a file of pickle itself, which torch cannot read.
+    """Load a plain pickle file, which torch cannot read.
 
     Args:
         path: the file.
-        allowed: full names of the classes and functions that it may hold, beside torch's dtypes and what
+        allowed: full names of the classes and functions that it may hold, besides torch's dtypes and what
             `torch.serialization.add_safe_globals` allows.
 
     Raises:
@@ -101,7 +101,7 @@ def read_pickle(path: str, allowed: Iterable[str]) -> Any:
 class _Unpickler(pickle._Unpickler):
     """An unpickler that refuses classes that are not allowed, with torch's error message.
 
-    Uses Python's implementation, because the C one allocates a table of any size that the file requests.
+    Uses Python's implementation, because the C one allocates a table as large as the file requests.
     """
 
     def __init__(self, file: Any, allowed: frozenset[str]) -> None:

@@ -56,9 +56,9 @@ NAMES = _OF_TENSORFLOW | _table(
 #: Module of transformers → our module, if the names differ.
 _OURS = {"transformers.integrations.integration_utils": "hftrainer.reporting.tracker_callbacks"}
 _PACKAGES = ("transformers", "transformers.integrations")
-#: A table in one of these modules whose values are such classes.
+#: A table in the module of `_OURS`, whose values are classes that we replace.
 _TABLE = "INTEGRATION_TO_CALLBACK"
-#: Module of transformers → names that it imports from those above.
+#: Module of transformers → names that it imports from the modules above.
 REEXPORTED_NAMES = _table(
     {
         "transformers.trainer": f"{_CHOICES} DebugOption EvalPrediction HPSearchBackend OptimizerNames ParallelMode "
@@ -127,7 +127,7 @@ def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
 def _swap(module: ModuleType) -> None:
     replaced: list[tuple[Any, Any]] = []
     for name, ours in _names_in(module.__name__):
-        # A release that has a name for optimizers of Keras keeps its own. The package loads a name at its first access:
+        # A release that still has the Keras optimizers keeps them. The package loads a name at its first access:
         # names not accessed yet must not be loaded now.
         package = sys.modules.get("transformers", module)
         if name in _OF_TENSORFLOW["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {}):
@@ -151,7 +151,7 @@ def _swap(module: ModuleType) -> None:
 def _put(module: Any, name: str, value: Any) -> Any:
     before = vars(module).get(name, _ABSENT)
     is_class = isinstance(before, type) and isinstance(value, type)
-    # A module that is loaded after its package was changed has ours already.
+    # A module that is loaded after its package was changed already has our class.
     if is_class and before is not value and not any(before is changed for changed, _, _ in _originals):
         _keep_picklable(before)
     _originals.append((module, name, before))
@@ -255,7 +255,7 @@ def _keep_picklable(kind: Any) -> None:
 
 
 def _add_tensorflow_names(package: ModuleType) -> None:
-    """Add names to the package such as `TFAutoModelForCausalLM` and `TFBertModel`, of torch's models.
+    """Add names such as `TFAutoModelForCausalLM` and `TFBertModel` to the package, for torch's model classes.
 
     Names that the package has are unchanged: ours are used only if its lookup fails.
     """
@@ -276,7 +276,7 @@ def _add_tensorflow_names(package: ModuleType) -> None:
 
 
 class _MissingModuleLoader(importlib.abc.Loader):
-    """Makes a module that this release of transformers lacks, with our names."""
+    """Creates a module that this release of transformers lacks, with our classes and functions."""
 
     def exec_module(self, module: ModuleType) -> None:
         ours = importlib.import_module(module.__name__.replace("transformers", "hftrainer"))

@@ -1,4 +1,4 @@
-"""Tracebacks of errors in a script's own code: its frames without the engine's, and what ran at the time.
+"""Tracebacks of errors in a script's own code: without the engine's frames, and with notes about the batch.
 
 HFTRAINER_TRACEBACK=full keeps all frames.
 """
@@ -30,7 +30,7 @@ VARIABLE = "HFTRAINER_TRACEBACK"
 class WithoutEngine:
     """Context that leaves the engine's frames out of the traceback of an error: all but the first and the last.
 
-    Before Python 3.11 tracebacks stay whole: there, what a context does to them is lost.
+    Before Python 3.11 tracebacks stay whole, since changes made in `__exit__` are lost there.
     """
 
     def __enter__(self) -> None:
@@ -74,7 +74,7 @@ def _joined(frames: list[TracebackType]) -> TracebackType | None:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Add a line below the error's message, unless it is there. Where Python shows no notes (3.10), log it."""
+    """Add a line below the error's message, unless it is already there. Where Python shows no notes (3.10), log it."""
     notes = getattr(error, "__notes__", [])
     if text not in notes:
         vars(error)["__notes__"] = [*notes, text]
@@ -83,11 +83,11 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 def shapes(value: Any) -> str:
-    """What is in a batch, for a message: types and shapes, by key."""
+    """The contents of a batch, for a message: types and shapes by key."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {shapes(each)}" for name, each in value.items())
     if isinstance(value, tuple):
         return f"({', '.join(map(shapes, value))})"
-    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested):  # which have none
+    if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested):  # nested: no shape
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return f"a {type(value).__name__}"

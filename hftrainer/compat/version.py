@@ -1,4 +1,4 @@
-"""The version of this package: of the tag that it was built from."""
+"""The version of this package, from the tag that it was built from."""
 
 import importlib
 

@@ -66,7 +66,7 @@ def reason(error: BaseException, token: str | None = None) -> str:
     text = without_tokens(" ".join(str(cause).split()) or type(cause).__name__, token)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE=1 is set: unset it"
-    if "interpreter shutdown" in text:  # of the client's thread pools, which Python ends before our thread
+    if "interpreter shutdown" in text:  # Python ends the client's thread pools before our thread
         return "Python ended before the upload: wait for the result of push_to_hub(blocking=False)"
     if isinstance(error, (HFValidationError, ValueError)):
         return text

@@ -18,7 +18,7 @@ from hftrainer.hub.failures import reason, with_retries
 
 #: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
-#: Files that SageMaker writes while it copies a folder to S3; no upload has them.
+#: Files that SageMaker writes while it copies a folder to S3; never uploaded.
 _OF_SAGEMAKER = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
 #: Files of the output folder that are never uploaded with the model: private files and checkpoints, those of trials
 #: included.
@@ -133,7 +133,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
 def _open(repository: Repository, private: bool | None) -> Repository:
     api, token = HfApi(library_name="hftrainer"), repository.token
     found = api.create_repo(repository.id, token=token, private=private, exist_ok=True).repo_id
-    # huggingface_hub 1.0 has `write`. Offline, the client has answered without the Hub: a script has replaced it.
+    # huggingface_hub 1.0 has `write`. Offline, the client answers only if a script has replaced it.
     if "write" in inspect.signature(api.auth_check).parameters and not constants.HF_HUB_OFFLINE:
         api.auth_check(found, token=token, write=True)
     if repository.revision is not None:

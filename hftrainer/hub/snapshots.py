@@ -26,7 +26,7 @@ from hftrainer.hub.repository import IGNORED
 _LARGE = 64 << 20
 #: Files of weights are linked too, since they are written once.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
-#: What the client leaves out of every commit, besides `IGNORED`.
+#: Patterns of files that the client leaves out of every commit, besides `IGNORED`.
 _IGNORED_BY_CLIENT = (".git/*", "*/.git/*", ".cache/huggingface/*", "*/.cache/huggingface/*")
 _MODEL = (
     *("config.json", "generation_config.json"),
@@ -122,7 +122,7 @@ class UploadSnapshots:
     def delete(self, snapshot: str) -> None:
         """Delete one snapshot."""
         shutil.rmtree(snapshot, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it holds other snapshots
+        with contextlib.suppress(OSError):  # the folder holds other snapshots
             self._root.rmdir()
 
     def delete_all(self) -> None:

@@ -72,7 +72,7 @@ class Uploads:
         self._missing: dict[str, Commit] = {}  # by path in the repository
         self._uploaded: dict[str, str] = {}  # path in the repository → the message of the last commit there
         self._last_thread: threading.Thread | None = None
-        self._stopped_waiting = False  # whether a wait has ended before the uploads
+        self._stopped_waiting = False  # whether a wait ended while uploads were still running
         self._last_report = ""
         atexit.register(self.at_exit)
 
@@ -259,7 +259,7 @@ class Uploads:
         return self._last_thread is not None and self._last_thread.is_alive()
 
     def _wait(self, is_urgent: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all uploads have finished. If this ends before, it returns at once until there is a new upload.
+        """Wait until all uploads have finished. After a wait that was cut short, return at once until a new upload.
 
         Args:
             is_urgent: once it returns True, the wait ends after `_GRACE` seconds.

@@ -163,7 +163,7 @@ def set_tf32(args: Any) -> None:
     enabled = args.tf32
     if enabled is None and _compile_backend(args) is not None and not args.fp16:
         enabled = True
-    if enabled is None:  # asking a GPU would begin to use it
+    if enabled is None:  # a query would initialize the GPU
         return
     capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     if args.tf32 and not capable:

@@ -47,7 +47,7 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
 
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
-#: Method of a LightningModule → what takes its place.
+#: Method of a LightningModule → its replacement.
 _OF_LIGHTNING = {
     "training_step": "a forward that takes the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
     "Trainer(compute_loss_func=...)",
@@ -61,14 +61,14 @@ _OF_LIGHTNING = {
 
 
 def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
-    """Warn of the methods of a LightningModule that a Trainer does not call, and name what takes their place.
+    """Warn about the methods of a LightningModule that a Trainer does not call, and name their replacements.
 
     Args:
         model: the model.
-        calls_forward: whether the Trainer computes the loss by the model's `forward`, and not by an override.
+        calls_forward: whether the Trainer computes the loss with the model's `forward`, not in an override.
 
     Raises:
-        InvalidSetup: for one without a forward of its own, which is what a Trainer calls.
+        InvalidSetup: if it does not define `forward`, the only method that a Trainer calls.
     """
     kind = type(model)
     bases = [
@@ -124,7 +124,7 @@ def shifts_labels(model: nn.Module) -> bool:
 def smoothing_shifts_labels(model: nn.Module) -> bool:
     """Whether label smoothing compares position `i` with label `i + 1`: in causal models, and modules around one.
 
-    transformers asks for the name of the class only, and smooths against the wrong labels for subclasses of causal
+    transformers checks only the name of the class, and smooths against the wrong labels for subclasses of causal
     models, for models of images and text, and for modules around a model.
     """
     bare = peers.unwrap_peft(model)
@@ -191,10 +191,10 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-# The walks below are made at every step. torch's own make up a name for each module, which takes longer than their
+# The walks below run at every step. torch's own walks build a name for each module, which takes longer than the
 # computation if modules are many and small.
 
-#: Methods of `nn.Module` by which a model may choose which parameters it shows.
+#: Methods of `nn.Module` that a model may override to choose the parameters that it exposes.
 _SHOWING = ("parameters", "named_parameters", "named_modules")
 
 

@@ -1,1 +1,1 @@
-"""The parts of a model card: what it tells, and its files."""
+"""The parts of a model card: its contents, and its files."""

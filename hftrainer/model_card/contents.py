@@ -1,4 +1,4 @@
-"""What a model card tells: results, hyperparameters, and where model and data come from."""
+"""The contents of a model card: results, hyperparameters, and where model and data come from."""
 
 from __future__ import annotations
 

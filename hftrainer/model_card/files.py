@@ -77,11 +77,11 @@ def add_peft_parts(card: str, model: Any) -> str:
         path.write_text(card, encoding="utf-8")
         try:
             model.create_or_update_model_card(folder)
-        except NotImplementedError:  # by models with mixed adapter types
+        except NotImplementedError:  # raised by models with mixed adapter types
             return card
         after = ModelCard.load(path)
     data: Any = after.data
-    # PEFT's tag for the base model is invalid if that has a folder for a name, or no name.
+    # PEFT's tag for the base model is invalid if the model was loaded from a folder, or has no name.
     data.tags = [
         tag
         for tag in dict.fromkeys([*before.tags, *data.tags])

@@ -101,7 +101,7 @@ def _matches(wanted: str | list[str], name: str) -> tuple[bool, bool]:
 class LayerWiseDummyOptimizer(Optimizer):
     """Represents one optimizer per parameter; its own `step` does nothing.
 
-    Its learning rate is copied to all of them, so a scheduler sets theirs through it.
+    Its learning rate is copied to all of them, so that a scheduler only has to change this one.
 
     Args:
         optimizer_dict: the optimizer of each parameter.
@@ -122,7 +122,7 @@ class LayerWiseDummyOptimizer(Optimizer):
         ]
 
     def remove_hooks(self) -> None:
-        """Stop stepping: another optimizer takes over."""
+        """Remove the hooks that step the parameters, before another optimizer takes over."""
         for hook in self._hooks:
             hook.remove()
 

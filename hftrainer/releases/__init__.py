@@ -1,1 +1,1 @@
-"""What earlier releases of `transformers` do differently, and the release that a Trainer follows."""
+"""Differences of earlier releases of `transformers`, and the release that a Trainer follows."""

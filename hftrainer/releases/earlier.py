@@ -1,6 +1,6 @@
-"""THE TABLE of releases: a subclass of `ReleasePolicy` for each one after which `transformers` has changed.
+"""The table of releases: a subclass of `ReleasePolicy` for each release after which `transformers` changed.
 
-Each holds what its release is the last to do. To drop releases, delete the last subclasses.
+Each has the behaviour that its release was the last to have. To drop releases, delete the last subclasses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EarlierSchedule(NamedTuple):
 
 
 class Until5_22(ReleasePolicy):
-    """What releases until 5.22 do differently."""
+    """Differences of releases up to and including 5.22."""
 
     until = Release(5, 22)
     changes = {
@@ -52,7 +52,7 @@ class Until5_22(ReleasePolicy):
 
 
 class Until5_18(Until5_22):
-    """What releases until 5.18 do differently."""
+    """Differences of releases up to and including 5.18."""
 
     until = Release(5, 18)
     changes = {
@@ -67,7 +67,7 @@ class Until5_18(Until5_22):
 
 
 class Until5_17(Until5_18):
-    """What releases until 5.17 do differently."""
+    """Differences of releases up to and including 5.17."""
 
     until = Release(5, 17)
     changes = {
@@ -78,7 +78,7 @@ class Until5_17(Until5_18):
 
 
 class Until5_15(Until5_17):
-    """What releases until 5.15 do differently."""
+    """Differences of releases up to and including 5.15."""
 
     until = Release(5, 15)
     changes = {
@@ -91,7 +91,7 @@ class Until5_15(Until5_17):
 
 
 class Until5_14(Until5_15):
-    """What releases until 5.14 do differently."""
+    """Differences of releases up to and including 5.14."""
 
     until = Release(5, 14)
     changes = {
@@ -102,7 +102,7 @@ class Until5_14(Until5_15):
 
 
 class Until5_9(Until5_14):
-    """What releases until 5.9 do differently."""
+    """Differences of releases up to and including 5.9."""
 
     until = Release(5, 9)
     changes = {
@@ -115,7 +115,7 @@ class Until5_9(Until5_14):
 
 
 class Until5_5(Until5_9):
-    """What releases until 5.5 do differently."""
+    """Differences of releases up to and including 5.5."""
 
     until = Release(5, 5)
     changes = {"gradient_divisor": "since 5.2, accelerate divides gradients by gradient_accumulation_steps again"}
@@ -125,7 +125,7 @@ class Until5_5(Until5_9):
 
 
 class Until5_3(Until5_5):
-    """What releases until 5.3 do differently."""
+    """Differences of releases up to and including 5.3."""
 
     until = Release(5, 3)
     changes = {
@@ -136,7 +136,7 @@ class Until5_3(Until5_5):
 
 
 class Until5_2(Until5_3):
-    """What releases until 5.2 do differently."""
+    """Differences of releases up to and including 5.2."""
 
     until = Release(5, 2)
     changes = {
@@ -157,7 +157,7 @@ class Until5_2(Until5_3):
 
 
 class Until5_1(Until5_2):
-    """What releases until 5.1 do differently."""
+    """Differences of releases up to and including 5.1."""
 
     until = Release(5, 1)
     changes = {"resumes_with_batch_size_of_arguments": "a resumed run has the batch size of its checkpoint"}
@@ -166,7 +166,7 @@ class Until5_1(Until5_2):
 
 
 class Until5_0(Until5_1):
-    """What releases until 5.0 do differently."""
+    """Differences of releases up to and including 5.0."""
 
     until = Release(5, 0)
     changes = {
@@ -177,7 +177,7 @@ class Until5_0(Until5_1):
 
 
 class Until4_57(Until5_0):
-    """What releases until 4.57 do differently."""
+    """Differences of releases up to and including 4.57."""
 
     until = Release(4, 57)
     changes = {
@@ -197,7 +197,7 @@ class Until4_57(Until5_0):
 
 
 class Until4_56(Until4_57):
-    """What releases until 4.56 do differently."""
+    """Differences of releases up to and including 4.56."""
 
     until = Release(4, 56)
     changes = {
@@ -207,7 +207,7 @@ class Until4_56(Until4_57):
 
 
 class Until4_55(Until4_56):
-    """What releases until 4.55 do differently."""
+    """Differences of releases up to and including 4.55."""
 
     until = Release(4, 55)
     changes = {"aligns_special_tokens": "the model's configs keep their special tokens (transformers#38441)"}
@@ -215,7 +215,7 @@ class Until4_55(Until4_56):
 
 
 class Until4_54(Until4_55):
-    """What releases until 4.54 do differently."""
+    """Differences of releases up to and including 4.54."""
 
     until = Release(4, 54)
     changes = {"loss_divisor": "a loss not divided by its items is always divided by gradient_accumulation_steps"}
@@ -225,7 +225,7 @@ class Until4_54(Until4_55):
 
 
 class Until4_52(Until4_54):
-    """What releases until 4.52 do differently."""
+    """Differences of releases up to and including 4.52."""
 
     until = Release(4, 52)
     changes = {
@@ -240,7 +240,7 @@ class Until4_52(Until4_54):
 
 
 class Until4_51(Until4_52):
-    """What releases until 4.51 do differently."""
+    """Differences of releases up to and including 4.51."""
 
     until = Release(4, 51)
     changes = {
@@ -257,7 +257,7 @@ class Until4_51(Until4_52):
 
 
 class Until4_50(Until4_51):
-    """What releases until 4.50 do differently."""
+    """Differences of releases up to and including 4.50."""
 
     until = Release(4, 50)
     changes = {
@@ -269,7 +269,7 @@ class Until4_50(Until4_51):
 
 
 class Until4_49(Until4_50):
-    """What releases until 4.49 do differently."""
+    """Differences of releases up to and including 4.49."""
 
     until = Release(4, 49)
     changes = {
@@ -288,7 +288,7 @@ class Until4_49(Until4_50):
 
 
 class Until4_48(Until4_49):
-    """What releases until 4.48 do differently."""
+    """Differences of releases up to and including 4.48."""
 
     until = Release(4, 48)
     changes = {

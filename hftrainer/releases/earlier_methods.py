@@ -19,7 +19,7 @@ from hftrainer.training_args import TrainingArguments
 
 
 class EarlierMethods:
-    """Mixin of `Trainer` with these methods; it defines no attributes."""
+    """Mixin of `Trainer` with the methods that transformers has removed; it defines no attributes."""
 
     args: TrainingArguments
     state: TrainerState

@@ -32,7 +32,7 @@ def from_text(text: Any) -> ReleasePolicy:
     """The policy of a release; that of the newest known one for a later release.
 
     Args:
-        text: such as '4.57' or '4.57.6'.
+        text: a release or a version, such as '4.57' or '4.57.6'.
 
     Raises:
         ValueError: if the release is not known; the message names the known ones.
@@ -103,7 +103,7 @@ def check_release(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_before(release: str) -> bool:
-    """Whether Trainers whose arguments choose no release follow one earlier than `release`."""
+    """Whether the default release, of Trainers whose arguments choose none, is earlier than `release`."""
     return _default.release < Release.from_text(release)
 
 

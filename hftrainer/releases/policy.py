@@ -1,4 +1,4 @@
-"""What the newest release of `transformers` does, where earlier ones do something else (`earlier.py`)."""
+"""The behaviour of the newest release of `transformers` where earlier releases differ (`earlier.py`)."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NEWEST = RELEASES[-1]
 
 
 class ReleasePolicy:
-    """What the newest release does; `earlier.py` describes what each value and method changes.
+    """The behaviour of the newest release; `earlier.py` describes the effect of each value and method.
 
     Args:
         release: the release that is followed.
 
     Attributes:
-        until: the last release that does so.
-        changes: method or value → what the class does with it, as `explain` and COMPATIBILITY.md show it.
+        until: the last release with this behaviour.
+        changes: method or value → the different behaviour, as `explain` and COMPATIBILITY.md show it.
     """
 
     until = NEWEST
@@ -50,7 +50,7 @@ class ReleasePolicy:
         self.release = release
 
     def differences(self) -> dict[str, str]:
-        """Name of a value or method → what the followed release does, where that is not what the newest one does."""
+        """Name of a value or method → the followed release's behaviour, where the newest release differs."""
         changed: dict[str, str | None] = {}
         kinds: Any = type(self).__mro__[:-2]
         for kind in kinds:  # those of an earlier release hide those of a later one
@@ -80,11 +80,11 @@ class ReleasePolicy:
         return count / 1
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:
-        """What a loss that is not divided by its items is divided by: the micro-batches of its optimizer step."""
+        """The divisor of a loss that is not divided by its items: the micro-batches of its optimizer step."""
         return micro_batches
 
     def gradient_divisor(self, args: Any) -> int:
-        """What gradients are divided by, beside the division of the loss."""
+        """The divisor of the gradients, besides the division of the loss."""
         return 1
 
     # ---- Steps and weights -------------------------------------------------------------------------------------

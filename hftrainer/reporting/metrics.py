@@ -53,7 +53,7 @@ def write_atomically(path: str, write: Callable[[str], Any]) -> None:
 
     Args:
         path: the file.
-        write: writes to the path that it is given.
+        write: a function that writes the file at a given path.
     """
     folder, name = os.path.split(path)
     beside = os.path.join(folder, f"_{name}")  # uploads skip names with this prefix

@@ -37,7 +37,7 @@ def read_state(folder: str) -> TrainerState:
     """
     if not Path(folder).is_dir():
         raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
-    # The log is enough: a checkpoint without its weights is drawn too.
+    # Only the log is needed, so a checkpoint without weights is drawn too.
     places = (Path(place) / names.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder)))
     file = next((place for place in places if place.is_file()), None)
     if file is None:
@@ -75,10 +75,10 @@ def curves(state: TrainerState) -> Curves:
 
 
 def logged(state: TrainerState) -> Iterator[tuple[float, str, Any]]:
-    """Optimizer step, name and value of all that is logged, but the summary at the end and measurements."""
+    """Optimizer step, name and value of everything logged, except the final summary and measurements."""
     step: float = 0
     for line in state.log_history:
-        if _is_number(line.get("step")):  # lines that a script has added may have none
+        if _is_number(line.get("step")):  # lines that a script has added may lack a step
             step = line["step"]
         if not ("train_runtime" in line and "train_loss" in line):
             yield from ((step, name, line[name]) for name in line if name != "step" and not is_measurement(name))
@@ -127,7 +127,7 @@ def lines(folders: list[str]) -> Iterator[Line]:
 
 
 def lines_of(state: TrainerState) -> Iterator[Line]:
-    """The curves of one run, each with a colour of its own."""
+    """The curves of one run, each in a separate colour."""
     colours = itertools.cycle(COLOURS)
     for panel, found in curves(state).items():
         for name, (steps, values) in found.items():
@@ -135,7 +135,7 @@ def lines_of(state: TrainerState) -> Iterator[Line]:
 
 
 def _best(state: TrainerState, name: str, steps: list[float], values: list[float]) -> int | None:
-    """The index of an evaluation's value for the best model, or else of its lowest loss."""
+    """The index of the best model's value, or else of the lowest evaluation loss; None if unknown."""
     if name in ("loss", "learning_rate", "grad_norm"):
         return None
     if state.best_global_step in steps:
@@ -178,7 +178,7 @@ def draw_png(drawn: list[Line], path: str) -> None:
 
 
 def describe(drawn: list[Line]) -> str:
-    """A table in text: the steps of each curve, and its first, last, lowest and highest value."""
+    """A text table: the steps of each curve, and its first, last, lowest and highest value."""
     rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest")]
     for line in drawn:
         values = (line.values[0], line.values[-1], min(line.values), max(line.values))

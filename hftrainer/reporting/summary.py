@@ -1,4 +1,4 @@
-"""What a run says at its beginning and at its end: where it resumes, where the time went, what is the best."""
+"""Messages at the beginning and end of a run: where it resumes, where the time went, the best model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hftrainer.parallel import devices
 
 
 def resumed(folder: str, state: TrainerState) -> str:
-    """Where a run resumes; nothing is left to do of a complete one."""
+    """A message that says where a run resumes, or that the run is already complete."""
     where = f"Resuming from {folder}: step {state.global_step:,} of {state.max_steps:,}, epoch {state.epoch or 0:.4g}."
     if state.global_step < state.max_steps:
         return where
@@ -35,9 +35,9 @@ def finished(
         state: the state of the run.
         metric: the name of the metric that compares models.
         metrics: its last log line.
-        seconds: what it did besides training → the time that this took.
+        seconds: activity besides training → the time that it took.
         steps: optimizer steps of this call of `train()`.
-        share: these, of the steps that the speeds in `metrics` count.
+        share: `steps` divided by the steps that the speeds in `metrics` count.
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
@@ -53,7 +53,7 @@ def finished(
 
 
 def how_to_resume(folders: Sequence[str], *, is_complete: bool) -> str:
-    """The newest checkpoint of those that a run has written, and how it goes on from there; empty if none is left."""
+    """A message with the newest remaining checkpoint of a run, and how to resume from it; empty if none remains."""
     left = [folder for folder in folders if os.path.isdir(folder)]
     if not left:
         return ""

@@ -184,7 +184,7 @@ _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 
 class MLflowCallback(TrackerCallback):
-    """Writes to an MLflow run, with the log line's own names. An active run is reused, and stays active.
+    """Writes to an MLflow run, with the names in the log line unchanged. An active run is reused, and stays active.
 
     `mlflow` itself reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and decides where to write without them.
     """

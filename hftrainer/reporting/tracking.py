@@ -1,4 +1,4 @@
-"""The callbacks that write a run to Lightning's loggers: their base, TensorBoard's, and what all write alike."""
+"""The callbacks that write a run to Lightning's loggers: the base classes, TensorBoard's, and shared helpers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hftrainer.plugins import load
 
 logger = logging.getLogger(__name__)
 
-#: In the list of a `ReportingCallback`: a table of all log lines, `csv/version_N/metrics.csv`.
+#: Entry in the `loggers` of a `ReportingCallback`: a table of all log lines, `csv/version_N/metrics.csv`.
 TABLE = "csv"
 
 
@@ -51,7 +51,7 @@ class LogFolder:
 
 
 class ReportingCallback(TrainerCallback):
-    """Writes a run to Lightning loggers, on the main process. They are made when something is first written.
+    """Writes a run to Lightning loggers, on the main process. The loggers are made at the first write.
 
     Args:
         loggers: loggers of the script, and `TABLE`.
@@ -188,7 +188,7 @@ class TrackerCallback(ReportingCallback):
         return super().loggers(args, state, model)
 
     def _tracker_logger(self, args: Any) -> Any:
-        """The Lightning logger, opened if it is not."""
+        """The Lightning logger, which is opened if needed."""
         return self._opened_loggers(args)[0]
 
     def _checkpoint(self, args: Any, state: TrainerState) -> str:
@@ -204,8 +204,8 @@ class TensorBoardCallback(TrackerCallback):
         tb_writer: a `SummaryWriter` to write with; default one for `logging_dir`.
 
     Attributes:
-        tb_writer: the writer, during training; it may be set.
-        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or once training begins one below `output_dir`.
+        tb_writer: the writer during training; scripts may set it.
+        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or else set when training begins.
     """
 
     name = "tensorboard"
@@ -226,7 +226,7 @@ class TensorBoardCallback(TrackerCallback):
         return {**super().__getstate__(), "tb_writer": None}  # an open file of this process
 
     def _is_writing(self, state: TrainerState) -> bool:
-        """Whether this process writes: not if a script has set the writer class to None."""
+        """Whether this process writes; False if a script has set the writer class to None."""
         return super()._is_writing(state) and (self.tb_writer is not None or self._SummaryWriter is not None)
 
     def _make_loggers(self, args: Any) -> list[Any]:
@@ -237,7 +237,7 @@ class TensorBoardCallback(TrackerCallback):
         return super()._path(args) if self.logging_dir is None else self.logging_dir
 
     def _set_up_once(self, args: Any, state: TrainerState, model: Any) -> None:
-        if not self._initialized:  # a subclass may have a `setup` of its own: transformers' callback has none
+        if not self._initialized:  # a subclass may define another `setup`, since transformers' callback has none
             super().setup(args, state, model)
 
     def _writer(self, args: Any, *, make: bool = True) -> Any:
@@ -292,7 +292,7 @@ class TensorBoardCallback(TrackerCallback):
             super().on_log(args, state, control, logs=logs, model=model, **kwargs)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Close the writer; later values get a new one."""
+        """Close the writer; later values open a new one."""
         if self.tb_writer is not None:
             super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
             self.tb_writer.close()

@@ -119,7 +119,7 @@ class SearchBackend(abc.ABC):
         """Called in a trial after each step. Logging, evaluation and saving of the step are done."""
 
     def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
-        """What `compute_objective` makes of the metrics of an evaluation; a number if there is one direction.
+        """The objective that `compute_objective` returns for an evaluation; a number if there is one direction.
 
         Raises:
             InvalidArgument: if it is not one number for each direction.

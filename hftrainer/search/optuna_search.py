@@ -132,10 +132,10 @@ class OptunaSearch(backend.SearchBackend):
         remaining = self._count.remaining()
         count = self._jobs if remaining is None else min(self._jobs, remaining)
         if count > 1:
-            self.components.runner.release_trial()  # nor is there a model to pickle
+            self.components.runner.release_trial()  # frees the model, which is then not pickled
             with self._workers.running(count, partial(train_in_worker, pack(self.components))):
                 self.optimize(trainer)
-        if not self._is_stopped():  # also for the trials of killed workers
+        if not self._is_stopped():  # also retries the trials of killed workers
             self.optimize(trainer)
 
     def optimize(self, trainer: Trainer) -> None:

@@ -30,7 +30,7 @@ _RETRY_DELAYS = (0.1, 0.5, 2.0)
 
 
 def open_storage(given: Any, journal: str | None = None) -> Any:
-    """Open what `create_study` takes as `storage`.
+    """Open a storage, given in any form that `create_study` accepts.
 
     When several processes open a new database at the same time, one creates its tables and the others fail. A moment
     later the tables exist.
