@@ -45,7 +45,7 @@ $(VENV)/.dev: $(VENV)/.demo
 # The site is built from the sources, without the packages that they import.
 $(VENV)/.docs: $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "Installing mkdocs ..."
-	@$(PIP) mkdocs-material mkdocstrings-python
+	@$(PIP) mkdocs-material mkdocstrings-python ruff
 	@touch $@
 
 $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev

@@ -9,10 +9,19 @@ import difflib
 import pickle
 from collections.abc import Iterable
 
+#: A name that users of other libraries give → ours, which is spelled quite differently.
+_MEANT: dict[object, str] = {
+    **{"adam": "adamw_torch", "adamw": "adamw_torch", "lr": "learning_rate", "device": "use_cpu"},
+    **{"epochs": "num_train_epochs", "max_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size"},
+    **{"accumulate_grad_batches": "gradient_accumulation_steps", "gradient_clip_val": "max_grad_norm"},
+}
+
 
 def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a sentence about an unknown name: the known one that resembles it most, or else `otherwise`."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    """The end of a sentence about an unknown name: the known one that is probably meant, or else `otherwise`."""
+    choices = list(known)
+    meant = [_MEANT[name]] if name in _MEANT and _MEANT[name] in choices else []
+    near = meant or difflib.get_close_matches(str(name), choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
 

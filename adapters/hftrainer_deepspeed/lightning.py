@@ -53,7 +53,7 @@ class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """Nothing: the process group exists already."""
+        """Do nothing but set the ranks: the process group exists already."""
         self.set_world_ranks()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -61,7 +61,7 @@ class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
         super(DeepSpeedStrategy, self).setup_optimizers(trainer)
 
     def block_backward_sync(self) -> Any:
-        """Nothing: the engine knows where an accumulation window ends."""
+        """A context that does nothing: the engine knows where an accumulation window ends."""
         return contextlib.nullcontext()
 
     @property

@@ -26,7 +26,7 @@ class DeepSpeedRun:
     Attributes:
         config: the configuration; `complete` fills in values that depend on the run.
         engine: the `DeepSpeedEngine`, or None.
-        is_training: whether the engine is one for training.
+        is_training: whether the engine trains the model, rather than running inference.
     """
 
     def __init__(self, plan: LightningPlan) -> None:
@@ -235,7 +235,7 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def set_leaf_layers(model: torch.nn.Module) -> None:
-    """Let ZeRO-3 gather each layer of the classes that the launcher names as a whole, for mixtures of experts.
+    """Let ZeRO-3 gather layers of the classes that the launcher lists as a whole, for mixtures of experts.
 
     Raises:
         InvalidConfig: if the model has no such layers.
@@ -257,10 +257,10 @@ def set_leaf_layers(model: torch.nn.Module) -> None:
 def name_refused_sections(
     config: dict[str, Any], make_scheduler: Callable[[Any], Any]
 ) -> Iterator[Callable[[Any], Any]]:
-    """Name the sections of which DeepSpeed makes objects, if it cannot make them; yields `make_scheduler`.
+    """If DeepSpeed cannot build its objects, raise an error with their sections; yields a wrapped `make_scheduler`.
 
     Raises:
-        InvalidConfig: for what DeepSpeed raises; errors of `make_scheduler` itself stay as they are.
+        InvalidConfig: for errors of DeepSpeed; those of `make_scheduler` itself are raised unchanged.
     """
     of_script: list[Exception] = []
 
@@ -300,7 +300,7 @@ def configure_activation_checkpointing(config: dict[str, Any]) -> None:
         )
 
 
-# ---- Loading, and what stands for DeepSpeed's objects ---------------------------------------------------------------
+# ---- Loading, and wrappers of DeepSpeed's objects -------------------------------------------------------------------
 
 
 def _why_unreadable(folder: str, universal: bool) -> str:
@@ -316,7 +316,7 @@ def _why_unreadable(folder: str, universal: bool) -> str:
 
 
 def _classes() -> list[type]:
-    """The classes of DeepSpeed of which its checkpoints hold objects."""
+    """DeepSpeed's classes whose instances its checkpoints contain."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -356,7 +356,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of `state_dict`."""
+        """Load what `state_dict` returned."""
         self._of_engine.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -367,7 +367,7 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 class _Wrapper:
-    """Has the attributes of one of DeepSpeed's objects besides its own.
+    """Wraps one of DeepSpeed's objects, and forwards its attributes.
 
     Args:
         wrapped: DeepSpeed's object.

@@ -26,9 +26,9 @@ from hftrainer.plugins import adapter
 from hftrainer_deepspeed.start import connect
 
 AUTO = "auto"
-#: Arguments whose default gives way to a value in the configuration.
+#: Arguments whose default a value in the configuration overrides.
 _GIVE_WAY = ("max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
-#: What `train_batch_size` is calculated from.
+#: The formula of `train_batch_size`, for error messages.
 _WHOLE_BATCH = "per_device_train_batch_size * gradient_accumulation_steps * processes"
 #: Keys that are filled in when the model and the number of steps are known.
 _OF_RUN = (
@@ -55,7 +55,7 @@ _IN_FILES = {
 }
 
 
-# accelerate's class is named too: transformers' does not derive from it where DeepSpeed is not installed.
+# Also derive from accelerate's class: without DeepSpeed installed, transformers' class does not.
 class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
     """A DeepSpeed configuration that transformers completes; contradictions are collected as sentences.
 
@@ -178,7 +178,7 @@ def _values(args: BaseArguments) -> SimpleNamespace:
 
 
 def _unchanged(args: BaseArguments, values: SimpleNamespace) -> frozenset[str]:
-    """The arguments that a configuration may overrule, since they have their defaults."""
+    """The arguments that a configuration may override, since they have their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     found = {name for name in (*_GIVE_WAY, "bf16", "fp16") if getattr(values, name) == defaults[name]}
     return frozenset(found if args.get_warmup_steps(1_000_000) else {*found, "warmup_steps"})
@@ -253,10 +253,10 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
         self._set_selected(True)
 
     def _deepspeed_config_checks(self) -> None:
-        """Nothing: the launcher's settings were compared when they were read."""
+        """Do nothing: the launcher's settings were compared when they were read."""
 
     def follow(self, config: DeepSpeedConfig) -> None:
-        """Show the configuration of a run, which is complete."""
+        """Replace the configuration by the completed one of a run."""
         self.hf_ds_config, self.deepspeed_config = config, config.config
 
 
@@ -368,7 +368,7 @@ def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     clipping = _number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
     own: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    if steps.isdecimal() and int(steps) > 1:  # 1 is what the launcher says of itself; others contradict the argument
+    if steps.isdecimal() and int(steps) > 1:  # 1 is the launcher's default; other values may contradict the argument
         own["gradient_accumulation_steps"] = int(steps)
     return {"zero_optimization": zero, **own}
 

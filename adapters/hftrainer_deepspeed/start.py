@@ -1,4 +1,4 @@
-"""Initializes DeepSpeed's communication, before there is a model."""
+"""Initializes DeepSpeed's communication and checks its configuration, before the model exists."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def connect(processes: Processes, device: torch.device, timeout: timedelta, conf
 
 
 def check_config(config: Any) -> None:
-    """Let DeepSpeed check its configuration, before there is a model.
+    """Let DeepSpeed check its configuration, before the model exists.
 
     Raises:
         InvalidConfig: for each key that DeepSpeed refuses, with its reason.
     """
     from deepspeed.runtime.config import DeepSpeedConfig as Read
 
-    # The process group may not exist yet, so that DeepSpeed cannot compare the whole batch with its ranks.
+    # Without the process group, DeepSpeed cannot check the whole batch size against the number of ranks.
     given = {key: value for key, value in config.config.items() if key != "train_batch_size"}
     try:
         Read(dict(given))

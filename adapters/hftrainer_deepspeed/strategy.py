@@ -79,7 +79,7 @@ class DeepSpeedStrategy(Strategy):
         connect(self.plan.processes, self.device, timedelta(seconds=self.plan.timeout), self.run.config)
 
     def make_scaler(self) -> None:
-        """None: DeepSpeed scales the loss."""
+        """Return None: DeepSpeed scales the loss."""
 
     # ---- The model ---------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class DeepSpeedStrategy(Strategy):
         return in_type(batch, dtype)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the gradients, which DeepSpeed's engine has clipped already."""
+        """The norm of the gradients before clipping; DeepSpeed's engine has already clipped them."""
         if not self.run.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         norm: torch.Tensor = self.run.grad_norm()

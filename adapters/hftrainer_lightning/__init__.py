@@ -34,7 +34,7 @@ def import_lightning() -> None:
 
 
 def _defer_torchmetrics() -> None:
-    """Make a module of torchmetrics that runs its `__init__` when it is asked for a name that Lightning does not need.
+    """Create a torchmetrics module that runs its `__init__` at the first use of a name that Lightning does not need.
 
     Does nothing if torchmetrics has been imported, is missing, or is not an ordinary folder.
     """

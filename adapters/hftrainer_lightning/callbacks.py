@@ -61,7 +61,7 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
 
 
 class RunFacts(NamedTuple):
-    """What decides whether a callback can work.
+    """The properties of a run that decide whether a callback can work.
 
     Attributes:
         strategy: how the processes share the model.
@@ -184,7 +184,7 @@ def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]
 def put_weights_into_model(
     model: torch.nn.Module, weights: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
-    """In the block, the model holds the weights to save. So any code that saves the model saves them.
+    """Put the weights to save into the model for the block, so that any code that saves the model saves them.
 
     Yields:
         The weights, if their names differ from the model's, so that they must be saved separately.
@@ -288,7 +288,7 @@ class _Forward(torch.nn.Module):
 
 
 def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, Any]:
-    """The masks, the values that they hide, with which training continues, and the values before training."""
+    """The masks, the unmasked values (training continues with these), and the values before training."""
     masks = {
         name: {"mask": mask, "original": module.get_parameter(f"{name}_orig").data}
         for buffer, mask in module.named_buffers()

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Lightning's loops over an evaluation or test set.
 Stage = Literal["validate", "test", "predict"]
-#: Epochs between Lightning's own validations: never, since the Trainer's callbacks decide when to evaluate.
+#: Value of `check_val_every_n_epoch` for never: the Trainer's callbacks decide when to evaluate.
 NEVER = sys.maxsize
 
 
@@ -47,7 +47,7 @@ class LightningEngine:
         strategy: how the processes share the model, with the plan.
         callbacks: the user's Lightning callbacks; the list may change between runs.
         loggers: returns the loggers, when a run begins.
-        receive: receives what the callbacks log when there are no loggers.
+        receive: called with the numbers that callbacks log when there are no loggers.
 
     Attributes:
         plan: the training arguments, translated for Lightning; `take` updates it.
@@ -103,7 +103,7 @@ class LightningEngine:
             max_epochs: epochs after which training ends; `sys.maxsize` when only the hooks end it.
             global_step: optimizer steps done.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_from: what `saving` yielded for the checkpoint that the run resumes from; None for a new run.
+            resumed_from: the callbacks' state, as `saving` yielded it for the checkpoint; None for a new run.
             automatic_optimization: False when the hooks' training step runs backward itself.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
             sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.

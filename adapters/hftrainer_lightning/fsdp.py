@@ -21,7 +21,7 @@ from hftrainer_lightning.strategies import PreparedModelStrategy, StrategySettin
 
 
 class _FsdpStrategy(PreparedModelStrategy):
-    """What both versions of FSDP share."""
+    """Base of the strategies for both versions of FSDP."""
 
     sync_each_batch = False
 
@@ -69,7 +69,7 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
 
 
 def build(plan: LightningPlan, settings: StrategySettings) -> Strategy:
-    """The strategy."""
+    """The Lightning strategy for a plan with FSDP or tensor parallelism."""
     first = plan.sharding is not None and plan.sharding.version == 1
     strategy = (Fsdp1Strategy if first else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
     strategy.sync_each_batch = settings.sync_each_batch

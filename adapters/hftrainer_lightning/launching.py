@@ -55,7 +55,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """False: only passed explicitly."""
+        """False: this environment is only passed explicitly."""
         return False
 
     def world_size(self) -> int:
@@ -99,14 +99,14 @@ def start_other_processes(rank_info: RankInfo, timeout: float) -> None:
         return
     os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
     launcher = start_script_again(LightningEnvironment(), rank_info.world_size)
-    disconnect_at_exit()  # after the others have ended: the store through which they meet is in this process
+    disconnect_at_exit()  # runs after the others have ended, since this process hosts the store that connects them
     atexit.register(_wait_for_others, launcher.procs, timeout)
 
 
 def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> None:
     """Wait for the others to end; only briefly when this process ends by an exception.
 
-    Lightning kills this process when another fails, but looks only every few seconds.
+    Lightning kills this process when another fails, but checks only every few seconds.
     """
     has_failed = hasattr(sys, "last_value")
     deadline = time.monotonic() + (_GRACE_AFTER_FAILURE if has_failed else timeout)

@@ -1,4 +1,4 @@
-"""Lightning's loggers, as trackers write with them, and what Lightning's callbacks write to where there is none."""
+"""Lightning's loggers for our trackers, and a fallback logger for Lightning's callbacks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_lightning_logger(candidate: Any) -> bool:
 
 
 class TrainStepLogger(WandbLogger):
-    """Plots over the Trainer's steps; Lightning's own logger uses an axis of another name.
+    """Uses the Trainer's steps as the x-axis; Lightning's own logger gives its axis another name.
 
     Args:
         run: the W&B run.
@@ -55,7 +55,7 @@ class _LateWriter:
         self._make = make
 
     def flush(self) -> None:
-        """Nothing: nothing is written yet."""
+        """Do nothing: nothing has been written yet."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._make(), name)
@@ -64,7 +64,7 @@ class _LateWriter:
 class WriterLogger(TensorBoardLogger):
     """Writes with the callback's `tb_writer`, which is made when something is first written.
 
-    Lightning's scalar for its table of hyperparameters is left out.
+    It omits the scalar that Lightning writes for its table of hyperparameters.
 
     Args:
         writer: returns the writer; with `make=False`, None if it has not been created yet.
@@ -90,7 +90,7 @@ class CallbackMetricsLogger(Logger):
         folder: for callbacks that write to their logger's folder.
     """
 
-    #: Without names, which would become folders.
+    #: Empty, since callbacks would turn the names into folders.
     name = version = save_dir = ""
 
     def __init__(self, receive: Callable[[Mapping[str, float]], None], folder: str) -> None:
@@ -110,4 +110,4 @@ class CallbackMetricsLogger(Logger):
         self._receive(numbers)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the hyperparameters are in `training_args.bin`."""
+        """Do nothing: the hyperparameters are in `training_args.bin`."""

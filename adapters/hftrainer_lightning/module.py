@@ -58,7 +58,7 @@ class TrainerModule(WithoutBatchTransfer):
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
         self._resumed_from: Mapping[str, Any] | None = None
-        #: What a Lightning checkpoint of the run that is or was attached holds for the Trainer.
+        #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
         self.resume_state: Callable[[], torch.Tensor] | None = None
         self._last_loss: torch.Tensor | None = None
         self._last_batch: Any = None
@@ -166,7 +166,7 @@ class TrainerModule(WithoutBatchTransfer):
             super().lr_scheduler_step(scheduler, metric)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Nothing: the run clears the gradients right after the step, not before the next."""
+        """Do nothing: the run clears the gradients right after the step, not before the next."""
 
     def backward(self, loss: torch.Tensor, *args: Any, learning_rate: float | None = None, **kwargs: Any) -> None:
         """Run backward; for LOMO this includes the optimizer step.
@@ -297,7 +297,7 @@ class TrainerModule(WithoutBatchTransfer):
             return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
-        """Record that callbacks have been told of the start of validation."""
+        """Record that callbacks have been notified of the start of validation."""
         self.is_validating = True
 
     def on_validation_epoch_end(self) -> None:
@@ -318,9 +318,9 @@ class TrainerModule(WithoutBatchTransfer):
             self.evaluation.finish()
 
     def on_validation_model_train(self) -> None:
-        """Nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""
+        """Do nothing: the model stays in eval mode until the next training step, as the Trainer's users expect."""
 
     on_test_model_train = on_predict_model_train = on_validation_model_train
 
     def on_validation_model_zero_grad(self) -> None:
-        """Nothing: an evaluation within an accumulation window must leave its gradients alone."""
+        """Do nothing: an evaluation within an accumulation window must not clear the gradients."""

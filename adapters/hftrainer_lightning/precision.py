@@ -29,13 +29,13 @@ class PlainPrecision(Precision):
     skipped = False
 
     def train_step_context(self) -> Any:
-        """Nothing."""
+        """A context that does nothing."""
         return contextlib.nullcontext()
 
     val_step_context = predict_step_context = train_step_context
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
-        """Scale the loss, and announce it to who watches."""
+        """Scale the loss, and notify callbacks and profilers."""
         if has_listeners(module.trainer):
             return super().pre_backward(tensor, module)
         return tensor if self.scaler is None else self.scaler.scale(tensor)
@@ -134,17 +134,17 @@ class ForwardAutocast(_AroundForward, MixedPrecision):
         return nested_apply(_to_float32, outputs)
 
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-        """The context of the forward pass."""
+        """The autocast context for the forward pass."""
         return torch.autocast(self.device, dtype=dtype)
 
 
 class ForwardInType(_AroundForward):
-    """All weights in one type, and a `forward` whose new tensors have it: 'bf16-true' and '64-true'.
+    """'bf16-true' and '64-true': one dtype for all weights, and by default for tensors created in `forward`.
 
     The Trainer converts the batches.
 
     Args:
-        precision: its name in Lightning.
+        precision: Lightning's name of the precision.
     """
 
     def __init__(self, precision: Any) -> None:

@@ -18,7 +18,7 @@ from hftrainer_lightning.precision import precision_plugin
 
 
 class StrategySettings(NamedTuple):
-    """What a strategy needs beside the plan.
+    """The settings that a strategy needs besides the plan.
 
     Attributes:
         scaler: the loss scaler of the precision plugin, with float16; kept as long as the Trainer.
@@ -55,7 +55,7 @@ class KeepDeviceStrategy(Strategy):
 
 
 class PreparedStrategy(KeepDeviceStrategy):
-    """A model that is on its device, and maybe sharded, before Lightning begins: its optimizer is made before."""
+    """A model that is moved, and maybe sharded, before Lightning starts, because its optimizer is made before."""
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up all but the model."""
@@ -103,7 +103,7 @@ class Replicas(KeepDeviceStrategy, DDPStrategy):
         return self._device
 
     def determine_ddp_device_ids(self) -> list[int] | None:
-        """The index of a GPU; on other devices None, for which Lightning would open a CUDA stream."""
+        """The index of the GPU; None on other devices, where Lightning would otherwise open a CUDA stream."""
         return super().determine_ddp_device_ids() if self.root_device.type == "cuda" else None
 
     sync_each_batch = False
@@ -113,7 +113,7 @@ class Replicas(KeepDeviceStrategy, DDPStrategy):
         return contextlib.nullcontext() if self.sync_each_batch else super().block_backward_sync()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A batch of an evaluation within `fit`, by the module itself, as in the Trainer.
+        """Evaluate a batch within `fit` with the module itself, as the Trainer does.
 
         DDP's wrapper would broadcast the buffers of rank 0.
         """

@@ -1,1 +1,1 @@
-"""Searches of hyperparameters with Ray Tune."""
+"""Hyperparameter search with Ray Tune."""

@@ -33,7 +33,7 @@ _OURS = {"run_or_experiment": "hp_space", "config": "hp_space", "num_samples": "
 _SCOPES = ("last", "all", "avg", "last-5-avg", "last-10-avg")
 #: Device types that Ray counts as GPUs.
 _GPUS = ("cuda", "xpu")
-#: Errors of the user that would fail every trial.
+#: User errors, which would fail every trial.
 _USER_ERRORS = (errors.InvalidArgument, errors.MissingPackage, errors.UnknownArgument, errors.UnsupportedArgument)
 
 
@@ -62,7 +62,7 @@ class RaySearch(SearchBackend):
         Raises:
             InvalidArgument: for an invalid value, here or in a trial.
             UnknownArgument: for a name in the space that is not a training argument, or an unknown keyword.
-            UnsupportedArgument: for what Ray cannot do.
+            UnsupportedArgument: for settings that Ray does not support.
             DamagedCheckpoint: if the state of the search to resume is truncated.
             SearchFailed: if no trial was completed.
         """
@@ -126,7 +126,7 @@ class RaySearch(SearchBackend):
         return {**options, **kwargs}
 
     def _best(self, analysis: Any, scope: str) -> BestRun:
-        """The trial with the best objective, among those that did not fail; the first one of equals."""
+        """The trial with the best objective, among those that did not fail; the first of several equal ones."""
         scores: list[tuple[float, Any]] = []
         mode = self.directions[0][:3]
         for trial in analysis.trials:
@@ -185,7 +185,7 @@ class RaySearch(SearchBackend):
             return
         (step, metrics), self._pending = self._pending, None
         saved = self._checkpoint_of(trainer, step)
-        with tempfile.TemporaryDirectory() as folder:  # has only the checkpoint in it, which Ray copies
+        with tempfile.TemporaryDirectory() as folder:  # Ray copies this folder, which holds only the checkpoint
             if saved is not None:
                 Path(folder, saved.name).symlink_to(saved, target_is_directory=True)
             checkpoint = None if saved is None else tune.Checkpoint.from_directory(folder)
@@ -263,7 +263,7 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
 
 
 def _stop_on_user_error() -> Any:
-    """A Ray callback that ends the search, and keeps the error, when a trial fails by an error of the user."""
+    """A Ray callback that ends the search, and keeps the error, when a trial fails because of a user error."""
     from ray import tune
 
     class StopOnUserError(tune.Callback):

@@ -37,7 +37,7 @@ class TFEngine(Trainer):
         self.epoch_loss = torch.zeros(())
         self._within_epoch = False
         super().__init__(model, args, data_collator=_unchanged, eval_dataset=host.eval_dataset)
-        # Beside transformers 5.2 to 5.5 a Trainer divides gradients by the micro-batches; a TFTrainer never did.
+        # With transformers 5.2 to 5.5 a Trainer divides gradients by the micro-batches; a TFTrainer never did.
         self.accelerator.gradient_accumulation_steps = 1
 
     # ---- Data --------------------------------------------------------------------------------------------------
@@ -57,7 +57,7 @@ class TFEngine(Trainer):
         return self.host.total_train_batch_size
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Samples of a pass."""
+        """Number of samples in a pass over the loader."""
         return self.host.num_train_examples if dataloader is self.host._train_loader else self.host._num_predicted
 
     # ---- Training ----------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class TFEngine(Trainer):
         )
 
     def _resume_within_epoch(self, folder: str) -> None:
-        """Restore the loss sum of a checkpoint, for use unless an epoch ends there."""
+        """Restore the epoch's sum of losses from a checkpoint; it is not used if an epoch ends there."""
         path = os.path.join(folder, _EPOCH_LOSS)
         if not os.path.isfile(path):
             return
@@ -169,7 +169,7 @@ class TFEngine(Trainer):
         super().log(logs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The torch model; in a checkpoint, the sum of the losses too."""
+        """Save the torch model; in a checkpoint, also the sum of the losses."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call or output_dir is None:
             return

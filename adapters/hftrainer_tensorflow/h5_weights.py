@@ -34,7 +34,7 @@ _DEPTHWISE_AXES = (2, 3, 0, 1)
 
 
 def torch_name(name: str) -> tuple[str, str]:
-    """The torch name of a weight of TensorFlow's, and Keras' name of its last part."""
+    """The torch name of a TensorFlow weight, and Keras' name of its last part."""
     # `_._` stands for a dot and `x___y` for y. The first of several parts is the model.
     parts = [part.rpartition("___")[2] for part in name.removesuffix(":0").replace("_._", "/").split("/") if part]
     *path, last = parts[1:] or parts
@@ -150,7 +150,7 @@ def torch_class(transformers: Any, name: str) -> type | None:
 
     Args:
         transformers: the package.
-        name: such as 'TFBertForSequenceClassification'.
+        name: the class name, such as 'TFBertForSequenceClassification'.
     """
     base = getattr(transformers, name.removeprefix("TF"), None) if name.startswith("TF") else None
     if not isinstance(base, type) or not callable(getattr(base, "from_pretrained", None)):
@@ -168,7 +168,7 @@ def _made(base: Any, name: str) -> type:
         return base(*args, **kwargs)
 
     def from_pretrained(_: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """`from_pretrained` of the torch class; TensorFlow's weights are read where there are no others."""
+        """`from_pretrained` of the torch class; reads TensorFlow's weights if there are no others."""
         kwargs.pop("from_pt", None)
         folder = _folder_of_tensorflow(str(pretrained_model_name_or_path), kwargs)
         if folder is None:

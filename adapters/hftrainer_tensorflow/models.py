@@ -14,7 +14,7 @@ from hftrainer_tensorflow.pipelines import number_of_rows
 
 
 def is_keras(model: Any) -> bool:
-    """Whether it is a model of Keras, of any release and backend."""
+    """Whether `model` is a Keras model, of any release and backend."""
     return any(kind.__module__.split(".")[0] in ("keras", "tf_keras") for kind in type(model).__mro__)
 
 
@@ -22,7 +22,7 @@ def torch_model(model: Any) -> nn.Module:
     """The model to train.
 
     Raises:
-        UnsupportedArgument: for models that have no torch model.
+        UnsupportedArgument: for models without a torch equivalent.
     """
     if isinstance(model, nn.Module):
         return model

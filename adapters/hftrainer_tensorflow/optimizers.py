@@ -13,7 +13,7 @@ from torch import nn
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import CLIPPING
 
-#: Settings that change nothing as long as those that they belong to are off.
+#: Settings that have no effect while the features that they configure are off.
 _IDLE = {"name", "learning_rate", "ema_momentum", "ema_overwrite_frequency", "jit_compile", "is_legacy_optimizer"}
 _ADAM = {"beta_1", "beta_2", "epsilon", "amsgrad", "weight_decay", "weight_decay_rate"}
 _SGD = {"momentum", "nesterov", "weight_decay"}
@@ -102,7 +102,7 @@ class KerasSchedule(torch.optim.lr_scheduler.LRScheduler):
         return [float(self.schedule(self.last_epoch))] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position only. Each run creates the schedule."""
+        """Only the position, since each run creates the schedule."""
         return {name: value for name, value in super().state_dict().items() if name != "schedule"}
 
 
@@ -112,10 +112,10 @@ def to_torch(
     """The torch optimizer and schedule for those that a TFTrainer was given or has made.
 
     Args:
-        optimizer: of torch, of Keras, or `AdamWeightDecay`.
+        optimizer: an optimizer of torch or Keras, or `AdamWeightDecay`.
         schedule: a torch scheduler, or a function of the steps; None for the optimizer's own rate.
         model: the model to train.
-        names: parameter id → the name that patterns for weight decay are searched in.
+        names: parameter id → the name that patterns for weight decay are matched against.
 
     Raises:
         UnsupportedArgument: for optimizers and settings that have no counterpart.
@@ -174,7 +174,7 @@ def _groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: floa
     """Parameters with and without weight decay, by the patterns of the optimizer."""
     included = getattr(optimizer, "_include_in_weight_decay", None) or []
     excluded = list(getattr(optimizer, "_exclude_from_weight_decay", None) or [])
-    if any(not isinstance(each, str) for each in excluded):  # ids of variables of Keras
+    if any(not isinstance(each, str) for each in excluded):  # ids of Keras variables
         raise UnsupportedArgument("exclude_from_weight_decay: variables are not known to torch; give var_names.")
     if (pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None)) is not None:
         excluded.append(pattern.pattern)

@@ -48,11 +48,11 @@ class RowDataset:
         return made
 
     def cardinality(self) -> int:
-        """Rows, or `UNKNOWN`."""
+        """Number of rows, or `UNKNOWN`."""
         return len(self.rows) if hasattr(self.rows, "__len__") else UNKNOWN
 
     def repeat(self) -> RowDataset:
-        """Without an end."""
+        """Repeat the rows without end."""
         return self._with(repeats=True)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
@@ -60,7 +60,7 @@ class RowDataset:
         return self._with(seed=0 if seed is None else seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> RowDataset:
-        """In batches, as NumPy arrays."""
+        """Group the rows into batches of NumPy arrays."""
         return self._with(size=batch_size, drops_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,10 +130,10 @@ def _stacked(values: list[Any]) -> Any:
 
 
 def as_pipeline(dataset: Any) -> Any:
-    """The dataset itself if it is of `tf.data`, else a `RowDataset`.
+    """The dataset itself if it is a `tf.data` dataset, else a `RowDataset`.
 
     Raises:
-        InvalidArgument: for what is no dataset.
+        InvalidArgument: for anything that is not a dataset.
     """
     if hasattr(dataset, "cardinality") and hasattr(dataset, "batch"):
         return dataset
@@ -165,12 +165,12 @@ def count_rows(dataset: Any, *, may_be_infinite: bool = False) -> int:
 
 
 def arrays(dataset: Any) -> Iterator[Any]:
-    """What a pipeline yields, with NumPy arrays."""
+    """Iterate over a pipeline, with its tensors as NumPy arrays."""
     return dataset.as_numpy_iterator() if hasattr(dataset, "as_numpy_iterator") else iter(dataset)
 
 
 def to_torch(values: Any, part: slice) -> Any:
-    """Arrays as tensors; integers as int64.
+    """Convert arrays to tensors; integers become int64.
 
     Args:
         values: arrays of shape `(rows, ...)` in nested dicts.
@@ -200,15 +200,15 @@ def number_of_rows(values: Any) -> int:
 class Batches(IterableDataset[Any]):
     """The micro-batches of one rank, from the batches of a pipeline.
 
-    Each is a dict: `features` and `labels` as tensors, `instances`: the labels of the whole batch that are not -100,
+    Each is a dict: `features` and `labels` as tensors, `instances`: count of labels in the batch other than -100,
     and `whole`: whether all ranks get all rows, because the rows cannot be divided.
 
     Args:
         pipeline: yields batches of pairs.
         count: batches in a pass.
         rank: the rank of this process.
-        processes: how many share each batch.
-        micro_batches: parts of a process's rows, for accumulation.
+        processes: number of processes that share each batch.
+        micro_batches: number of parts of a process's rows, for accumulation.
         trains: raise for batches with too few rows, instead of giving all rows to all ranks.
     """
 
@@ -263,7 +263,7 @@ def select_rank_rows(outputs: Any, rank: int, processes: int) -> Any:
     Args:
         outputs: tensors of shape `(rows, ...)` in nested containers.
         rank: the rank of the process.
-        processes: their number.
+        processes: number of processes.
     """
 
     def share(rows: torch.Tensor) -> torch.Tensor:

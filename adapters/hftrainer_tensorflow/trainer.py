@@ -40,12 +40,12 @@ class TFTrainer:
     """`TFTrainer` of transformers 4.0 to 4.36: trains, evaluates and predicts, with a torch model on Lightning.
 
     Args:
-        model: a torch module; a TensorFlow model of transformers 4, whose torch twin is trained, and which gets the
+        model: a torch module; a TensorFlow model of transformers 4, whose torch version is trained, and which gets the
             weights at the end; or a Keras 3 model on torch, compiled with a loss.
         args: the settings.
         train_dataset: a `tf.data.Dataset` of pairs (features, labels), features being a dict, labels an array (passed
             as `labels=`) or a dict (`**labels`); or a dataset of `datasets` or torch whose rows have labels.
-        eval_dataset: likewise.
+        eval_dataset: the same, for evaluation.
         compute_metrics: `EvalPrediction` → dict of metrics.
         tb_writer: a `tf.summary` writer that gets each log line, besides the trackers of `args.report_to`.
         optimizers: an optimizer and a schedule, or (None, None). They come from `create_optimizer`, from torch, or from
@@ -59,7 +59,7 @@ class TFTrainer:
         total_train_batch_size: samples of an optimizer step, over all processes.
 
     Raises:
-        UnsupportedArgument: for a model that torch cannot train, and for overrides of what Lightning does now.
+        UnsupportedArgument: for a model that torch cannot train, and for overrides of methods that Lightning replaces.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class TFTrainer:
         return self._evaluated(dataset, drop_last=self.args.dataloader_drop_last)
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int, int]:
-        """The batches of a prediction, their number, and that of their samples."""
+        """The batches of a prediction, their number, and the number of samples."""
         return self._evaluated(test_dataset, drop_last=False)
 
     def _evaluated(self, dataset: Any, *, drop_last: bool) -> tuple[Any, int, int]:

@@ -42,7 +42,7 @@ def print_metrics() -> None:
 
 
 def rank_info() -> RankInfo:
-    """A process that torch_xla has started, one per core, on one machine or several."""
+    """The ranks of a process that torch_xla has started, one per core, on one machine or several."""
     from torch_xla import runtime
 
     size, local = runtime.world_size(), runtime.local_device_count()

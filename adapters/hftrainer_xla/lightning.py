@@ -42,7 +42,7 @@ class Accelerator(XLAAccelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """A list of that length; strategies take the device itself from the plan."""
+        """A list of `devices` devices; strategies take the device itself from the plan."""
         return [torch.device("xla", index) for index in range(int(devices))]
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class _Attention(TorchFunctionMode):
     """Casts the inputs of attention: rotary embeddings may give queries and keys in float32, but not values.
 
     Args:
-        dtype: what to cast to.
+        dtype: the dtype to cast to.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -125,7 +125,7 @@ class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Nothing: moving the model again would untie tied weights."""
+        """Do nothing: moving the model again would untie tied weights."""
 
 
 class SingleXla(_XlaStrategy, SingleDeviceXLAStrategy):
@@ -172,7 +172,7 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
             tensor.data.copy_(value)
 
     def setup_distributed(self) -> None:
-        """Nothing: the Trainer has connected the processes."""
+        """Do nothing: the Trainer has connected the processes."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader, unchanged: it moves its batches itself."""
@@ -197,7 +197,7 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
         return gathered
 
     def block_backward_sync(self) -> Any:
-        """Nothing: gradients are local until the step averages them."""
+        """A context that does nothing: gradients are local until the step averages them."""
         return contextlib.nullcontext()
 
     def _average(self, optimizer: Any) -> None:
@@ -216,7 +216,7 @@ class XLAFSDPStrategy(XlaReplicas):
         precision.reduce = None
 
     def _broadcast_weights(self) -> None:
-        """Nothing: each rank has its shard."""
+        """Do nothing: each rank has its own shard."""
 
 
 def build(plan: LightningPlan, *, shards: bool) -> Strategy:

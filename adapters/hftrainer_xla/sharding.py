@@ -52,7 +52,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 
     Args:
         model: the model.
-        plan: the plan with `sharding`.
+        plan: has the settings in `sharding`.
 
     Raises:
         InvalidConfig: for classes to wrap that the model does not have, and for unknown settings.
@@ -142,7 +142,7 @@ def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetting
         SpmdFullyShardedDataParallel(checkpoint_module(unit) if xla_settings.grad_ckpt else unit, shard_output=_nothing)
         unit.register_forward_hook(_shard_output)
     for parameter in model.parameters():
-        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # outside all units
+        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # a parameter outside all units
             longest = max(range(parameter.ndim), key=parameter.shape.__getitem__, default=None)
             axes = tuple("fsdp" if dim == longest else None for dim in range(parameter.ndim))
             spmd.mark_sharding(parameter, mesh, axes)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Kind of state → suffix of a part's file name.
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
-#: What torch_xla adds to the name of a parameter that it shards.
+#: Components that torch_xla's wrappers add to parameter names.
 _OF_WRAPPERS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 
@@ -101,7 +101,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         self._decayed: set[str] = set()
 
     def start(self) -> None:
-        """Nothing: torch_xla has started a process for each device."""
+        """Do nothing: torch_xla has started a process for each device."""
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
         """Load, and find the parameters with weight decay, while the model is whole; then shard it."""
@@ -122,7 +122,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         return sharding.gather_full_model_state(model)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the sharded model, whichever parameters are given."""
+        """Clip the gradients of the sharded model; `parameters` is ignored."""
         if self._prepared is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         norm: torch.Tensor = self._prepared.clip_grad_norm_(max_norm, norm_type)
@@ -151,7 +151,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         return self.gather_full_weights(model)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
-        """None: each process writes its part."""
+        """No files: each process writes its own part."""
         return iter(())
 
     def _write_parts(self, folder: str) -> None:

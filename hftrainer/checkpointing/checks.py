@@ -26,7 +26,7 @@ _TORCH = (".pt", ".pth", ".bin")
 _END_OF_ARCHIVE, _END_LENGTH = b"PK\x05\x06", 22
 
 _NUMBERS = (int, float, torch.Tensor)
-#: Types of values for which the checkpoint must not have None.
+#: Types of values that must not be None in the checkpoint.
 _NEEDED = (*_NUMBERS, list, tuple)
 #: Adam's state of each parameter that it has updated.
 _OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
@@ -43,7 +43,7 @@ def has_format(path: Path) -> bool:
 
 
 def why_unreadable(path: Path, *, load: bool = True) -> str | None:
-    """Why a file cannot be read, to be appended to its path; None when it can.
+    """Why a file cannot be read, to be appended to its path; None if it can be read.
 
     Args:
         path: the file.
@@ -84,7 +84,7 @@ def _why_not_json(path: Path) -> str | None:
 def _why_not_torch(path: Path, load: bool) -> str | None:
     try:
         is_archive = zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # says that it goes on in another file
+    except zipfile.BadZipFile:  # the file claims to continue in another file
         is_archive = False
     with path.open("rb") as file:
         if not (begin := file.read(1)):
@@ -119,10 +119,10 @@ def _damaged_member(path: Path) -> str | None:
 
 
 def check_values(found: Any, now: Any, name: str = "the state") -> None:
-    """Check that plain values have the types of those that they replace; further values are not checked.
+    """Check that plain values have the types of those that they replace; additional values are not checked.
 
     Raises:
-        TypeError: names the value.
+        TypeError: the error names the value.
     """
     if isinstance(now, Mapping):
         if not isinstance(found, Mapping):
@@ -188,7 +188,7 @@ def _check_names(states: list[dict[str, Any] | None], group: dict[str, Any], opt
 
 
 def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:
-    """Check a tensor's shape. Fused kernels do not, and a wrong shape is a segmentation fault."""
+    """Check a tensor's shape. Fused kernels do not check it, and a wrong shape crashes them."""
     if name == "step":
         check_values(value, 0, name)
     elif isinstance(value, torch.Tensor) and value.shape != parameter.shape:

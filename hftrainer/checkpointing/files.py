@@ -28,7 +28,7 @@ _CHUNK = 1 << 20
 _FLUSHING, _READING = 4, 2
 #: Files of at least this many bytes leave the page cache once they are on the disk.
 _LARGE = 1 << 22
-#: Copies of at least this many bytes have pages of their own. These are pinned, which is faster to copy to from a GPU.
+#: Copies of at least this many bytes get separate, pinned pages, to which a GPU copies faster.
 _PINNED = 1 << 20
 #: Types of tensors that are a view of their storage; others may be made of several tensors.
 _WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
@@ -51,7 +51,7 @@ class HostCopies:
     """Copies of states in CPU memory, which are written while training changes the originals.
 
     The memory is kept for the next checkpoint. `DefaultStager` of torch.distributed.checkpoint does the same, but older
-    releases of torch have none, and that of torch 2.11 works only once.
+    releases of torch do not have it, and that of torch 2.11 works only once.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class HostCopies:
         self._used = 0
 
     def begin(self) -> None:
-        """Use the memory again: what it holds has been written."""
+        """Reuse the memory, whose contents have been written."""
         self._used = 0
 
     def copy(self, values: Any) -> Any:
-        """A deep copy; tensors that share their memory do so in the copy."""
+        """A deep copy; tensors that share memory share it in the copy too."""
         storages: dict[int, torch.UntypedStorage] = {}
         memo: dict[int, Any] = {}
         for tensor in _tensors(values):
@@ -97,11 +97,11 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _allocate(size: int, pinned: bool) -> torch.UntypedStorage:
-    """Memory of exactly this size, where torch's own pinned memory would be up to twice as large."""
+    """Allocate memory of exactly this size; torch's own pinned memory may be up to twice as large."""
     buffer = torch.UntypedStorage(size)
     if pinned and size >= _PINNED:
         runtime = torch.cuda.cudart()
-        # Where the system does not let so much be pinned, copying is slower and nothing else.
+        # If the system limits pinned memory, copying is only slower.
         if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
     return buffer
@@ -111,10 +111,10 @@ def _allocate(size: int, pinned: bool) -> torch.UntypedStorage:
 
 
 def save(value: Any, path: str) -> Entry | None:
-    """Call `torch.save` with a stream. Unlike when torch writes to a path, other threads run meanwhile.
+    """Call `torch.save` with a stream, so that other threads run meanwhile; they do not if torch gets a path.
 
     Returns:
-        The manifest's entry of a large file, which is on the disk then; None for a smaller one.
+        The manifest's entry of a large file, which is then on the disk; None for a smaller file.
 
     Raises:
         OSError: when the file cannot be written, or flushed.
@@ -125,12 +125,12 @@ def save(value: Any, path: str) -> Entry | None:
             torch.save(value, cast("BinaryIO", file))
             return file.finish()
         except BaseException as error:
-            # torch ends its archive after an error too, and raises that this fails.
+            # After an error torch still tries to finish its archive, and raises a second error: report the first one.
             raise (file.error or error) from None
 
 
 class _StreamedFile:
-    """A file for `torch.save`: a thread flushes a window, reads its checksum and drops it from the page cache.
+    """A file for `torch.save`: a thread flushes each window, computes its checksum and drops it from the page cache.
 
     Meanwhile the next window is written. Otherwise a file as large as an optimizer's state would need as much memory
     in the page cache.
@@ -172,7 +172,7 @@ class _StreamedFile:
         return Entry(self._written, self._checksum.result())
 
     def _hand_over(self) -> None:
-        """Let the thread flush what was written, once it has flushed the window before."""
+        """Let the thread flush the data written since the last call, once it has flushed the previous window."""
         checksum = 0 if self._checksum is None else self._checksum.result()
         self._checksum = self._thread.submit(self._flush, self._handed_over, self._written, checksum)
         self._handed_over = self._written
@@ -216,7 +216,7 @@ def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
 
 
 def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, checksum: int = 0) -> int:
-    """The checksum of a file, or one that is continued with its bytes from `start` to `end`."""
+    """The CRC-32 of a file; or `checksum`, continued with the bytes from `start` to `end`."""
     buffer = memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         position = file.seek(start)
@@ -235,7 +235,7 @@ def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, chec
 
 
 def list_files(folder: Path) -> list[str]:
-    """The names of all files below a folder, but for the manifest's."""
+    """The names of all files below a folder, except the manifest."""
     own = {names.MANIFEST_NAME, f"_{names.MANIFEST_NAME}"}
     found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
     return [name for name in found if name not in own]
@@ -296,7 +296,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     """The manifest's entry for each file name; None for a folder without a manifest.
 
     Raises:
-        DamagedCheckpoint: when the manifest cannot be read; names it.
+        DamagedCheckpoint: when the manifest cannot be read; the error names it.
     """
     manifest = folder / names.MANIFEST_NAME
     if not manifest.is_file():

@@ -1,9 +1,9 @@
-"""The `checkpoint-N` folder, whole or absent: judged, published, discarded, removed.
+"""Inspects, publishes, discards and removes `checkpoint-N` folders, so that each is complete or absent.
 
 All files are written into a staging folder beside `checkpoint-N`, then the manifest; all are flushed to the disk; then
 the folder is renamed to `checkpoint-N`, by the one process that writes. Overrides of `_save` find the run's folder as
 the parent of theirs, and the step at the end of its name. The name also says which process writes there: another run in
-the same output folder completes or removes only what a process that is gone has left (`parallel/environment.py`).
+the same output folder completes or removes only folders of processes that have ended (`parallel/environment.py`).
 
 Where a folder cannot be renamed (some network file systems, object stores), the files are copied one by one:
 `trainer_state.json` last, since a folder without it is not a checkpoint, and before it the manifest, which lists the
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 #: Files with weights, and indices of their shards.
 _WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json|model_states\.pt)$")
-#: Files that hold weights by their names, in a folder without a manifest.
+#: Names of files that hold weights, for a folder without a manifest.
 _HOLDS_WEIGHTS = re.compile(r"(\.safetensors|model(_fsdp)?\.bin|pytorch_model-.*\.bin|\.distcp)$")
 #: All files that a resumed run reads; added files with other names are not checked.
 _READ = re.compile(
@@ -81,14 +81,14 @@ class Inspection:
 
     @property
     def why_not_whole(self) -> str | None:
-        """Why not to choose this checkpoint: also any change to a file that the manifest lists."""
+        """Why automatic selection skips this checkpoint: a fault, or a change to a file that the manifest lists."""
         changed = {"is missing": self.removed, "has another size than when it was written": self.resized}
         first = next((f"{self.folder / files[0]} {reason}" for reason, files in changed.items() if files), None)
         return first or self.unusable_reason
 
     @property
     def unusable_reason(self) -> str | None:
-        """Why not to use this checkpoint if a script names it: other changes than these may be intended."""
+        """Why a script cannot use this checkpoint by name: a fault, or altered contents of the same size."""
         if self.altered:
             return f"the contents of {self.folder / self.altered[0]} have changed since it was written, not its size"
         return self.fault
@@ -110,7 +110,7 @@ class CheckpointFolder:
         self.path = Path(path)
         self.staging, self._replaced = staging_folder(path), staging_folder(path, _REPLACED)
 
-    # ---- Judging -----------------------------------------------------------------------------------------------
+    # ---- Inspecting --------------------------------------------------------------------------------------------
 
     def inspect(self, *, contents: bool = True, only_weights: bool = False) -> Inspection:
         """Compare the folder with its manifest; without one, find the damage that the files themselves show.
@@ -152,7 +152,7 @@ class CheckpointFolder:
         return Inspection(self.path, tuple(added), tuple(removed), tuple(resized), tuple(altered), fault)
 
     def _visible_damage(self) -> str | None:
-        """What is wrong with a folder without a manifest, as far as its files show."""
+        """The damage that the files of a folder without a manifest show; None if they show none."""
         found = list_files(self.path)
         for path in (self.path / name for name in found):
             if has_format(path) and (reason := why_unreadable(path, load=False)):
@@ -178,7 +178,7 @@ class CheckpointFolder:
 
         Raises:
             CheckpointNotFound: for a folder that is not a checkpoint, or that lacks weights.
-            DamagedCheckpoint: for a file that cannot be read; names it.
+            DamagedCheckpoint: for a file that cannot be read; the error names it.
         """
         if not (self.path / names.TRAINER_STATE_NAME).is_file():
             lacks = f"it lacks {names.TRAINER_STATE_NAME}" if self.path.is_dir() else "the folder does not exist"
@@ -212,7 +212,7 @@ class CheckpointFolder:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was written; restores the checkpoint that it was to replace."""
+        """Remove the partial checkpoint, and restore the one that it was meant to replace."""
         is_better = self.inspect().why_not_whole and not CheckpointFolder(self._replaced).inspect().why_not_whole
         if is_better or (self._replaced.exists() and not self.path.exists()):
             shutil.rmtree(self.path, ignore_errors=True)
@@ -235,7 +235,7 @@ class CheckpointFolder:
         shutil.rmtree(path)
 
     def complete(self, left: Path) -> None:
-        """Publish what a process has left that was killed between flush and rename, or between two renames."""
+        """Publish the folder of a process that was killed between flush and rename, or between two renames."""
         is_whole = (left / names.MANIFEST_NAME).is_file() and CheckpointFolder(left).inspect().why_not_whole is None
         if is_whole and self.inspect().why_not_whole is not None:
             if self.path.exists():
@@ -281,13 +281,13 @@ def final_folder(folder: str) -> str:
 
 
 def clear_stale(output_dir: str) -> None:
-    """Complete checkpoints that processes which are gone left in `output_dir`; remove their other folders."""
+    """Complete the checkpoints that ended processes left in `output_dir`; remove their other folders."""
     if not os.path.isdir(output_dir):
         return
     beside = [
         (found["what"], path, found) for path in Path(output_dir).iterdir() if (found := _BESIDE.match(path.name))
     ]
-    for what, path, found in sorted(beside):  # what was staged goes before what it was to replace
+    for what, path, found in sorted(beside):  # a staged folder comes before the folder that it was meant to replace
         try:
             if not is_left_behind(path, " ".join(found["owner"].replace("~", "-").rsplit(".", 2))):
                 continue

@@ -13,11 +13,11 @@ SCALER_NAME = "scaler.pt"
 #: Written under FSDP: state of a sharded model → the folder of the parts from each process.
 PARTS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
 LIST_OF_PARTS = ".metadata"
-#: Written under FSDP: state of a sharded model → the file with the whole of it.
+#: Written under FSDP: state of a sharded model → the file with the full state.
 WHOLES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
-#: Only ours: the states of Lightning's callbacks, if any.
+#: Not in transformers: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
-#: Only ours: sizes and checksums of all other files.
+#: Not in transformers: sizes and checksums of all other files.
 MANIFEST_NAME = "hftrainer_manifest.json"
 
 SAFE_WEIGHTS_NAME = "model.safetensors"
@@ -29,7 +29,7 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 
 def progress_name(process_index: int, world_size: int) -> str:
-    """The file, only ours, with the progress of one process that `trainer_state.json` lacks."""
+    """The file with progress of one process that `trainer_state.json` lacks; transformers has no such file."""
     return "progress.pt" if world_size <= 1 else f"progress_{process_index}.pt"
 
 

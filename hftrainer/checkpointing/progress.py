@@ -42,7 +42,7 @@ POSITION_SETTINGS = {
 }
 #: Settings whose product is the number of samples per step, which may stay the same if they change together.
 _OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-#: Those of the micro-batches that all processes read at a time.
+#: Settings whose product is the number of samples that all processes read at a time.
 _OF_ROUND = ("per_device_train_batch_size", "world_size")
 #: Changes that leave the position in the data valid.
 _HARMLESS = frozenset({"max_steps"})
@@ -59,15 +59,15 @@ class RunProgress:
     Attributes:
         settings: arguments that the position in the data depends on.
         epoch: the current epoch, counted from 0; None before the first micro-batch.
-        position: micro-batches of it that are done.
-        epoch_ended: whether its end has been announced.
-        epoch_left: whether a callback has ended it before the end of its data.
+        position: micro-batches of this epoch that are done.
+        epoch_ended: whether `on_epoch_end` has been called for it.
+        epoch_left: whether a callback ended the epoch before the end of its data.
         owes_evaluation: whether the evaluation of this step was interrupted or failed, and must be repeated.
         loss: sum of the losses since the last log line, shape `()`.
         last_logged: optimizer step of the last log line.
         metrics: sums of other numbers for the next log line.
-        grad_norm: of the last step.
-        learning_rate: of the last step.
+        grad_norm: gradient norm of the last step.
+        learning_rate: learning rate of the last step.
         evaluation_workers: evaluation sets whose workers have drawn their seed.
         data: what `EpochReader.state_dict` returned; None before the first micro-batch.
     """
@@ -105,7 +105,7 @@ class RunProgress:
 
     @property
     def samples(self) -> int:
-        """Samples of the epoch that all processes have trained on."""
+        """Samples of this epoch that all processes together have trained on."""
         return self.position * samples_of(self.settings, _OF_ROUND)
 
     def adapt(self, now: dict[str, Any], *, skips_data: bool) -> None:
@@ -133,7 +133,7 @@ class RunProgress:
             self.data = None
 
     def _count_position_in(self, now: dict[str, Any]) -> None:
-        """Count the position in the micro-batches of the resumed run. What the loader has read ahead is forgotten."""
+        """Convert the position to micro-batches of the resumed run, and drop the state of the batch read ahead."""
         self.position, left = divmod(self.samples, samples_of(now, _OF_ROUND))
         if left or self.data is None:
             self.data = None
@@ -165,7 +165,7 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if written == world_size:
         return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
     others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]
-    losses = [_read(path).loss for path in others if os.path.isfile(path)]  # a .ckpt has only the first
+    losses = [_read(path).loss for path in others if os.path.isfile(path)]  # a .ckpt holds only that of rank 0
     first.loss = torch.stack([first.loss, *losses]).mean()
     return first
 

@@ -1,4 +1,4 @@
-"""Resuming from a checkpoint, a `.ckpt` too: choosing it, and loading the state, the optimizer and the callbacks."""
+"""Resumes from a checkpoint or a `.ckpt` file: finds it, and loads the state, the optimizer and the callbacks."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ _PROJECTORS = {
 
 
 def _read_optimizer(path: str) -> dict[str, Any]:
-    """The state of an optimizer, as torch numbers it."""
+    """The state of an optimizer, with parameters numbered as by torch."""
     projectors = [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
     with torch.serialization.safe_globals(projectors):
         state: dict[str, Any] = load_torch_file(path)
@@ -194,7 +194,7 @@ def load_optimizer_and_scheduler(
         with fitting(optimizer_file):
             check_optimizer_state(state, optimizer)
             if optimizer.param_groups[0]["params"][0].device.type == "xla":
-                # torch's fused optimizers do not run there.
+                # torch's fused optimizers do not run on XLA devices.
                 for group in state["param_groups"]:
                     if group.get("fused"):
                         group["fused"] = None
@@ -203,12 +203,12 @@ def load_optimizer_and_scheduler(
     _warn_of_kept(before, optimizer)
 
 
-#: Keys of a parameter group that are no settings of the user: the current rate, and how a device computes the step.
+#: Keys of a parameter group that are not user settings: the current rate, and how a device computes the step.
 _NO_SETTINGS = frozenset({"params", "lr", "fused", "foreach", "capturable", "differentiable"})
 
 
 def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
-    """Log a warning about settings of an optimizer in which the checkpoint's rule over those of the script."""
+    """Log a warning about the script's optimizer settings that the checkpoint overrides."""
     kept: dict[str, str] = {}
     for given, group in zip(before, optimizer.param_groups, strict=False):
         for key, value in given.items():
@@ -224,7 +224,7 @@ def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer
 
 
 def load_plain(target: Any, folder: str, name: str) -> None:
-    """Load the state of the "scheduler" or "scaler": values of the types that it has now; warn if there is none."""
+    """Load the state of the "scheduler" or "scaler", and check its types; log a warning if it is missing."""
     path = os.path.join(folder, f"{name}.pt")
     if not os.path.isfile(path):
         logger.warning("%s lacks the %s state: the %s starts from scratch.", folder, name, name)
@@ -261,7 +261,7 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
 
 
 def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
-    """Log a warning about callbacks whose state in the checkpoint is not restored, as the count of early stopping."""
+    """Log a warning about callbacks whose saved state is not restored, such as the counter of early stopping."""
     for name, now in export_states([each for each in callbacks if is_exportable(each)]).items():
         before = states.get(name)
         if not (isinstance(now, dict) and isinstance(before, dict)):
@@ -276,7 +276,7 @@ def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
             logger.warning("%s starts from scratch (%s): %s.", name, changed, advice)
 
 
-#: Key of the Trainer's own part in the file.
+#: Key of the Trainer's entry in a Lightning checkpoint.
 OWN_PART = "hftrainer"
 #: Keys that Lightning itself writes; all others come from callbacks.
 _LIGHTNING_KEYS = {
@@ -292,7 +292,7 @@ def unpack(path: str, folder: str) -> str:
     """Convert a Lightning checkpoint to a checkpoint of the Trainer in `folder`; returns `folder`.
 
     Raises:
-        CheckpointNotFound: when the file does not exist, or was written by another LightningModule than ours.
+        CheckpointNotFound: when the file does not exist, or was not written by our LightningModule.
         UnsafeCheckpoint, DamagedCheckpoint: when it cannot be read.
     """
     if not os.path.isfile(path):
@@ -305,7 +305,7 @@ def unpack(path: str, folder: str) -> str:
             "the model yourself, and train without resuming."
         )
     own = saved[OWN_PART]
-    if isinstance(own, torch.Tensor):  # earlier files hold it unpacked
+    if isinstance(own, torch.Tensor):  # files of earlier releases hold it unpacked
         with torch.serialization.safe_globals(numpy_state_types()):
             own = load_torch_file(path, packed=own)
 

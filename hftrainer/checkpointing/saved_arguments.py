@@ -32,7 +32,7 @@ class _StandIn(dict[Any, Any]):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Imports nothing."""
+    """An unpickler that imports nothing: each object becomes a `_StandIn`."""
 
     def find_class(self, module: str, name: str) -> Any:
         return type(f"{module}.{name}", (_StandIn,), {})

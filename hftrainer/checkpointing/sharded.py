@@ -107,7 +107,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
 
     Args:
         model: the model.
-        folder: written by a sharded model, or by any other.
+        folder: a checkpoint of any model, sharded or not.
         only_trainable: do not load frozen weights, as with adapters.
 
     Returns:
@@ -162,7 +162,7 @@ def load_optimizer(
     """Load the optimizer's state of a checkpoint, in place; all processes must call it.
 
     Args:
-        model: the model that it trains; it need not be sharded.
+        model: the model that the optimizer trains, sharded or not.
         optimizer: the optimizer.
         folder: written by any number of processes.
         read_numbered: reads the state of a model that was not sharded, where torch numbers the parameters.
@@ -196,10 +196,10 @@ def _is_first() -> bool:
 
 
 def save_parts(states: dict[str, Any], folder: str) -> None:
-    """Write this process's part of each state, by 'model' and 'optimizer'.
+    """Write this process's part of each state; the keys are 'model' and 'optimizer'.
 
     Raises:
-        OSError: the first one of any process.
+        OSError: the first error of any process.
     """
     for kind, state in states.items():
         with _plain_errors():
@@ -243,7 +243,7 @@ class _PartsReader(FileSystemReader):
         folder: the folder.
 
     Raises:
-        UnsafeCheckpoint: if its list of parts holds an object of any other class than torch writes.
+        UnsafeCheckpoint: if its list of parts holds an object of a class that torch does not write.
         DamagedCheckpoint: if it cannot be read, or names a file that is not in the folder.
     """
 
@@ -257,7 +257,7 @@ class _PartsReader(FileSystemReader):
             _check_list(self._parts, folder)
         self._parts.storage_meta = StorageMeta(load_id=self.load_id)
 
-    # Takes no rank, with which torch would look for a separate list of parts of that rank.
+    # Has no parameter for a rank, so that torch does not look for a separate list of parts of each rank.
     def read_metadata(self) -> Metadata:
         """The list of parts."""
         return self._parts

@@ -1,4 +1,4 @@
-"""The model's weights: writing them to a folder, and reading them in any layout that a Trainer writes."""
+"""Writes the model's weights to a folder, and reads them in any layout that a Trainer writes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_SHARD_SIZE = "5GB"
 _ADAPTERS = (names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
 #: DeepSpeed's files with the name of the folder of the newest states.
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
-#: A process's part of parameters or optimizer states: its rank, and what it shares with the parts of other ranks.
+#: File name of a process's part of parameters or optimizer states: the rank, and the suffix shared by all ranks.
 _PART = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_(\w+\.pt)$")
 _MODEL_STATES = "model_states.pt"
 
@@ -121,7 +121,7 @@ def has_weights(folder: str) -> bool:
 
 
 def missing_shard(folder: str) -> str | None:
-    """The first missing file of weights that are in several: shards of an index, or parts; None if none is missing."""
+    """The first missing file of weights in several files, shards or parts; None if none is missing."""
     lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in PARTS.values()]
     needed = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in needed if not os.path.isfile(path)), None) or missing_part(folder)
@@ -174,7 +174,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
 
 
 def first_file(folder: str, *candidates: str) -> str | None:
-    """The path of the first of these files that is in a folder."""
+    """The path of the first candidate that exists in a folder; None if none does."""
     paths = (os.path.join(folder, candidate) for candidate in candidates)
     return next((path for path in paths if os.path.isfile(path)), None)
 
@@ -194,7 +194,7 @@ def weights_files(
 
 
 def shards_in(index: str) -> list[str]:
-    """The paths of the shards that an index lists; TensorFlow's indices are alike.
+    """The paths of the shards that an index lists; TensorFlow's indices have the same format.
 
     Raises:
         InvalidArgument: for a shard that is not in the folder of the index.
@@ -258,7 +258,7 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
     for name, path in adapters.items():
         adapter = name if name is not None else (active if len(adapters) == 1 else "default")
         read_weights(str(first_file(path, *_ADAPTERS)))  # its error for an unreadable file is clearer than PEFT's
-        known = adapter in model.peft_config  # keeps its trainability and precision; a new adapter is frozen
+        known = adapter in model.peft_config  # known adapters keep trainability and precision, a new one is frozen
         model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)
 
 
@@ -289,13 +289,13 @@ def write_tag(folder: str, tag: str) -> None:
 
 
 def holds_parts(folder: str) -> bool:
-    """Whether a checkpoint holds the model in DeepSpeed's files, as far as they name each other."""
+    """Whether a checkpoint holds the model in a folder that one of DeepSpeed's `latest` files names."""
     tags = (read_tag(folder, universal=universal) for universal in (False, True))
     return any(name.endswith(_MODEL_STATES) for tag in tags if tag for name in _names_in(os.path.join(folder, tag)))
 
 
 def missing_part(folder: str) -> str | None:
-    """The first missing file of the states that are there; None if none is missing, or if there are no states."""
+    """The first missing file of DeepSpeed's states; None if none is missing, or without such states."""
     if not (tag := read_tag(folder)):
         return None
     states = os.path.join(folder, tag)
@@ -303,7 +303,7 @@ def missing_part(folder: str) -> str | None:
         return None
     if not any(name.endswith(_MODEL_STATES) for name in found):
         return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
-    # The parts that ranks 0 to the highest write, if each writes what any of them has written.
+    # Expect every kind of part that any rank has written from each rank up to the highest.
     parts = [(name, match) for name in found if (match := _PART.match(name))]
     kinds = sorted({(name[: match.start(1)], match[2]) for name, match in parts})
     ranks = range(1 + max((int(match[1]) for _, match in parts), default=-1))

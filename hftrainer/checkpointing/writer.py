@@ -49,7 +49,7 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
     if type(error) is Exception:  # raised by tokenizers
         found = re.search(r"\(os error (\d+)\)", str(error))
         return found is not None and int(found[1]) in _STORAGE_ERRORS
-    # torch's own writer reports it only in the message.
+    # torch's own writer reports a storage error only in its message.
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
     )
@@ -63,11 +63,11 @@ class CheckpointInProgress:
         folder: where it is written.
         then: called when it is complete.
         if_failed: called in the caller's thread if the storage fails.
-        writes: left to the background, until the checkpoint is filled.
+        writes: functions that the background thread calls once the checkpoint is filled.
         written: path → manifest entry, for large files that the writer has written.
         futures: writes that another thread does while the checkpoint is filled.
         announcements: called in the caller's thread when it is complete.
-        published: done when it is complete; None if it is not written in the background.
+        published: future that is done when the checkpoint is complete; None without background writing.
     """
 
     folder: CheckpointFolder
@@ -139,7 +139,7 @@ class ScriptFiles:
                 target = checkpoint.staging / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(checkpoint.path / name, target)
-        # If the step is saved again, what the Trainer has written now is not the script's.
+        # If the step is saved again, files that the Trainer has written now do not count as the script's.
         self._known |= {checkpoint.path / name: stamp for name, stamp in of_trainer.items()}
 
 
@@ -158,7 +158,7 @@ def _link(source: Path, target: Path) -> None:
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-#: Makes a thread, which starts with its first work.
+#: Makes an executor with one thread, which starts with the first task.
 _make_thread = functools.partial(ThreadPoolExecutor, max_workers=1, thread_name_prefix="checkpoint")
 
 
@@ -227,7 +227,7 @@ class CheckpointWriter:
                 self._publish(current)
 
     def _publish(self, current: CheckpointInProgress) -> None:
-        """Do the writes that were left, rename the folder, and call `then`."""
+        """Run the deferred writes, rename the folder, and call `then`."""
         with current.discarding_partial():
             for write in current.writes:
                 write()
@@ -240,7 +240,7 @@ class CheckpointWriter:
 
     @property
     def defers_writes(self) -> bool:
-        """Whether writes are left for later, and so need a copy."""
+        """Whether writes happen later, and therefore need a copy."""
         return self.in_background and self._filled is not None
 
     def when_done(self, announce: Callable[[], None]) -> None:

@@ -23,10 +23,12 @@ def add(commands: Any) -> None:
         "desktop; without a desktop, the first, last, lowest and highest value of each curve. Nothing is shown if "
         "the output is a pipe or a file.",
     )
-    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="output folder of a run; several are compared")
+    parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--html", action="store_true", help="write interactive pages too")
     parser.add_argument(
-        "--out", metavar="FILE.png", help="the file for runs; default: training.png in the first folder"
+        "--out",
+        metavar="FILE.png",
+        help="the file for runs; default: training.png, or of several comparison.png in the first",
     )
     parser.add_argument(
         "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"

@@ -1,4 +1,4 @@
-"""How long a run is, and its micro-batches as Lightning's loop consumes them: a window per optimizer step."""
+"""The length of a run, and an iterator over its micro-batches, in one window per optimizer step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MicroBatchIterator:
 
     Args:
         schedule: the lengths of the run.
-        planned: returns the micro-batches per optimizer step with which the schedule of this epoch was computed.
+        planned: returns the micro-batches per optimizer step that the schedule assumes for this epoch.
         accumulation: returns the current micro-batches per optimizer step. Callbacks may change it: the next window
             uses the new value, and the epoch keeps its planned number of windows, as in `transformers.Trainer`.
         open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
@@ -109,7 +109,7 @@ class TrainingSchedule(NamedTuple):
 
     Attributes:
         num_train_epochs: passes over the data that the run begins; `sys.maxsize` when only steps end it.
-        num_update_steps_per_epoch: optimizer steps in one pass; in the first pass, if they differ.
+        num_update_steps_per_epoch: optimizer steps in one pass; in the first one if passes differ.
         num_examples: samples in one pass.
         num_train_samples: samples in the whole run.
         total_train_batch_size: samples per optimizer step over all processes.

@@ -1,4 +1,4 @@
-"""From samples to what the model takes: collators, the columns that reach the model, and the tokens in a batch."""
+"""Turns samples into the model's inputs: collators, the columns that the model accepts, and token counts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey, WrongObject
 from hftrainer.model.inspection import called_model
 
@@ -105,7 +106,7 @@ class DataCollatorWithPadding:
 
     def __call__(self, features: list[dict[str, Any]]) -> Any:
         """Pad and stack; `label` and `label_ids` are renamed `labels`."""
-        # Do not let fast tokenizers advise to pad while encoding: samples are already encoded here.
+        # Silence fast tokenizers' advice to pad while encoding: the samples are already encoded here.
         warnings = getattr(self.tokenizer, "deprecation_warnings", {})
         before = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
         warnings["Asking-to-pad-a-fast-tokenizer"] = True
@@ -157,9 +158,9 @@ def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[
     """Explain a KeyError of a collator or a loss, if its key is one of the columns that are removed.
 
     Args:
-        error: the error; that of a loader's worker has the text of its traceback.
+        error: the error; from a loader's worker, its message is the text of a traceback.
         datasets: what the samples came from.
-        columns: those that are not removed.
+        columns: the columns that are kept.
 
     Raises:
         RemovedColumn: in place of such an error.
@@ -174,8 +175,18 @@ def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[
         ) from error
 
 
+def note_removed(error: Exception, datasets: Sequence[Any], columns: Sequence[str]) -> None:
+    """Add to an error of a model which columns of the samples it did not get; the arguments are as above."""
+    if removed := sorted({str(name) for dataset in datasets for name in _columns_of(dataset)} - {*columns}):
+        add_note(
+            error,
+            f"The samples also have {', '.join(removed)}, which the model's forward does not take, so they were "
+            "removed. Texts must be tokenized, and labels have the name that forward gives them.",
+        )
+
+
 def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
-    """Explain an error of calling the model with a keyword that its forward does not take, or without one.
+    """Explain an error from calling the model with an unknown keyword, or without a required one.
 
     Args:
         error: the error.

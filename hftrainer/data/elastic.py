@@ -1,7 +1,7 @@
-"""Runs that change their size: an epoch is cut into global batches in a way that no number of processes changes.
+"""Elastic runs: splits an epoch into the same global batches for any number of processes.
 
-A global batch is the samples of an optimizer step. If an epoch has whole global batches only, then after each step the
-samples read are the first of the epoch's order, whatever cuts them into micro-batches and gives these to ranks.
+A global batch is the samples of an optimizer step. If an epoch has only whole global batches, then after each step the
+samples read are the first in the epoch's order, however they are divided into micro-batches and among ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 
 def whole_batches(samples: Iterable[Any], size: int, drop_last: bool) -> Iterator[Any]:
-    """The samples in groups of `size`; the last group is completed with the first samples, or dropped."""
+    """Yields the samples of whole groups of `size`; the last group is completed with the first samples, or dropped."""
     iterator, first = iter(samples), None
     while group := list(islice(iterator, size)):
         first = first or list(group)
@@ -35,7 +35,7 @@ class WholeBatchSampler(Sampler[int]):
     """A sampler whose epoch has whole global batches, in an order that is the same on every rank of any run.
 
     Args:
-        sampler: the order of the samples. It is drawn at once, with generators seeded by `seed` and the epoch.
+        sampler: yields the order, which is drawn at once, with generators seeded by `seed` and the epoch.
         size: samples in a global batch.
         drop_last: drop an incomplete global batch, rather than completing it with the epoch's first samples.
         seed: the seed of epoch 0.
@@ -66,7 +66,7 @@ class WholeBatchSampler(Sampler[int]):
 
 
 class WholeBatchStream(IterableDataset[Any]):
-    """The same for a stream, in its own order. A resumed run reads it from the beginning, so it has no state."""
+    """A stream of whole global batches. A resumed run reads it from the beginning, so it has no state."""
 
     def __init__(self, dataset: Any, size: int, drop_last: bool) -> None:
         self.dataset, self.size, self.drop_last = dataset, size, drop_last
@@ -85,7 +85,7 @@ class WholeBatchStream(IterableDataset[Any]):
 
 
 def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
-    """Raise UnsupportedArgument if the batches of a training loader cannot be cut again."""
+    """Raise UnsupportedArgument if the samples of a training loader cannot be regrouped into global batches."""
     if config.split_batches or not (config.even_batches and config.use_seedable_sampler):
         reason = "split_batches, even_batches and use_seedable_sampler in accelerator_config must have their defaults"
     elif isinstance(loader.dataset, IterableDataset):
@@ -118,10 +118,10 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
     Args:
         global_batch: samples of an optimizer step, over all processes.
         batch_size: samples of a micro-batch of one process.
-        processes: the processes that read different samples.
+        processes: number of processes that read different samples.
 
     Raises:
-        InvalidArgument: if there is no such number; the error has the possible batch sizes and numbers of processes.
+        InvalidArgument: if there is no such number; the error lists the possible batch sizes and numbers of processes.
     """
     steps, left = divmod(global_batch, batch_size * processes)
     if steps and not left:

@@ -1,4 +1,4 @@
-"""How the data reaches each process: what its loader reads, and the collective operations it needs."""
+"""Plans each process's loader: the data that it reads, and the collective operations that it needs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoaderPlan:
         dataset: the dataset that it reads.
         settings: `DataLoader` keywords for sampling.
         evaluation_sampler: this process's batches of a distributed evaluation.
-        processes: those of distributed training.
+        processes: the processes of distributed training, else None.
         round_size: number of batches that the main process reads before it scatters them; None when each process reads
             its own.
         generator: draws the sample order, the same in all processes.
@@ -126,7 +126,7 @@ def _plan_of_all(
 
 
 def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
-    """The samples of one process in training: its own shards, or its part of each round."""
+    """The plan for a stream in training: each process reads its own shards, or its part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:
         raise InvalidArgument(
@@ -192,7 +192,7 @@ def _with_sampler(batches: Any, sampler: Any) -> Any:
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
-    """The samples in a batch; None if the loader's sampler does not say."""
+    """Samples in a batch; None if the loader's batch sampler has no batch size."""
     return loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
 
 
@@ -200,7 +200,7 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
 
 
 def group_batches(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Batches in groups of `count`; the last may have fewer, unless it is dropped. Does not read beyond a group."""
+    """Yields groups of `count` batches; the last may have fewer, unless it is dropped. Does not read ahead."""
     while len(taken := list(islice(batches, count))) == count:
         yield taken
     if taken and not drop_last:

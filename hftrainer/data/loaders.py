@@ -40,7 +40,7 @@ class BatchPosition(NamedTuple):
     Attributes:
         is_last: whether it is the last of the epoch.
         is_filler: whether it only keeps collective operations in step with other ranks.
-        counted_samples: number of its samples that are not repeated ones; None for all.
+        counted_samples: number of its samples that are not repetitions; None for all.
         iteration: number of the iteration, counted over all loaders; 0 outside of one.
     """
 
@@ -56,7 +56,7 @@ class _Start:
 
     Attributes:
         skipped_batches: number of batches that are read and dropped.
-        restore_random: called after the batch is read again that was read ahead; None when there was none.
+        restore_random: called once the batch that was read ahead has been read again; None without such a batch.
         states_before_batch: the random states before that batch, if known.
         worker_states: random states by worker index.
         worker_seed: the generator state from which workers draw their seeds; None for the current one.
@@ -81,13 +81,13 @@ class PreparedDataLoader(DataLoader[Any]):
         seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
         config: how batches reach the processes in training.
         shard_spec: which of the batches this process reads.
-        processes: those of distributed training; without it the loader is for evaluation, which
+        processes: the processes of distributed training; without them the loader is for evaluation, which
             reads no sample twice, whatever the config.
         global_batch: with `elastic`, the samples of an optimizer step; an epoch then has whole ones only.
 
     Attributes:
-        position: that of the last batch yielded.
-        log: records what is read, in a training loader.
+        position: position of the last batch that was yielded.
+        log: records the batches that a training loader reads.
 
     Raises:
         InvalidArgument: when the config does not fit this data.
@@ -264,7 +264,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration += 1
 
     def _received(self) -> Iterator[Any]:
-        """The part of this process of the batches that the main process reads."""
+        """Yield this process's part of the batches that the main process reads."""
         processes, count = self.loader_plan.processes, self.shard_spec.processes
         assert processes is not None
         groups = split_groups(self._read(1), count, self.drops_last)
@@ -314,7 +314,7 @@ class PreparedDataLoader(DataLoader[Any]):
             log.before_read()
 
     def _draw_only(self, start: _Start) -> None:
-        """Draw the random numbers that opening the data draws. Starts no workers: only the main process reads."""
+        """Draw the random numbers that opening the data would draw, without workers: only the main process reads."""
         if not self.num_workers:
             super().__iter__()
         elif not (self.persistent_workers and self._has_drawn_seed):

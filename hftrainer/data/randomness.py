@@ -1,4 +1,4 @@
-"""Random states: of a process, of the generators in its samplers, datasets and collators, of loader workers; seeds."""
+"""Seeds, and random states of a process, its loader workers, and generators in samplers, datasets and collators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 #: NumPy's bit generators, by class name.
 _BITS = {kind.__name__: kind for kind in np.random.BitGenerator.__subclasses__()}
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-#: Names the data's states in error messages.
+#: The name of the data's states in error messages.
 DATA_STATE = "the state of the data in progress.pt"
 #: Attributes of loaders, samplers, datasets and collators in which to search for generators.
 _PARTS = ("batch_sampler", "sampler", "dataset", "collate_fn", "data_collator", "transform")
@@ -64,7 +64,7 @@ class RandomSources:
         """Restore what `capture` returned.
 
         Raises:
-            DamagedCheckpoint: if it is something else.
+            DamagedCheckpoint: if the states have another form.
         """
         with fitting(DATA_STATE):
             restore_random_states(dict(states))
@@ -75,7 +75,7 @@ class RandomSources:
         owners = self._owners()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
-            if owner not in owners:  # paths had our wrappers of batch samplers, until 0.1
+            if owner not in owners:  # until 0.1, paths contained our wrappers of batch samplers
                 owner = re.sub(r"(\.batch_sampler)+", r"\1", owner)
             if owner not in owners:
                 logger.warning("The checkpoint has a random state for %s, which does not exist in this run.", path)
@@ -94,7 +94,7 @@ class RandomSources:
 
 
 def _parts_of(owner: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(owner, BatchSamplerWrapper):  # how many there are depends on the number of processes
+    if isinstance(owner, BatchSamplerWrapper):  # the number of wrappers depends on the number of processes
         owner = owner.innermost
     attributes = getattr(owner, "__dict__", None)
     if attributes is None or getattr(owner, "seeds_itself", False):
@@ -204,7 +204,7 @@ def numpy_state_types() -> list[Any]:
 
 
 class WorkerBatch(NamedTuple):
-    """What a worker sends. A named tuple, so that `pin_memory` reaches the batch in it.
+    """A batch with its worker's random states. A named tuple, so that `pin_memory` reaches the batch.
 
     Attributes:
         batch: the batch.
@@ -234,7 +234,7 @@ class StateSendingCollator:
         return RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
 
     def __call__(self, samples: Any) -> WorkerBatch:
-        """Collate the samples, and add the states after that."""
+        """Collate the samples, and add the random states that result."""
         batch, info = self.collate_fn(samples), get_worker_info()
         assert info is not None
         self.sources.find_generators()
@@ -286,5 +286,5 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
 
 
 def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:  # noqa: ARG001 - torch passes the id
-    """Seed a loading process; the `worker_init_fn` of the training loader."""
+    """Seed a loader worker; the `worker_init_fn` of the training loader."""
     set_seed(num_workers * rank + torch.initial_seed() % 2**32)

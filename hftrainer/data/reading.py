@@ -1,4 +1,4 @@
-"""The reading position in the training data, so that a resumed run continues with the same samples."""
+"""Tracks the reading position in the training data, so that a resumed run continues with the same samples."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReadingLog:
         sources: the generators that the data uses.
 
     Attributes:
-        waited: seconds until batches were read.
+        waited: seconds that the run has waited for batches.
     """
 
     def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
@@ -74,13 +74,13 @@ class ReadingLog:
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
 
     def begin_workers(self, generator: torch.Generator | None, *, draws_seed: bool) -> None:
-        """Record the generator state before new workers draw their seeds. `now`: whether they do so in this epoch."""
+        """Record the generator state before workers draw their seeds. `draws_seed`: whether this epoch draws them."""
         self.worker_seed = torch.get_rng_state() if generator is None else generator.get_state()
         self.draws_seed = draws_seed
 
     def before_read(self) -> None:
         """Record the states before the next batch."""
-        if not self._workers:  # whose own states are recorded instead
+        if not self._workers:  # otherwise the workers' states are recorded
             if self.count == 1:
                 self.sources.find_generators()
             self.before = self.sources.capture()
@@ -89,14 +89,14 @@ class ReadingLog:
         self._asked = time.perf_counter()
 
     def after_read(self, made: Any) -> Any:
-        """Count a batch, or those of a round; returns them without the workers' states."""
+        """Count a batch, or the batches of a round; returns them without the workers' states."""
         self.waited += time.perf_counter() - self._asked
         if not self._reads_rounds:
             return self.count_one(made)
         return [self.count_one(batch, is_first=index == 0) for index, batch in enumerate(made)]
 
     def count_one(self, made: Any, *, is_first: bool = True) -> Any:
-        """Count a batch, and note the states that its worker has sent with it; returns the bare batch.
+        """Count a batch, and record the states that its worker sent with it; returns the batch alone.
 
         Args:
             made: the batch, from a worker or not.
@@ -114,7 +114,7 @@ class ReadingLog:
         return made.batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The record, in tensors and plain values."""
+        """The log for a checkpoint, in tensors and plain values."""
         state: dict[str, Any] = {"before": self.before, "stream": self.stream}
         if self._workers:
             kept = {"round": self._states_before_round, "latest": self._latest_states}
@@ -171,7 +171,7 @@ class EpochReader:
             loader.log = ReadingLog(loader, self._sources)
 
     def open(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
-        """The batches of an epoch, or the rest of them when resuming."""
+        """The batches of an epoch; when resuming, only the remaining ones."""
         saved = resume_point.saved if resume_point is not None else None
         if resume_point is not None and not resume_point.position:
             resume_point.restore_random()
@@ -192,7 +192,7 @@ class EpochReader:
 
     @property
     def waited(self) -> float:
-        """Seconds in which the run waited for batches, without their way to the device."""
+        """Seconds that the run has waited for batches, without their transfer to the device."""
         return self.loader.log.waited if isinstance(self.loader, PreparedDataLoader) and self.loader.log else 0.0
 
     def close(self) -> None:

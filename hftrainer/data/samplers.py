@@ -26,7 +26,7 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of batches that are sorted together; the data is shuffled beyond them.
+#: Maximum number of batches that are sorted together; these groups are in random order.
 _BATCHES_SORTED_TOGETHER = 50
 
 
@@ -81,7 +81,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerWrapper(BatchSampler):
-    """A batch sampler around another one, whose other attributes it has."""
+    """A batch sampler that wraps another one and forwards its attributes."""
 
     def __init__(self, batch_sampler: Any) -> None:
         self.batch_sampler = batch_sampler
@@ -93,7 +93,7 @@ class BatchSamplerWrapper(BatchSampler):
 
     @property
     def innermost(self) -> Any:
-        """The batch sampler that is not ours."""
+        """The wrapped batch sampler, without any of our wrappers."""
         inner = self.batch_sampler
         return inner.innermost if isinstance(inner, BatchSamplerWrapper) else inner
 
@@ -110,7 +110,7 @@ class SkippingBatchSampler(BatchSamplerWrapper):
 
     Attributes:
         recorded_indices: if it is a list, the indices of each yielded batch are appended to it.
-        latest_indices: those of the batch that is being read; None in between.
+        latest_indices: the indices of the batch that is being read; None between batches.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
@@ -161,7 +161,7 @@ class LengthGroupedSampler(Sampler[int]):
         batch_size: samples in an optimizer step.
         dataset: the samples; read once for their lengths if `lengths` is None.
         lengths: length of each sample, in tokens.
-        model_input_name: the key of a sample whose value's length counts.
+        model_input_name: the key in a sample whose value determines the sample's length.
         generator: draws the order; None takes torch's global generator.
 
     Raises:
@@ -228,13 +228,13 @@ def count_lengths(dataset: Any, name: str) -> list[int]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Which batches a process gets: those whose number is `rank` modulo `processes`."""
+    """The batches of one process: those whose index is `rank` modulo `processes`."""
 
     rank: int = 0
     processes: int = 1
 
     def needs_filler(self, count: int) -> bool:
-        """Whether this rank gets one batch less than others, if there are `count` batches."""
+        """Whether this rank gets one batch fewer than other ranks, out of `count` batches."""
         left = count % self.processes
         return left > 0 and self.rank >= left
 
@@ -275,19 +275,19 @@ class ShardedBatchSampler(BatchSamplerWrapper):
 
     @property
     def owns_last(self) -> bool:
-        """Whether the last of all batches is this process's."""
+        """Whether the last of all batches belongs to this process."""
         return self.count > 0 and (self.count - 1) % self.shard_spec.processes == self.shard_spec.rank
 
 
 class EvenBatchSampler(BatchSamplerWrapper):
-    """The batches of one process in training. All get the same number, of equal size unless `even` is False.
+    """The batches of one process in training. All processes get equally many, of equal size unless `even` is False.
 
     A sampler without `batch_size` yields batches of any size, and whole batches complete the last round. With
     `drop_last` an incomplete round is dropped.
 
     Args:
         batch_sampler: yields the indices of all batches, the same in every process.
-        shard_spec: which of them are this process's.
+        shard_spec: which of these batches belong to this process.
         split: split each batch among the processes, instead of giving it to one of them.
         even: complete the last round with samples from the epoch's beginning.
 
@@ -381,7 +381,7 @@ def check_split(size: int | None, processes: int) -> None:
 class ShardedStream(IterableDataset[Any]):
     """The samples of one process from a stream that every process reads.
 
-    A round is `size` samples for each process. The last is completed with samples from the first, or dropped.
+    A round is `size` samples for each process. The last round is completed with samples of the first, or dropped.
 
     Args:
         dataset: the stream. If it has no `set_epoch`, a torch generator in its attribute `generator` is seeded with
@@ -432,7 +432,7 @@ class ShardedStream(IterableDataset[Any]):
 
 
 def batches_of_rank(batches: Iterable[Any], shard_spec: ShardSpec) -> Iterator[tuple[Any, bool]]:
-    """Yield this rank's batches out of all batches, each with whether it is a filler."""
+    """Yields this rank's batches, each with a flag that says whether it is a filler."""
     first, count = None, 0
     for batch in batches:
         first = batch if first is None else first

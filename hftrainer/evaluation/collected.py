@@ -58,16 +58,16 @@ def can_skip_gathering(trainer: Trainer) -> bool:
     )
 
 
-# ---- What is kept of a model's outputs -------------------------------------------------------------------------------
+# ---- Selecting and keeping a model's outputs -------------------------------------------------------------------------
 
 
 def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> Any:
-    """A model's outputs without the loss, the ignored keys, and objects that are no data, such as a cache.
+    """A model's outputs without the loss, the ignored keys, and objects that are not data, such as a cache.
 
     Args:
         outputs: a mapping, a tuple or list, or one tensor.
         ignored: keys of a mapping to leave out.
-        has_loss: whether a loss is first in a tuple or list; in a mapping it is under 'loss'.
+        has_loss: whether the outputs hold a loss, first in a tuple or list and under 'loss' in a mapping.
 
     Returns:
         A tuple of the values of a mapping; otherwise the same kind as `outputs`.
@@ -86,7 +86,7 @@ def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool
 
 
 def _to_dense(leaf: Any) -> Any:
-    """A sparse tensor as a dense one: NumPy has no sparse arrays."""
+    """Convert a sparse tensor to a dense one, since NumPy has no sparse arrays."""
     return leaf.to_dense() if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided else leaf
 
 
@@ -189,7 +189,7 @@ def _describe(data: Any) -> str:
 
 
 class GrowingArray:
-    """The rows of many batches as one array of shape `(rows, ...)`, without a list of batches that is joined.
+    """The rows of many batches as one array of shape `(rows, ...)`, built without keeping a list of batches.
 
     Batches may differ in their second dimension: shorter ones are padded on the right. Space for the expected rows is
     reserved at once, but a page takes memory only when it is written. Rows that become longer are copied.
@@ -227,7 +227,7 @@ class GrowingArray:
         return rows if rows.ndim == 1 else rows[:, : self._width]
 
     def _make_space(self, batch: np.ndarray, stop: int) -> None:
-        """Grow so that the batch fits: by more than needed, so that growing takes linear time."""
+        """Grow the array until the batch fits, by more than needed, so that appending takes linear time."""
         kept = self._data
         if batch.ndim != kept.ndim or batch.shape[2:] != kept.shape[2:]:
             expected = ["batch", "length", *map(str, kept.shape[2:])][: kept.ndim]

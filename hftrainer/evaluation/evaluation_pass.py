@@ -1,4 +1,4 @@
-"""One pass over an evaluation or test set: what `Trainer.evaluation_loop` does per batch and at the end."""
+"""`EvaluationPass`: the work of `Trainer.evaluation_loop`, for each batch and at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class EvaluationPass:
-    """A pass that one of Lightning's loops runs batch by batch.
+    """A pass over an evaluation or test set, which one of Lightning's loops runs batch by batch.
 
     Args:
         components: the parts of the Trainer.
@@ -39,7 +39,7 @@ class EvaluationPass:
         prefix: prefix of each metric's name, followed by an underscore.
         returns_predictions: keep the predictions even if the metrics do not need them.
         loss_only: whether only the loss is predicted.
-        ignore_keys: outputs of the model that are left out; None for those that its config names.
+        ignore_keys: outputs of the model to exclude; None excludes those that its config names.
 
     Attributes:
         metrics: the metrics to compute.
@@ -70,7 +70,7 @@ class EvaluationPass:
         self.has_labels = self.computed = False
         given: Any = trainer.preprocess_logits_for_metrics
         self._preprocess_logits = given
-        if given is not None and not takes(given, None, None) and takes(given, None):  # an earlier function
+        if given is not None and not takes(given, None, None) and takes(given, None):  # a function of old releases
             self._preprocess_logits = lambda logits, _: given(logits)
         self._pending: deque[BatchPosition | None] = deque()
         rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
@@ -132,9 +132,9 @@ class EvaluationPass:
 
     @contextlib.contextmanager
     def _at_position(self, position: BatchPosition | None) -> Iterator[BatchPosition]:
-        """Let the loader be at the batch that is evaluated: Lightning may have read the next one.
+        """Set the loader's position to the batch that is evaluated, since Lightning may have read the next one.
 
-        `accelerator.gather_for_metrics` asks the loader. Batches of a loader that is not prepared count in full.
+        `accelerator.gather_for_metrics` reads that position. Batches of a loader that is not prepared count in full.
         """
         if position is None:
             yield BatchPosition()

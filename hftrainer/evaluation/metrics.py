@@ -37,7 +37,7 @@ class FunctionMetrics:
         self._result: Any = {}
 
     def update(self, batch: EvalPrediction, is_last: bool) -> None:
-        """Call the function with a batch gathered from all ranks, if it is called with each."""
+        """Call the function with a batch gathered from all ranks, if it takes one batch at a time."""
         if self.by_batch:
             self._call(batch, compute_result=is_last)
 
@@ -82,7 +82,7 @@ class TorchMetrics:
             Default: predictions and labels, unchanged.
 
     Raises:
-        InvalidArgument: when `metrics` holds something else.
+        InvalidArgument: when `metrics` holds any other object, or nothing.
     """
 
     def __init__(self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None) -> None:
@@ -108,7 +108,7 @@ class TorchMetrics:
         self._first: Any = None
 
     def set_gather_function(self, parts: Callable[..., list[torch.Tensor]]) -> None:
-        """Gather metric states with `parts` (tensor → tensors of distinct ranks), not torchmetrics' function."""
+        """Gather metric states with `parts` (tensor → tensors of distinct ranks), instead of torchmetrics'."""
         for metric in self.collection.values(copy_state=False):
             metric.dist_sync_fn = parts
 
@@ -171,7 +171,7 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetri
         by_batch: `batch_eval_metrics`.
 
     Raises:
-        InvalidArgument: when it fits none of these.
+        InvalidArgument: when it is neither a function nor metrics of torchmetrics.
     """
     if isinstance(compute_metrics, TorchMetrics):
         return compute_metrics

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationRunner(Component):
-    """Prepares a Trainer for a pass over a set, and sets up that pass for Lightning's loop.
+    """Prepares a Trainer for a pass over a dataset, and sets up the pass for Lightning's loop.
 
     Args:
         components: the parts of the Trainer.
@@ -46,7 +46,7 @@ class EvaluationRunner(Component):
     def evaluate_each(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
     ) -> dict[str, float]:
-        """Evaluate each of several sets with `Trainer.evaluate`, with its name in the prefix of its metrics.
+        """Evaluate each of several sets with `Trainer.evaluate`, with the set's name in the prefix of its metrics.
 
         Args:
             datasets: sets by name.
@@ -110,7 +110,7 @@ class EvaluationRunner(Component):
         return self._output_of(evaluation, description)
 
     def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
-        """The output of a pass that has ended, which the pass no longer keeps; notes how long preparing took.
+        """Take the output from a pass that has ended, and record how long its preparation took.
 
         Raises:
             InvalidArgument: when there was no batch.
@@ -177,7 +177,7 @@ class EvaluationRunner(Component):
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
             if loss_only and trainer.args.use_liger_kernel and components.policy.skips_logits:
-                inputs = {**inputs, "skip_logits": True}  # for Liger's fused loss, which then keeps none
+                inputs = {**inputs, "skip_logits": True}  # so that Liger's fused loss keeps no logits
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
                 yield inputs, accepted_by(trainer.compute_loss, keywords)
@@ -190,7 +190,7 @@ class EvaluationRunner(Component):
         leaves_out = config is not None and self.components.policy.excludes_past_key_values
         cache = peers.name_of_cache()
         ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
-        # Models written for earlier releases name it as these did; their outputs have it under today's name.
+        # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
 
     @contextlib.contextmanager
@@ -202,7 +202,7 @@ class EvaluationRunner(Component):
         ignore_keys: list[str] | None,
         metric_key_prefix: str,
     ) -> Iterator[Callable[[], Any]]:
-        """Yields a call of `evaluation_loop`, or of `prediction_loop` if arguments or a subclass for v4.4 need it."""
+        """Yields a function that calls `evaluation_loop`, or `prediction_loop` where arguments or overrides need it."""
         trainer = self.trainer
         overrides_new, overrides_old = (is_overridden(trainer, f"{name}_loop") for name in ("evaluation", "prediction"))
         uses_old = legacy.value(trainer.args, "use_legacy_prediction_loop") or (overrides_old and not overrides_new)
@@ -286,7 +286,7 @@ def _unwrap_single(values: Any) -> Any:
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast the floating-point weights of a model in the block, and restore them afterwards, bit for bit.
 
-    transformers leaves the model in half precision, and continues to train and save that one. The weights are kept in
+    transformers leaves the model in half precision, and then trains and saves it that way. The weights are kept in
     CPU memory, so that the device holds only one copy.
     """
     originals: deque[torch.Tensor | None] = deque()

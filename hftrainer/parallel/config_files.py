@@ -1,4 +1,4 @@
-"""Reads what users write as text: files of configurations, switches in the environment."""
+"""Reads configuration files, and booleans in environment variables."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def read_mapping(
     Args:
         path: the file.
         form: 'JSON' or 'YAML'.
-        where: the beginning of errors.
-        kind: the class of errors.
+        where: the beginning of error messages.
+        kind: the class of the errors to raise.
 
     Raises:
         OSError: if the file cannot be read; `kind` if it is malformed.
@@ -63,19 +63,19 @@ def read_mapping(
 
 
 def parse_bool(value: Any) -> bool | None:
-    """The boolean that a value spells, in upper or lower case; None if it spells none."""
+    """The boolean that a value stands for, in upper or lower case; None for any other value."""
     word = str(value).lower()
     return True if word in TRUE else False if word in FALSE else None
 
 
 def env_flag(name: str, default: bool = False, environment: Mapping[str, str] = os.environ) -> bool:
-    """The boolean in an environment variable; the default if it is not set, or spells none."""
+    """The boolean in an environment variable; the default if it is not set or not a boolean."""
     flag = parse_bool(environment.get(name))
     return default if flag is None else flag
 
 
 def why_text(value: Any) -> str | None:
-    """What is wrong with a value that is the text of a number, to be appended to it; None for any other value."""
+    """The end of an error message about a number that is given as text; None for any other value."""
     try:
         is_number = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:

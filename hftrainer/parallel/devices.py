@@ -1,4 +1,4 @@
-"""Devices: the one that torch finds, TPUs, and functions that work alike on all of them."""
+"""Detects devices, including TPUs, and provides functions that work on all of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVICE_OF_BACKEND = {"nccl": "cuda", "xccl": "xpu", "hccl": "npu", "cncl": "mlu"
 UNPINNED = ("cpu", "mps", "xla")
 #: Text in out-of-memory errors that are not `torch.OutOfMemoryError`.
 OUT_OF_MEMORY = (" out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAllocator: can't allocate memory")
-#: Text in an error of torch → what to do.
+#: Text in an error of torch → advice to add.
 HINTS = {
     "not currently implemented for the MPS device": (
         "Set PYTORCH_ENABLE_MPS_FALLBACK=1 before Python starts (torch reads it when it is imported): operators that "
@@ -53,7 +53,7 @@ def detect_device_type() -> str:
 def _is_available(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
-    return hasattr(torch, kind) and device_module(kind).is_available()  # plug-ins add theirs when torch is imported
+    return hasattr(torch, kind) and device_module(kind).is_available()  # plug-ins add the module when torch is imported
 
 
 def device_module(kind: str) -> Any:

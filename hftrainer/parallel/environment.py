@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from the variables of its launcher; and whether a process still runs."""
+"""Reads rank and world size from the variables of a launcher, and checks whether a process still runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankInfo:
         local_rank: rank of this process on its node.
         local_world_size: processes on this node.
         nodes: number of machines.
-        launcher: where the values come from: a name in `LAUNCHERS`.
+        launcher: the source of the values: a name in `LAUNCHERS`, or the class of a user-defined environment.
         address: hostname of rank 0; None if it is not known yet.
         port: port of rank 0.
         started: whether all processes are running; False in a script whose first Trainer starts the others.
@@ -103,7 +103,7 @@ def _make_rank_info(
     address: str | None = None,
     port: int = _PORT,
 ) -> RankInfo:
-    """The values of a launcher.
+    """Build the rank information of a launcher.
 
     Args:
         launcher: its name.
@@ -128,7 +128,7 @@ _RENDEZVOUS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK")
 
 
 def _read_torchrun() -> RankInfo:
-    """torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
+    """Read the variables of torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
     size = _number("WORLD_SIZE", default=1)
     local_size = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
     ranks = size, _number("RANK"), _number("LOCAL_RANK"), local_size
@@ -136,12 +136,12 @@ def _read_torchrun() -> RankInfo:
 
 
 def _read_kubeflow() -> RankInfo:
-    """A PyTorchJob: one process on each node."""
+    """Read the variables of a PyTorchJob, which runs one process on each node."""
     return _make_rank_info("kubeflow", (_number("WORLD_SIZE", default=1), _number("RANK"), 0, 1), _RENDEZVOUS)
 
 
 def _read_lightning(nodes: int = 1) -> RankInfo:
-    """Processes that a script starts itself, or that were started by hand with Lightning's variables."""
+    """Read Lightning's variables, for processes that a script or a user has started without a launcher."""
     size, local_rank = _number("WORLD_SIZE", default=1), _number("LOCAL_RANK")
     local_size = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
     rank = _number("NODE_RANK") * local_size + local_rank
@@ -150,7 +150,7 @@ def _read_lightning(nodes: int = 1) -> RankInfo:
 
 
 def _read_mpi() -> RankInfo:
-    """The mpirun of Open MPI, MVAPICH, Intel MPI or MPICH, without mpi4py."""
+    """Read the variables of mpirun (Open MPI, MVAPICH, Intel MPI or MPICH), without mpi4py."""
     names = next((names for names in _MPI if names[0] in os.environ), _MPI[0])
     size = _number(names[1], default=1)
     local_size = _number(names[3], default=size)
@@ -161,7 +161,7 @@ def _read_mpi() -> RankInfo:
 
 
 def _read_slurm() -> RankInfo:
-    """A step of srun."""
+    """Read the variables of an srun step."""
     size = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
     nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(per_node), 1))
@@ -236,7 +236,7 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
 
     Args:
         config: `lightning_config`; 'environment' or an environment among 'plugins' selects the launcher.
-        gpus: counts the GPUs that this process may use; 0 if it trains on the CPU.
+        gpus: returns the number of GPUs that this process may use; 0 if it trains on the CPU.
 
     Raises:
         InvalidEnvironment: if a variable of the launcher cannot be read.
@@ -253,14 +253,14 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
 
 
 def _read_plugin(plugin: Any, nodes: int) -> RankInfo:
-    """The values of a user-defined `ClusterEnvironment`."""
+    """The rank information of a user-defined `ClusterEnvironment`."""
     size, address = plugin.world_size(), (plugin.main_address, plugin.main_port)
     ranks = size, plugin.global_rank(), plugin.local_rank(), max(size // nodes, 1)
     return RankInfo(*ranks, nodes, type(plugin).__name__, *address)
 
 
 def _plan_plain_python(devices: Any, gpus: Callable[[], int]) -> RankInfo:
-    """Plain python: one process, or one per device, which the script starts itself."""
+    """Plan a run without a launcher: one process, or one per device, which the script starts itself."""
     # accelerate launch started one process because the user asked for one.
     alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_rerun_script()
     wanted = _as_count(devices) or (1 if alone else max(gpus(), 1))
@@ -318,7 +318,7 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
 
 
 def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
-    """Whether the launcher has set all its variables, and ranks are below the number of processes."""
+    """Yields an error if the launcher has not set all its variables, or if a rank is too large."""
     start = LAUNCHERS.get(rank_info.launcher, LAUNCHERS["torchrun"])[1]
     size, local_size = rank_info.world_size, rank_info.local_world_size
     if missing := rank_info.missing:
@@ -333,7 +333,7 @@ def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
 
 
 def _check_devices(rank_info: RankInfo, devices: Any, gpus: int | None) -> Iterator[str]:
-    """Whether the processes on this node have a GPU each, or are not far more than its cores."""
+    """Yields an error if the processes on this node outnumber its GPUs, or far outnumber its cores."""
     processes, cores = rank_info.local_world_size, os.cpu_count() or 1
     sees_only_own_gpu = gpus == 1 and rank_info.launcher in ("slurm", "mpi")
     if gpus is not None and processes > gpus and not sees_only_own_gpu:
@@ -349,7 +349,7 @@ def _check_devices(rank_info: RankInfo, devices: Any, gpus: int | None) -> Itera
 
 
 def _check_plain_python(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the script can start what the settings ask for."""
+    """Yields an error for each setting that a script cannot satisfy without a launcher."""
     if (nodes := _as_count(config.get("num_nodes")) or 1) > 1:
         yield f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun."
     if not rank_info.started and not can_rerun_script():
@@ -360,7 +360,7 @@ def _check_plain_python(rank_info: RankInfo, config: Mapping[str, Any]) -> Itera
 
 
 def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str]:
-    """Whether the launcher has started what the settings ask for."""
+    """Yields an error for each setting that differs from the number that the launcher has started."""
     for name, started in (("devices", rank_info.local_world_size), ("num_nodes", rank_info.nodes)):
         wanted = _as_count(config.get(name))
         if wanted not in (None, started):
@@ -400,7 +400,7 @@ def has_ended(owner: str) -> bool:
 def is_left_behind(folder: Path, owner: str) -> bool:
     """Whether the process that writes into `folder` has ended.
 
-    Nothing tells that of a process of another machine, which may have been a container on this one: it counts as
+    A process of another machine (perhaps a container on this one) cannot be checked: it counts as
     ended if nothing was written into the folder for a day.
     """
     if owner.split(" ")[0] == socket.gethostname():

@@ -62,7 +62,7 @@ class FsdpSettings:
         cpu_offload: keep parameters, and therefore optimizer states, in CPU memory.
         auto_wrap_policy: how units are chosen: 'TRANSFORMER_BASED_WRAP', 'SIZE_BASED_WRAP' or 'NO_WRAP'.
         wrap_classes: names of the classes that become units; None for the model's `_no_split_modules`.
-        min_num_params: number of parameters from which a module becomes a unit.
+        min_num_params: minimum number of parameters of a unit.
         activation_checkpointing: recompute the activations within the units in the backward pass.
         activation_checkpointing_offload: keep the inputs of the units in CPU memory.
         state_dict_type: format of weights and optimizer states in checkpoints, one of `STATE_DICTS`.
@@ -128,7 +128,7 @@ class FsdpPlugin:
         return self.state_dict_type.name == STATE_DICTS[0]
 
     def __getattr__(self, name: str) -> Any:
-        """The other settings, which have the same names in accelerate."""
+        """Look up the other settings, which have the same names in accelerate."""
         if name == "_settings":
             raise AttributeError(name)
         return getattr(self._settings, name)
@@ -150,7 +150,7 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
             return None
         given = {name[5:].lower(): value for name, value in environment.items() if name.startswith("FSDP_")}
         version = given.get("version", _LAUNCHER_DEFAULTS["version"])
-        # The launcher sets both.
+        # The launcher sets both keys; drop the one of the other version.
         given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
         keys = _named({**_LAUNCHER_DEFAULTS, **given}, "the launcher's FSDP_")
         if version == "2":
@@ -244,7 +244,7 @@ def _choose_version(given: int | None, strategy: str, only_fsdp1: list[str]) -> 
 
 
 def _parse_strategy(name: str, value: Any) -> str:
-    """A strategy from its name, accelerate's number, or whether parameters are resharded after the forward pass."""
+    """A strategy from its name, accelerate's number, or a boolean: reshard parameters after the forward pass."""
     word = str(getattr(value, "name", value)).lower().lstrip("_")
     if word in ("true", "false"):
         return STRATEGIES[word == "false"]

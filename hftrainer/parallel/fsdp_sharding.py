@@ -37,7 +37,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 
     Args:
         model: on any device; with `cpu_ram_efficient_loading` only rank 0 needs its weights.
-        plan: the plan with `sharding`; with None, a model with tensor parallelism stays as it was loaded.
+        plan: has the settings in `sharding`; if None, a model with tensor parallelism stays as it was loaded.
 
     Raises:
         InvalidConfig: for classes to wrap that the model does not have.
@@ -169,7 +169,7 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
 
 
 def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
-    """Modules with at least `least` parameters, not counting inner units, and without shared parameters."""
+    """Modules without shared parameters that have at least `least` parameters outside their inner units."""
     found: list[nn.Module] = []
     taken: set[int] = set()
     uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))

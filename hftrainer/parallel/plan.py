@@ -1,4 +1,4 @@
-"""The plan: exactly what is needed to build a `lightning.Trainer`, and the layout of processes that it has."""
+"""`LightningPlan`: everything that a `lightning.Trainer` needs; `Layout`: how its processes share the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES = {
 #: Keys with details of one kind of parallelism. They have no effect: the other kinds have size 1, and tensor
 #: parallelism has no details.
 _DETAILS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
-#: Other kinds of parallelism of a loaded model, by their key in transformers' `DistributedConfig`.
+#: Key of transformers' `DistributedConfig` → kind of parallelism that we do not support.
 _LOADED_REFUSED = {"pp_size": "pipeline", "ep_size": "expert"}
 
 
@@ -205,7 +205,7 @@ class LightningPlan:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision, under accelerate's name."""
+        """Accelerate's name of the precision."""
         return {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision, "no")
 
     @property
@@ -228,7 +228,7 @@ class LightningPlan:
 
     def trainer_keywords(self) -> dict[str, Any]:
         """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
-        # True where each process sees only its own device, under another number than its rank.
+        # True if each process sees only its own device, under another index than its local rank.
         sees_only_own = torch.device(self.device).index not in (None, self.processes.local_rank)
         return {
             "accelerator": self.accelerator,

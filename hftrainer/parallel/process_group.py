@@ -1,4 +1,4 @@
-"""torch's process group: connecting the ranks, a group for CPU tensors, leaving at exit, and naming lost ranks."""
+"""torch's process group: connects the ranks, makes a group for CPU tensors, leaves at exit, and names lost ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def wait_for_peers(connect: Callable[[], T], timeout: timedelta, lost: str) -> T
 
     Args:
         connect: called once.
-        timeout: timeout of its parts.
+        timeout: timeout of each step of `connect`.
         lost: the error message if ranks do not connect in time.
 
     Raises:
@@ -77,7 +77,7 @@ def cpu_group(timeout: timedelta) -> Any:
 
 @functools.cache
 def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """The device mesh of these dimensions: made once, since its process groups stay until the ranks disconnect."""
+    """A device mesh, created once for these dimensions: its process groups exist until the ranks disconnect."""
     from torch.distributed.device_mesh import init_device_mesh  # not needed without sharding
 
     return init_device_mesh(kind, shape, mesh_dim_names=names)
@@ -90,7 +90,7 @@ def disconnect_at_exit() -> None:
 
 
 def disconnect() -> None:
-    """Leave the group while Python still runs.
+    """Leave the process group before the interpreter shuts down.
 
     gloo's threads free tensors late, for which they need the GIL. A process that exits during that time is aborted
     ("terminate called without an active exception"). Destroying the group waits for these threads, but only if nothing
@@ -146,7 +146,7 @@ class CollectiveCall:
         """Replace an error of communication.
 
         Raises:
-            RanksLost: in its place.
+            RanksLost: instead of such an error.
         """
         if error is not None and is_communication_error(error) and not isinstance(error, RanksLost):
             raise RanksLost(lost_ranks_message(self._what)) from error

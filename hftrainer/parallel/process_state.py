@@ -1,4 +1,4 @@
-"""`accelerator.state`, `gradient_state` and `dataloader_config`: what accelerate's states say of a run."""
+"""`accelerator.state` and `accelerator.gradient_state`, with the attributes of accelerate's classes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ProcessState:
         self._processes.barrier()
 
     def main_process_first(self) -> Any:
-        """Run the block in rank 0 first."""
+        """Run the block on rank 0 first, then on the other ranks."""
         return self._processes.run_in_order(self.is_main_process)
 
     def local_main_process_first(self) -> Any:
@@ -93,7 +93,7 @@ class ProcessState:
         """Yield this rank's part of a sequence, tensor or dict. The first ranks may get one item more.
 
         Args:
-            inputs: what to split; the values of a dict have the same length.
+            inputs: the data to split; the values of a dict have the same length.
             apply_padding: repeat the last item, so that all parts have the same length.
 
         Raises:
@@ -121,7 +121,7 @@ class GradientState:
         accumulation: the values of accelerate's accumulation plugin.
 
     Attributes:
-        plugin_kwargs: those that differ from its defaults. Scripts may change `num_steps`, which divides gradients.
+        plugin_kwargs: values that differ from its defaults. Scripts may change `num_steps`, which divides gradients.
         sync_gradients: whether this micro-batch ends an optimizer step.
     """
 
@@ -133,7 +133,7 @@ class GradientState:
         self.plugin_kwargs: dict[str, Any] = {
             name: value for name, value in accumulation.items() if value != _ACCUMULATION_DEFAULTS.get(name)
         }
-        # True is not in `plugin_kwargs`, where accelerate looks for both.
+        # accelerate reads both from `plugin_kwargs`, which lacks defaults such as True.
         self.adjust_scheduler = bool(self.plugin_kwargs.get("adjust_scheduler", False))
         self.sync_with_dataloader = bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
@@ -143,7 +143,7 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """What gradients are divided by, beside the division of the loss: 1, but for v5.2 to v5.5."""
+        """Divisor of the gradients, in addition to that of the loss: 1, except in v5.2 to v5.5."""
         return int(self.plugin_kwargs.get("num_steps", 1))
 
     @property

@@ -43,7 +43,7 @@ class Processes(RankInfo):
 
     Attributes:
         tp_size: number of consecutive ranks that split each layer's computation and get the same batches.
-        timeout: of a gloo group that is made for CPU tensors, if the default group has another backend.
+        timeout: timeout of the gloo group for CPU tensors, which exists if the default group has another backend.
     """
 
     tp_size: int = 1
@@ -51,7 +51,7 @@ class Processes(RankInfo):
 
     @classmethod
     def at(cls, rank_info: RankInfo, **more: Any) -> Processes:
-        """The processes of a launcher."""
+        """Builds the processes of a run from the ranks that a launcher has set."""
         return cls(**vars(rank_info), **more)
 
     @property
@@ -97,7 +97,7 @@ class Processes(RankInfo):
         def join() -> None:
             size = self.world_size
             store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-            if self.address is not None:  # else this process is alone, without a launcher
+            if self.address is not None:  # otherwise this is the only process, without a launcher
                 store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, size, timeout=timeout))
                 store.set_timeout(timeout)
                 # A new prefix hides the addresses that an earlier group left there.
@@ -286,7 +286,7 @@ class Processes(RankInfo):
 
     @contextlib.contextmanager
     def run_in_order(self, first: bool) -> Iterator[None]:
-        """Run a block in the processes with `first`, then in the others."""
+        """Run a block on the processes with `first=True`, then on the others."""
         if not first:
             self.barrier()
         try:
@@ -297,7 +297,7 @@ class Processes(RankInfo):
 
 
 def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """The result of `work`, or its error, for other ranks."""
+    """Call `work`; returns its result, or its error, to be sent to other ranks."""
     try:
         return work(), None
     except Exception as error:
@@ -305,7 +305,7 @@ def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _value_of(outcome: tuple[T, Exception | None]) -> T:
-    """The value that `_call` returned in rank 0; its error is raised here too."""
+    """The result of `_call` on rank 0; raises its error on this rank too."""
     value, error = outcome
     if error is not None:
         raise error

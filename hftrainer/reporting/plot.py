@@ -151,8 +151,14 @@ def _needs_log_scale(panel: str, drawn: list[Line]) -> bool:
 
 def draw_png(drawn: list[Line], path: str) -> None:
     """Write the panels as a PNG, without pyplot, so that no window or notebook shows the figure."""
-    figure = load("matplotlib.figure").Figure(figsize=(11, 7))
-    figure.subplots_adjust(left=0.1, right=0.98, bottom=0.08, top=0.95, wspace=0.2, hspace=0.3)  # tight_layout is slow
+    several = [line for line in drawn if sum(other.panel == line.panel for other in drawn) > 1]
+    rows = -(-len(several) // 4)  # of the legend, below the panels
+    height = 7 + 0.25 * rows
+    figure = load("matplotlib.figure").Figure(figsize=(11, height))
+    bottom = (0.56 + 0.25 * rows) / height
+    figure.subplots_adjust(
+        left=0.1, right=0.98, bottom=bottom, top=0.95, wspace=0.25, hspace=0.3
+    )  # tight_layout is slow
     of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
     for line in drawn:
         style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
@@ -168,12 +174,13 @@ def draw_png(drawn: list[Line], path: str) -> None:
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-        if len(axis.lines) > 1:
-            axis.legend(fontsize=8)
-        elif axis.lines:
+        if len(axis.lines) == 1:
             axis.set_ylabel(axis.lines[0].get_label())
-        else:
+        elif not axis.lines:
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes, color="gray")
+    if rows:
+        shown = [curve for axis in of_panel.values() if len(axis.lines) > 1 for curve in axis.lines]
+        figure.legend(handles=shown, loc="lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120, format="png")
 
 
@@ -229,13 +236,15 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
     Args:
         folders: output folders, each with a `trainer_state.json` or a checkpoint.
         html: also write an HTML page.
-        out: the PNG to write; the page has its name with '.html'. Default: `training.png` in the first folder.
+        out: the PNG to write; the page has its name with '.html'. Default: `training.png` in the folder, or
+            `comparison.png` in the first of several.
 
     Raises:
         InvalidArgument: for a folder without a run; the error names it.
         MissingPackage: when matplotlib is missing, or plotly for the page.
     """
-    png = Path(out) if out is not None else Path(folders[0]) / "training.png"
+    name = "training.png" if len(folders) == 1 else "comparison.png"
+    png = Path(out) if out is not None else Path(folders[0]) / name
     if png.suffix.lower() != ".png":
         raise InvalidArgument(f"--out {png}: give a file that ends in .png.")
     drawn = list(lines(folders))

@@ -49,7 +49,8 @@ def finished(
     if metric is not None and state.best_metric is not None and math.isfinite(state.best_metric):
         at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
-        yield f"Best {metric}: {state.best_metric:.6g}{at}{kept}."
+        name = metric if metric.startswith("eval_") else f"eval_{metric}"
+        yield f"Best {name}: {state.best_metric:.6g}{at}{kept}."
 
 
 def how_to_resume(folders: Sequence[str], *, is_complete: bool) -> str:

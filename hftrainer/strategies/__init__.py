@@ -1,4 +1,4 @@
-"""How the processes of a run share one model: a class for each way, and which one a plan asks for."""
+"""Strategies: how the processes of a run share one model. `make_strategy` selects the one for a plan."""
 
 from __future__ import annotations
 

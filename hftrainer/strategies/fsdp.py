@@ -23,7 +23,7 @@ from hftrainer.strategies.strategy import MakeOptimizer, Strategy
 class FsdpStrategy(Strategy):
     """FSDP shards the model; without `plan.sharding`, only tensor parallelism splits it.
 
-    Checkpoints hold whole states or a part from each process: the plugin decides, and may be changed during a run.
+    Checkpoints hold whole states or a part from each process. The plugin decides; scripts may change it during a run.
     With tensor parallelism alone they are whole, and the weights are not written to a second file.
     """
 
@@ -42,7 +42,7 @@ class FsdpStrategy(Strategy):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Accelerate's name for it."""
+        """Accelerate's name for this strategy."""
         return super().distributed_type if self.plugin is None else DistributedType.FSDP
 
     def plugins(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class FsdpStrategy(Strategy):
         return self.plugin is not None
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the sharded model, whichever parameters are given."""
+        """Clip the gradients of the sharded model; `parameters` is ignored."""
         if self._prepared is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)

@@ -1,4 +1,4 @@
-"""What a strategy does: how the processes of a run share one model, its optimizer, and their checkpoints."""
+"""`Strategy`: how the processes of a run share one model, its optimizer and its checkpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = (
     *("is_deepspeed_enabled", "is_fsdp_enabled"),
     *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
 )
-#: Devices whose module in torch has a loss scaler of its own.
+#: Devices whose torch module has its own loss scaler.
 _WITH_SCALER = ("npu", "mlu", "musa")
 
 
@@ -37,7 +37,7 @@ def is_deepspeed_engine(model: Any) -> bool:
 
 
 class Strategy(ABC):
-    """How processes share one model. All processes call a method that communicates, at the same point.
+    """How processes share one model. All processes must call a method that communicates, at the same point.
 
     Args:
         plan: the training arguments, translated for Lightning. This is the plan from the Trainer's creation;
@@ -46,7 +46,7 @@ class Strategy(ABC):
     Attributes:
         argument: the argument that selects the strategy, for error messages.
         flags: the Trainer attributes that are True with this strategy, as in transformers.
-        card: its name on a model card; empty for none.
+        card: name of the strategy on a model card; empty for no entry.
         shards: whether each process has only a part of the model or of the optimizer's state.
         writes_parts: whether each process writes its own part of a checkpoint.
         only_parts: whether checkpoints hold the model in these parts alone, so that there are no other weights to save.
@@ -82,7 +82,7 @@ class Strategy(ABC):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Accelerate's name for it."""
+        """Accelerate's name for this strategy."""
         return DistributedType.of(self.device.type, several=self.plan.processes.several)
 
     def plugins(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Strategy(ABC):
         """Shard the Trainer's model and load a checkpoint into it, in the order that the strategy needs.
 
         Args:
-            trainer: gets the sharded model.
+            trainer: the Trainer, whose model is replaced by the sharded one.
             load: loads the weights of the checkpoint that the run resumes from, if any. A strategy that does not shard
                 does not call it: the model has these weights already.
         """
@@ -130,7 +130,7 @@ class Strategy(ABC):
         """Make the optimizer, let the accelerator prepare it with the model, then make the schedule.
 
         Args:
-            trainer: gets them.
+            trainer: the Trainer, which gets the optimizer and the schedule.
             max_steps: optimizer steps of the run.
             folder: the checkpoint that the run resumes from, if any.
             makes_both: whether `create_optimizer_and_scheduler` makes them.
@@ -155,7 +155,7 @@ class Strategy(ABC):
         return nn.parallel.DistributedDataParallel(model, **self.plan.ddp)
 
     def is_wrapper(self, module: Any) -> bool:
-        """Whether a module distributes the module in its attribute `module`."""
+        """Whether a module is a wrapper that distributes the model in its attribute `module`."""
         # A script may have made any of these, whatever the strategy is: DDP's, DeepSpeed's, FSDP1's, torch_xla's.
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_deepspeed_engine(module):
             return True
@@ -216,7 +216,7 @@ class Strategy(ABC):
         """File name → contents, for the files that one process writes besides the weights of `save_model()`.
 
         Args:
-            optimizer: its state is saved; None for a checkpoint of only the model.
+            optimizer: makes the optimizer whose state is saved; None for a checkpoint of only the model.
         """
         return iter(())
 
@@ -234,7 +234,7 @@ class Strategy(ABC):
         """Write the parts that `save_model()` has not written."""
 
     def finish(self) -> None:
-        """Release what was gathered. If the folder could not be created, tell the ranks that wait for it."""
+        """Release the gathered states. If the folder could not be created, notify the ranks that wait for it."""
         if self.writes_parts and not self._has_waited:
             self.plan.processes.from_main(lambda: False)
         self._has_waited = False
@@ -264,7 +264,7 @@ class Strategy(ABC):
 
 
 class ReplicasStrategy(Strategy):
-    """The whole model in each process; its states are as torch gives them."""
+    """The whole model in each process; its states have torch's own format."""
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""

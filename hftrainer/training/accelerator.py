@@ -1,4 +1,4 @@
-"""`trainer.accelerator`: the names of accelerate's `Accelerator` that scripts and libraries use, over the engine."""
+"""`trainer.accelerator`: the part of accelerate's `Accelerator` that scripts and libraries use, over the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOADER_KEYS = ("split_batches", "dispatch_batches", "even_batches", "use_seedab
 
 
 def _attribute_of(owner: str, name: str) -> Any:
-    """A property for an attribute of another object, as accelerate's accelerator has it."""
+    """A property that forwards to an attribute of another object, as in accelerate."""
 
     def get(self: EngineAccelerator) -> Any:
         return getattr(getattr(self, owner), name)
@@ -45,9 +45,9 @@ class EngineAccelerator(ProcessState):
         engine: runs backward.
         device: the device that training runs on.
         prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
-        is_trainer_model: whether a model is the Trainer's own, which `train()` prepares.
+        is_trainer_model: returns whether a model is the Trainer's own, which `train()` prepares.
         config: the keys of `accelerator_config`.
-        num_steps: what gradients are divided by, beside the division of the loss.
+        num_steps: divisor of the gradients, in addition to that of the loss.
 
     Attributes:
         gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.
@@ -95,7 +95,7 @@ class EngineAccelerator(ProcessState):
         self.gradient_state = GradientState(self._loaders, processes.data_world_size, accumulation)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise for accelerate's other names, with what to use instead."""
+        """Raise AttributeError for any other name, with an alternative for names of accelerate."""
         instead = _ALTERNATIVES.get(name)
         raise AttributeError(f"accelerator.{name} does not exist" + (f": {instead}." if instead else "."))
 
@@ -109,7 +109,7 @@ class EngineAccelerator(ProcessState):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """What accelerate accumulates: 1, since the Trainer accumulates, but for v5.2 to v5.5."""
+        """Accumulation steps of accelerate: 1, since the Trainer accumulates, except in v5.2 to v5.5."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -150,7 +150,7 @@ class EngineAccelerator(ProcessState):
         Args:
             model: the Trainer's own is returned unchanged, since `train()` wraps it.
             device_placement: False leaves the model where it is.
-            evaluation_mode: whether it is not trained, so that its gradients need no all-reduce.
+            evaluation_mode: whether the model is only evaluated, so that its gradients need no all-reduce.
         """
         if not any(known is model for known in self._models):
             self._models.append(model)
@@ -197,7 +197,7 @@ class EngineAccelerator(ProcessState):
         return self.processes.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, without rows of the loader's last batch that are padding.
+        """Like `gather`, but without the padding rows of the loader's last batch.
 
         Padding rows are those of a filler batch, those that complete the last batches of training, and losses repeated
         beyond the size of an incomplete last batch.
@@ -243,7 +243,7 @@ class EngineAccelerator(ProcessState):
         return self._strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
     def autocast(self) -> Any:
-        """Autocast by the training arguments, for computations outside the model."""
+        """Autocast to the precision of the training arguments, for computations outside the model."""
         if self.mixed_precision == "no":
             return contextlib.nullcontext()
         dtype = torch.bfloat16 if self.mixed_precision == "bf16" else torch.float16
@@ -317,7 +317,7 @@ class EngineAccelerator(ProcessState):
         Args:
             obj: any object for `torch.save`, or with `safe_serialization` a dict of tensors.
             f: the file.
-            safe_serialization: as safetensors.
+            safe_serialization: write safetensors.
         """
         if not self.is_main_process:
             return
@@ -340,8 +340,8 @@ class EngineAccelerator(ProcessState):
         Args:
             model: any model, sharded or not.
             save_directory: the folder.
-            max_shard_size: largest size of a file, in bytes or as '10GB'.
-            safe_serialization: as safetensors; else as `torch.save` does.
+            max_shard_size: maximum size of a file, in bytes or as text such as '10GB'.
+            safe_serialization: write safetensors; otherwise use `torch.save`.
         """
         from huggingface_hub import save_torch_state_dict
 
@@ -364,11 +364,11 @@ class EngineAccelerator(ProcessState):
         """Do nothing: the accelerator has no trackers; `Trainer.log` keeps the history."""
 
     def clear(self, *objects: Any) -> Any:
-        """As `free_memory`."""
+        """Same as `free_memory`."""
         return self.free_memory(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release objects, prepared models and cached device memory; returns a None for each object."""
+        """Release objects, prepared models and cached device memory; returns None for each object."""
         self._models.clear()
         if self.device.type not in ("cpu", "xla"):  # torch does not cache memory of these devices
             device_module(self.device.type).empty_cache()

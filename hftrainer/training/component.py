@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Component:
-    """A part of a Trainer; it asks `components` for the others when it needs them, since a trial replaces some."""
+    """A part of a Trainer. It looks up other parts in `components` at each use, since a trial replaces some."""
 
     def __init__(self, components: Components) -> None:
         self.components = components

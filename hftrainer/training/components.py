@@ -1,6 +1,6 @@
 """The parts of a Trainer, behind the one attribute `Trainer._hftrainer`.
 
-Subclasses define their own attributes and methods. A name that no release of transformers has is therefore never looked
+Subclasses define their own attributes and methods, so a name that no release of transformers has is never looked
 up on the Trainer: it is here, or in one of the parts that are attributes of this object.
 """
 
@@ -43,28 +43,28 @@ _LOCAL_TRAINER_ATTRIBUTES = (
 
 @dataclass(eq=False, repr=False)
 class Components:
-    """The parts of a Trainer, and what they share.
+    """The parts of a Trainer, and the state that they share.
 
     Args:
         trainer: the Trainer.
-        script_optimizers: the optimizer and the scheduler that the script has passed, either None.
+        script_optimizers: the optimizer and the scheduler that the script passed; either may be None.
 
     Attributes:
         run: the state of the current or last `train()`.
         policy: what the followed release of transformers does.
-        resolved: the parsed arguments; a trial of a search replaces these, and the next three.
+        resolved: the parsed arguments. A trial replaces this attribute and the next three.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.
         checkpoint_writer: writes checkpoint folders, synchronously or in the background.
         averages_tokens: whether the items of an optimizer step are counted over all processes.
-        past_index: the model's output that the next batch gets as `mems`; -1 for none.
+        past_index: index of the model's output that the next batch gets as `mems`; -1 for none.
         uploads: the uploads to the Hub; None before the repository is open, and on other ranks.
         search: the backend of the current hyperparameter search, if any.
         hp_study: the study of the last search with Optuna, or None.
         arguments_before_search: the arguments before the current search.
         needs_rebuild: whether the next run must rebuild the engine.
         lightning_callbacks: Lightning's callbacks, in the order given.
-        setup: builds what follows from the arguments.
+        setup: builds everything that depends on the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
         steps: prepares micro-batches, computes their losses, and counts their tokens.
@@ -126,7 +126,7 @@ class Components:
 
     @property
     def clip_grad_norm(self) -> Callable[[Any, float], torch.Tensor]:
-        """Clips gradients by their norm: the strategy's method, or the accelerator's where a script has replaced it."""
+        """The method that clips gradients by norm: the strategy's, or the accelerator's if a script replaced it."""
         is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
         return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
@@ -136,14 +136,14 @@ class Components:
         self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
 
     def require_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; raises ValueError before its creation."""
+        """The optimizer; raises ValueError if it does not exist yet."""
         optimizer: torch.optim.Optimizer | None = self.trainer.optimizer
         if optimizer is None:
             raise ValueError("There is no optimizer yet: call create_optimizer() or train() first.")
         return optimizer
 
     def stateful_callbacks(self) -> list[Any]:
-        """The callbacks, and the control, whose states checkpoints hold."""
+        """The callbacks and the control whose states are saved in checkpoints."""
         trainer = self.trainer
         return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
 

@@ -54,7 +54,7 @@ class ControlActions(Component):
                 trainer.control.should_save = is_new_best
             self._sync_control_flags()
         if trainer.control.should_save:
-            # Until v4.45 it got the metrics. **kwargs may go on to an override that has never heard of them.
+            # Until v4.45 it took the metrics. Do not pass them through **kwargs: an inner override may not accept them.
             save = trainer._save_checkpoint
             takes_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
             with self.run.timing("saving"):
@@ -88,7 +88,7 @@ class ControlActions(Component):
         call_with_accepted(self.trainer.log, logs, start_time=start_time)
 
     def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
-        """Evaluate within training; with `steps_schedule`, a metric-driven schedule steps on the metric."""
+        """Evaluate during training; with `steps_schedule`, also step a schedule that depends on the metric."""
         trainer = self.trainer
         loop = self.run.loop
         if loop is not None:
@@ -110,7 +110,7 @@ class ControlActions(Component):
         if loop is not None:
             loop.owes_evaluation = False
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
-            # Metrics may differ by rank, if they are computed at random or of a part of the data.
+            # Metrics may differ between ranks, if they are random or computed from a part of the data.
             own = metrics
             metrics = trainer.accelerator.processes.from_main(lambda: own)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
@@ -119,7 +119,7 @@ class ControlActions(Component):
         return metrics
 
     def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
-        """Evaluate several sets; early stopping may follow a metric of one of them, or the mean of their losses."""
+        """Evaluate several sets; early stopping may monitor a metric of one of them, or the mean of their losses."""
         stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for callback in stoppers:
             callback.awaits_other_sets = True
@@ -135,7 +135,7 @@ class ControlActions(Component):
         return metrics
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Record the metric if it is the best so far; returns True then.
+        """Record the metric if it is the best so far, and return whether it is.
 
         Raises:
             MetricNotFound: when evaluation does not return the metric; the error names those that it returns.

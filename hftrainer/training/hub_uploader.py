@@ -1,4 +1,4 @@
-"""What a Trainer uploads to the Hub, and when."""
+"""Uploads the model and the checkpoints of a Trainer to the Hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class HubUploader(Component):
     """Opens the repository of a Trainer, and pushes its model and checkpoints."""
 
     def open_repository(self, token: str | None, private: bool | None) -> None:
-        """See `Trainer.init_hf_repo`; in the main process."""
+        """Implements `Trainer.init_hf_repo`, in the main process."""
         from hftrainer.hub.repository import open_repository
         from hftrainer.hub.snapshots import UploadSnapshots
         from hftrainer.hub.uploads import Uploads
@@ -41,7 +41,7 @@ class HubUploader(Component):
         private: bool | None,
         card: dict[str, Any],
     ) -> Any:
-        """See `Trainer.push_to_hub`."""
+        """Implements `Trainer.push_to_hub`: saves the model, writes its card, and uploads the folder."""
         trainer = self.trainer
         self.components.announce("on_push_begin")
         trainer.save_model(_internal_call=True)

@@ -35,7 +35,7 @@ class LoaderFactory(Component):
     # ---- The loaders of the Trainer ----------------------------------------------------------------------------
 
     def evaluation_loader(self, eval_dataset: Any) -> DataLoader[Any]:
-        """See `Trainer.get_eval_dataloader`."""
+        """Implements `Trainer.get_eval_dataloader`; keeps loaders with persistent workers."""
         trainer = self.trainer
         if eval_dataset is None and trainer.eval_dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to Trainer or to evaluate().")
@@ -58,7 +58,7 @@ class LoaderFactory(Component):
         return loader
 
     def test_loader(self, test_dataset: Any) -> DataLoader[Any]:
-        """See `Trainer.get_test_dataloader`."""
+        """Implements `Trainer.get_test_dataloader`."""
         trainer = self.trainer
         sampler = trainer._get_eval_sampler if is_overridden(trainer, "_get_eval_sampler") else _sequential_sampler
         return trainer._get_dataloader(test_dataset, "test", trainer.args.eval_batch_size, sampler)
@@ -66,7 +66,7 @@ class LoaderFactory(Component):
     def make(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
     ) -> DataLoader[Any]:
-        """See `Trainer._get_dataloader`."""
+        """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
         trainer, args = self.trainer, self.trainer.args
         given, collator = dataset, trainer.data_collator
         check_dataset(dataset, description)
@@ -106,7 +106,7 @@ class LoaderFactory(Component):
         return loader
 
     def training_sampler(self, dataset: Any) -> Sampler[Any] | None:
-        """See `Trainer._get_train_sampler`."""
+        """Implements `Trainer._get_train_sampler`; returns None for a dataset without a length."""
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
             return None
@@ -119,7 +119,7 @@ class LoaderFactory(Component):
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
 
     def evaluation_sampler(self, dataset: Any) -> Sampler[Any] | None:
-        """See `Trainer._get_eval_sampler`."""
+        """Implements `Trainer._get_eval_sampler`; returns None for a dataset without a length."""
         args = self.trainer.args
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
             seed = args.data_seed if args.data_seed is not None else args.seed
@@ -138,11 +138,11 @@ class LoaderFactory(Component):
     # ---- Columns -----------------------------------------------------------------------------------------------
 
     def without_unused_columns(self, dataset: Any, description: str | None) -> Any:
-        """See `Trainer._remove_unused_columns`."""
+        """Implements `Trainer._remove_unused_columns`."""
         return collators.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
 
     def wrap_collator(self, collator: Any, description: str | None) -> Any:
-        """See `Trainer._get_collator_with_removed_columns`."""
+        """Implements `Trainer._get_collator_with_removed_columns`."""
         columns = frozenset(self._columns())
         return collators.RemoveColumnsCollator(collator, columns, type(self.trainer.model).__name__, description)
 
@@ -153,20 +153,22 @@ class LoaderFactory(Component):
 
     @contextlib.contextmanager
     def explain_removed_columns(self, *datasets: Any) -> Iterator[None]:
-        """Explain an error in the block by a key that the batch lacks, or that the model does not take.
+        """Explain errors in the block that come from a key that the batch lacks or the model does not accept.
 
         Args:
-            datasets: what is read; several sets may be in a dict.
+            datasets: the datasets that the block reads; a dict holds several.
         """
         try:
             yield
-        except (TypeError, KeyError) as error:
+        except (TypeError, KeyError, ValueError) as error:
             given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
             kept = self.trainer._signature_columns
             if isinstance(error, TypeError):
                 collators.explain_call(error, self.trainer.model, given)
             elif kept is not None and self.trainer.args.remove_unused_columns:
-                collators.explain_removed(error, given, kept)
+                if isinstance(error, KeyError):
+                    collators.explain_removed(error, given, kept)
+                collators.note_removed(error, given, kept)
             raise
 
     # ---- Preparing ---------------------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class LoaderFactory(Component):
         )
 
     def _global_batch(self) -> int | None:
-        """With `elastic`, the samples of an optimizer step over all processes."""
+        """Samples of an optimizer step over all processes, with `elastic`; None without it."""
         args = self.trainer.args
         steps = self.run.train_batch_size * args.gradient_accumulation_steps
         return steps * self.trainer.accelerator.processes.data_world_size if args.elastic else None
@@ -228,7 +230,7 @@ class LoaderFactory(Component):
         return AcceleratorConfig.read(keys)
 
     def _rebalanced_batches(self, dataset: Any) -> Sampler[Any]:
-        """A sampler that groups samples by length, with the samples in a group and the generator of the order."""
+        """Transformers' sampler for batches of equal cost; it yields the whole batches of this rank."""
         args, processes = self.trainer.args, self.trainer.accelerator.processes
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
         asked = "train_sampling_strategy='batch_rebalance'"
@@ -264,15 +266,15 @@ class LoaderFactory(Component):
 
 
 def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
-    """The order of the dataset; None leaves it to a dataset without a length."""
+    """A sequential sampler; None for a dataset without a length."""
     return SequentialSampler(dataset) if has_length(dataset) else None
 
 
 def check_dataset(dataset: Any, description: str) -> None:
-    """Refuse what no loader can read: a dict of several sets, an iterator, a loader, or no sample at all.
+    """Refuse objects that no loader can read: a dict of datasets, an iterator, a loader, or an empty dataset.
 
     Raises:
-        InvalidArgument: names what it is.
+        InvalidArgument: the error names the type of the object, and what to pass instead.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:

@@ -1,4 +1,4 @@
-"""The order of events in a training run. Lightning's hooks call the methods.
+"""`TrainingLoop`: the events of a training run, in order. Lightning's hooks call its methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -79,7 +79,7 @@ class TrainingLoop:
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self._is_stepping = False  # inside an optimizer step, which may have changed the weights
         self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
-        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # until they run
+        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # those that have not run yet
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
         self.between_steps = True  # no data read and no random number drawn for the next step
@@ -107,7 +107,7 @@ class TrainingLoop:
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
     def begin(self) -> None:
-        """Call `on_train_begin`, evaluate with `eval_on_start`, and do what the interrupted run has left to do."""
+        """Call `on_train_begin`, evaluate with `eval_on_start`, and finish what an interrupted run left undone."""
         self.trainer.model_wrapped.zero_grad()
         self.components.strategy.run_recorded_operations()
         self.components.announce("on_train_begin")
@@ -124,7 +124,7 @@ class TrainingLoop:
         self._end_epoch_of_checkpoint()
 
     def _end_epoch_of_checkpoint(self) -> None:
-        """End the epoch of the checkpoint, if that was written after its last step and before its end."""
+        """End the checkpoint's epoch, if the checkpoint was saved after its last step but before `on_epoch_end`."""
         progress = self.progress
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
@@ -139,13 +139,13 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def call_run_epoch(self, *parts: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Yields a call of `Trainer._run_epoch` for an epoch.
+        """Yields a function that calls `Trainer._run_epoch` for an epoch.
 
         Args:
-            *parts: run the epoch and its end, with Lightning's loop.
+            *parts: functions that run the epoch and its end in Lightning's loop.
 
         Raises:
-            UnsupportedArgument: when an override does not run them.
+            UnsupportedArgument: when an override does not run these functions.
         """
         self._parts_of_epoch = parts
         try:
@@ -309,7 +309,7 @@ class TrainingLoop:
 
         Args:
             skipped: the loss scaler skipped the step because of infinite gradients; the schedule does not step.
-            schedule_replaced: a Lightning callback sets the learning rate now.
+            schedule_replaced: whether a Lightning callback sets the learning rate now.
         """
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = skipped
@@ -362,7 +362,7 @@ class TrainingLoop:
     def failed(self, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, if the weights are those after a complete step.
 
-        Not in distributed runs: other ranks may be at a different step, and exit with this one.
+        Distributed runs save none: other ranks may be at a different step, and exit with this one.
         """
         if self.control_sync.several and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
@@ -437,7 +437,7 @@ class TrainingLoop:
 
     @property
     def should_stop(self) -> bool:
-        """Whether training is to end."""
+        """Whether training should stop."""
         return self.control_sync.can_stop and self.trainer.control.should_training_stop
 
     def _interrupted(self) -> bool:

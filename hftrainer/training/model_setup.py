@@ -1,4 +1,4 @@
-"""The model of a Trainer, with its optimizer and schedule: makes them, inspects them, and prepares them for a run."""
+"""Creates, inspects and prepares the model of a Trainer, its optimizer and its schedule."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checked_pair(optimizers: Any) -> tuple[Any, Any]:
     """The Trainer's `optimizers`, if it is a pair of objects.
 
     Raises:
-        InvalidSetup: for anything else, as an optimizer alone, or its class.
+        InvalidSetup: for anything else, such as a single optimizer or an optimizer class.
     """
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise InvalidSetup(
@@ -90,7 +90,7 @@ class ModelSetup(Component):
         return model
 
     def remake_model(self, trial: Any) -> None:
-        """Make the model of this `train()` with `model_init`, if there is one."""
+        """Make the model of this `train()` with `model_init`, if the script passed it."""
         if self.trainer.model_init is not None:
             self.seed()
             self.set_model(self.trainer.call_model_init(trial))
@@ -160,7 +160,7 @@ class ModelSetup(Component):
             self._inferred[name] = list(value) if isinstance(value, list) else value
 
     def _check_given_optimizer(self) -> None:
-        """Warn of an optimizer of another model; refuse one whose parameters a move to an XLA device replaces."""
+        """Warn if the optimizer belongs to another model; refuse one whose parameters a move to XLA would replace."""
         if self.trainer.optimizer is None:
             return
         held = [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
@@ -232,7 +232,7 @@ class ModelSetup(Component):
         return next((group for group in groups if any(param is held for held in group["params"])), None)
 
     def learning_rate(self) -> float:
-        """The logged learning rate: that of the first group."""
+        """The learning rate to log: that of the first parameter group."""
         if needs_metric(self.trainer.lr_scheduler):
             rate = self.components.require_optimizer().param_groups[0]["lr"]
         else:
@@ -249,7 +249,7 @@ class ModelSetup(Component):
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        if self.run.has_created_scheduler:  # it has the length of the previous run
+        if self.run.has_created_scheduler:  # it was made for the length of the previous run
             trainer.lr_scheduler = None
             self.run.has_created_scheduler = False
 
@@ -260,7 +260,7 @@ class ModelSetup(Component):
         with self._keeping_count_of_flos():
             self.components.strategy.prepare_model(trainer, load)
         freezes = self.components.engine.freeze_before_training(trainer.model)
-        # As in v4. v5 calls the two others alone, so an override of one of them is written for that.
+        # As in v4. v5 calls only the two other methods, so scripts for v5 override one of those.
         apart = self.components.policy.calls_create_scheduler
         others = apart and is_overridden(trainer, "create_optimizer", "create_scheduler")
         makes_both = not others and is_overridden(trainer, "create_optimizer_and_scheduler")
@@ -283,7 +283,7 @@ class ModelSetup(Component):
 
     @contextlib.contextmanager
     def _keeping_count_of_flos(self) -> Iterator[None]:
-        """Count the operations of a model that is sharded in the block before that, and keep the count."""
+        """Count the model's operations before the block shards it, and keep that count afterwards."""
         if not self.components.strategy.shards:
             yield
             return
@@ -295,7 +295,7 @@ class ModelSetup(Component):
         """Raise if accumulation steps changed under a strategy that fixes them.
 
         Raises:
-            InvalidArgument: the error names both.
+            InvalidArgument: the error names both numbers.
         """
         strategy = self.components.strategy
         planned = self.components.engine.plan.accumulate_grad_batches

@@ -1,4 +1,4 @@
-"""Plans a run: its length, where it starts, and the batch size and learning rate that Lightning's finders find."""
+"""Plans a run: its length, its start, and the batch size and learning rate that Lightning's finders suggest."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Planner(Component):
     """Plans a run from its arguments and its training loader."""
 
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
-        """The lengths of the run, from `set_initial_training_values`, called with the signature of its release."""
+        """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
         count = positional_count(self.trainer.set_initial_training_values)
         takes_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
@@ -39,7 +39,7 @@ class Planner(Component):
         return read_schedule(values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
-        """See `Trainer.set_initial_training_values`."""
+        """Implements `Trainer.set_initial_training_values`."""
         sized = has_length(dataloader)
         schedule = plan_schedule(
             args,
@@ -54,7 +54,7 @@ class Planner(Component):
         return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
 
     def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next.
+        """Make a new state, or load the checkpoint's; returns finished epochs, and finished micro-batches of the next.
 
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
@@ -132,16 +132,16 @@ class Planner(Component):
     # ---- Lightning's finders -----------------------------------------------------------------------------------
 
     def find_batch_size(self) -> None:
-        """Run a `BatchSizeFinder`, if there is one among the callbacks."""
+        """Run the `BatchSizeFinder` among the callbacks, if any."""
         optimizer = self.trainer.optimizer
         found = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
-        self.trainer.optimizer = optimizer  # that of the trial steps is discarded
+        self.trainer.optimizer = optimizer  # discard the optimizer of the trial steps
         if found is not None:
             self.run.train_batch_size = found
             logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
 
     def find_learning_rate(self, max_steps: int) -> None:
-        """Run a `LearningRateFinder`, if there is one among the callbacks.
+        """Run the `LearningRateFinder` among the callbacks, if any.
 
         Args:
             max_steps: optimizer steps of the run.
@@ -186,11 +186,11 @@ class TrialSteps:
             run.train_batch_size = before
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """The Trainer's optimizer, made if there is none yet."""
+        """The Trainer's optimizer, created if it does not exist yet."""
         return self.trainer.create_optimizer()
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss of one batch that is a complete optimizer step."""
+        """The loss of one batch, which makes up a whole optimizer step."""
         run = self.components.run
         run.accumulation = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)

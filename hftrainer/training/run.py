@@ -43,7 +43,7 @@ class Run:
         tokens: input tokens of this run, over all processes.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
-        seconds: what the run does besides training → the time that it has taken.
+        seconds: activity besides training, such as 'saving' → seconds spent on it.
         past: the model's memory of earlier batches, with `past_index`.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the folders that this run wrote, in order.
@@ -72,7 +72,7 @@ class Run:
     checkpoints_written: list[str] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy, without signals and loop, which belong to this process."""
+        """The state for a copy, without the signal listener and the loop, which belong to this process."""
         return {**vars(self), "signal_listener": SignalListener(saves=False), "loop": None}
 
     @contextlib.contextmanager
@@ -91,14 +91,14 @@ class Run:
         self.flos = 0.0
 
     def start_at(self, state: TrainerState) -> None:
-        """Set the counts at which the run starts."""
+        """Set the counters to their values at the start of the run."""
         self.total_loss, self.tokens, self.seconds = 0.0, 0, {}
         self.last_saved_step = self.initial_step = self.last_logged = state.global_step
         self.initial_tokens = state.num_input_tokens_seen
 
 
 class RunAttribute:
-    """An attribute of the Trainer, under its name in transformers, that is stored in its `Run`."""
+    """Descriptor for an attribute of the Trainer, named as in transformers, that is stored in its `Run`."""
 
     def __init__(self, name: str) -> None:
         self.name = name

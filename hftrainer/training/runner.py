@@ -103,7 +103,7 @@ class TrainingRunner(Component):
         return folder
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
-        """The checkpoint that all ranks resume from, after incomplete folders were completed or removed."""
+        """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
         output_dir = str(self.trainer.args.output_dir)
         processes = self.trainer.accelerator.processes
         if self.trainer.args.should_save:
@@ -136,7 +136,7 @@ class TrainingRunner(Component):
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
     def _keep_global_batch(self, folder: str) -> None:
-        """Set the accumulation steps with which a step has as many samples as before the checkpoint."""
+        """Set the accumulation steps so that a step has as many samples as before the checkpoint."""
         processes = self.trainer.accelerator.processes
         global_batch = processes.from_main(lambda: _global_batch(folder))
         if global_batch is None:
@@ -181,7 +181,7 @@ class TrainingRunner(Component):
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Modify the model by the arguments and listen to signals in the block; release the run's objects after it."""
+        """Apply the arguments to the model and handle signals in the block; release the run's objects afterwards."""
         trainer = self.trainer
         components = self.components
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
@@ -197,13 +197,13 @@ class TrainingRunner(Component):
                 components.loaders.explain_removed_columns(trainer.train_dataset, trainer.eval_dataset),
             ):
                 yield
-                # After the last step everything is saved.
+                # The signal arrived after the last step, when everything was saved.
                 if self.run.signal_listener.received is not None:
                     self.run.signal_listener.leave()
         except BaseException as error:
             components.checkpoint_writer.wait_ignoring_errors()
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
-                components.uploads.finish(is_urgent=lambda: True)  # in a search, the next trial starts
+                components.uploads.finish(is_urgent=lambda: True)  # a search goes on with the next trial instead
             raise
         finally:
             if self.run.loop is not None:
@@ -214,7 +214,7 @@ class TrainingRunner(Component):
                 watcher.remove()
 
     def _halve_batches(self, start: InitialStateSnapshot) -> None:
-        """Discard all that a failed attempt has made: optimizer, hooks, checkpoints; restore the state before it."""
+        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         self._release()
@@ -230,7 +230,7 @@ class TrainingRunner(Component):
     ) -> TrainOutput:
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
-        self.components.setup.apply_changes_from(args)  # an override may pass its own
+        self.components.setup.apply_changes_from(args)  # an override may pass other arguments
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -301,7 +301,7 @@ class TrainingRunner(Component):
         if trainer.args.should_save:
             best = trainer.state.best_model_checkpoint
             complete_rotation(str(folder), trainer._get_output_dir(trial), trainer.args.save_total_limit, best)
-        if trainer.args.push_to_hub and folder is not None:  # it may have ended before its last upload
+        if trainer.args.push_to_hub and folder is not None:  # the run may have ended before its last upload
             trainer._push_from_checkpoint(folder)
 
     # ---- The end -----------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class TrainingRunner(Component):
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
     def _summarize(self, metrics: Mapping[str, float], waited: float) -> None:
-        """Say how the run went."""
+        """Print a summary of the run."""
         run, state, metric = self.run, self.trainer.state, self.trainer.args.metric_for_best_model
         steps = state.global_step - run.initial_step
         if not steps:
@@ -401,12 +401,12 @@ class TrainingRunner(Component):
 class InitialStateSnapshot:
     """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
 
-    Frozen weights, most of a model with adapters, are not copied.
+    Frozen weights are not copied; with adapters, these are most of the model.
 
     Args:
-        model: the model.
-        scaler: the loss scaler, or None.
-        stateful: the user's optimizer and scheduler; None is ignored.
+        trainer: the Trainer, before the first attempt. The state includes its loss scaler, if it has one, and the
+            script's optimizer and scheduler, if it passed them. LOMO is refused, since its hooks cannot be
+            removed from the model for a restart.
     """
 
     def __init__(self, trainer: Trainer) -> None:

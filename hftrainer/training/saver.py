@@ -76,9 +76,9 @@ class CheckpointSaver(Component):
         self.write_state(folder)
 
     def _can_write_optimizer_beside(self) -> bool:
-        """Whether another thread can write the optimizer's state during the weights; waits for the device."""
+        """Whether another thread can write the optimizer's state in parallel with the weights; waits for the device."""
         if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
-            return False  # an override finds the files that transformers has written before it
+            return False  # an override expects the files that transformers writes before it
         kind = self.trainer.args.device.type
         if kind == "cuda":
             torch.cuda.synchronize()  # the other thread may use another stream
@@ -88,7 +88,7 @@ class CheckpointSaver(Component):
         """Write `trainer_state.json`, with only the fields of the followed release."""
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
-        if not self.components.policy.records_best_step:  # a release without this field could not read it
+        if not self.components.policy.records_best_step:  # releases without this field cannot read a file that has it
             drop_from_json(path, "best_global_step")
 
     def load_best_at_end(self) -> None:
@@ -152,13 +152,13 @@ class CheckpointSaver(Component):
 
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
-        # Within a step, resuming uses the step count alone.
+        # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.run.loop.current_progress()), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
-        """Load the weights of a checkpoint into the model, sharded or not; of the best one at the end of a run."""
+        """Load the weights of a checkpoint into the model, sharded or not; with `best`, at the end of a run."""
         load = self.components.strategy.load_best if best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.unwrapped_model)
         incompatible = load(peers.uncompiled(model), folder, only_trainable=has_adapters)
@@ -166,7 +166,7 @@ class CheckpointSaver(Component):
             self.trainer._issue_warnings_after_load(incompatible)
 
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
-        """The progress in a checkpoint of ours; logs a warning for changed arguments."""
+        """The progress in a checkpoint, if we wrote it; logs a warning about changed arguments."""
         if folder is None:
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
@@ -175,7 +175,7 @@ class CheckpointSaver(Component):
         return progress
 
     def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
-        """The settings that decide which samples a position in the data means."""
+        """The settings that determine which samples a position in the data refers to."""
         args = self.trainer.args
         return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
             "per_device_train_batch_size": self.run.train_batch_size,
@@ -190,7 +190,7 @@ class CheckpointSaver(Component):
 
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
-        """Yields the keywords with which `Trainer._save` writes the model; None if this process writes no model."""
+        """Yields the keywords for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
         model = peers.uncompiled(self.trainer.model)
         if internal and strategy.only_parts:
@@ -198,7 +198,7 @@ class CheckpointSaver(Component):
             return
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
-            # A callback such as ModelPruning may have the model's own weights under other names.
+            # Callbacks such as ModelPruning may rename the model's weights.
             own = self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
             with own as (weights, _):
                 yield {} if weights is None else {"state_dict": weights}
@@ -212,20 +212,20 @@ class CheckpointSaver(Component):
 
         Args:
             folder: the folder to write to.
-            weights: the full weights; None: read them from the model; empty: they stay in shards.
+            weights: the full weights; None reads them from the model; empty if they stay in shards.
         """
         os.makedirs(folder, exist_ok=True)
         model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
         write = functools.partial(save_weights, model, folder, safe=legacy.value(self.trainer.args, "save_safetensors"))
-        on_device = self.trainer.args.device.type == "xla"  # files cannot be written from there
+        on_device = self.trainer.args.device.type == "xla"  # torch writes files from CPU memory
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
-        elif peers.is_peft(model):  # adapters are small: not in the background
+        elif peers.is_peft(model):  # adapters are small, so they are not written in the background
             write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
         else:
             if (self.components.checkpoint_writer.defers_writes or on_device) and weights is None:
-                # A copy: training changes the model's own during writing.
+                # Pass the weights, so that the writer copies them: training changes the model's own meanwhile.
                 weights = peers.uncompiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call(write, weights)
         processing_class = self.trainer.processing_class
@@ -239,7 +239,7 @@ class CheckpointSaver(Component):
 
     @contextlib.contextmanager
     def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
-        """Write the checkpoint of this step, whole or not at all; yields as `_writing`.
+        """Write the checkpoint of this step, completely or not at all; yields the same as `_writing`.
 
         Args:
             trial: the hyperparameter trial, if any.
@@ -293,14 +293,14 @@ class CheckpointSaver(Component):
             on_failure: called if the storage fails.
 
         Yields:
-            What fills the folder; it does nothing where another process does that.
+            A function that fills the folder; it does nothing if another process fills it.
         """
         trainer = self.trainer
         writer = self.components.checkpoint_writer
         strategy = self.components.strategy
         processes = trainer.accelerator.processes
         others = self._gather_files_of_other_ranks()
-        # The folder has the name of the process that writes it: the nearest one, where each node has one.
+        # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
         staged = str(staging_folder(path)) if trainer.args.should_save else None
         folders = processes.gather_objects([staged])
         strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from hftrainer.arguments import legacy
@@ -78,10 +79,10 @@ PER_RANK = frozenset(
 
 
 class TrainerSetup(Component):
-    """Builds what follows from the arguments: for a new Trainer, for each trial, and for each run.
+    """Builds everything that depends on the arguments, for a new Trainer, each trial and each run.
 
     Args:
-        components: the parts of the Trainer; those that follow from the arguments are set here.
+        components: the parts of the Trainer; this class sets those that depend on the arguments.
     """
 
     def rebuild_from_arguments(self) -> None:
@@ -112,7 +113,7 @@ class TrainerSetup(Component):
         return default_data_collator
 
     def init_attributes(self) -> None:
-        """Set the attributes of transformers' documentation that a run, a search or an upload sets later."""
+        """Initialize the documented attributes that a run, a search or an upload sets later."""
         trainer = self.trainer
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
@@ -224,7 +225,7 @@ class TrainerSetup(Component):
             ours = logging.getLogger("hftrainer")
             ours.setLevel(logging.NOTSET if followed else level)
             if not args.should_log and args.log_level_replica == ARGUMENTS["log_level_replica"].default:
-                ours.setLevel(logging.ERROR)  # the main process says what is said in all
+                ours.setLevel(logging.ERROR)  # the main process logs what all processes would log
 
     def apply_arguments(self) -> None:
         """Set everything that depends on the arguments; called again for each trial."""
@@ -255,7 +256,7 @@ class TrainerSetup(Component):
         # Another Trainer may have been made since.
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         self._apply_changeable_arguments()
-        if trainer.args.push_to_hub:  # it may have been set since
+        if trainer.args.push_to_hub:  # the script may have set it since
             trainer.accelerator.processes.from_main(
                 lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
@@ -382,16 +383,18 @@ def _is_of_lightning(callback: Any) -> bool:
 
 
 def check_objects(args: Any, model: Any) -> None:
-    """Refuse what is neither training arguments nor a model, where a mistake is common.
+    """Refuse objects that scripts often pass by mistake as training arguments or as the model.
 
     Raises:
-        WrongObject: for a class, a text or a dict in their places.
+        WrongObject: for a class, a string or a dict in place of either.
     """
     if isinstance(args, type):
         raise WrongObject(f"args is the class {args.__name__}: pass an object, {args.__name__}('folder', ...).")
     if isinstance(args, (str, os.PathLike, Mapping)):
         how = "**args" if isinstance(args, Mapping) else repr(str(args))
         raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({how}).")
+    if isinstance(args, nn.Module):
+        raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
     if isinstance(model, type):
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
     if isinstance(model, str):
@@ -399,7 +402,7 @@ def check_objects(args: Any, model: Any) -> None:
 
 
 def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
-    """Log a warning about arguments for an optimizer, where the script's own has other values."""
+    """Log a warning about optimizer arguments that differ from the settings of the script's own optimizer."""
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         value = changed_arguments(args, [name]).get(name)
         groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]

@@ -86,7 +86,7 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 class LoggedMetrics:
-    """Sums on the device, read once per log line together with the loss."""
+    """Sums of values to log, kept on the device and read once per log line, together with the loss."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -114,7 +114,7 @@ class LoggedMetrics:
         self._counts[name] = self._counts.get(name, 0) + count
 
     def state_dict(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """Sum and count of each, on the CPU."""
+        """The sum and the count of each value, on the CPU."""
         return {name: (value.cpu(), self._counts[name]) for name, value in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int]], device: torch.device) -> None:
@@ -123,7 +123,7 @@ class LoggedMetrics:
         self._counts = {name: count for name, (_, count) in state.items()}
 
     def pop(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
-        """The loss, the means and the last values as numbers, in one transfer from the device; then reset.
+        """Return the loss, the means and the last values, in one transfer from the device, and reset them.
 
         Args:
             loss: the loss summed so far, shape `()`.
@@ -173,7 +173,7 @@ class LossSum:
             finite = loss.isfinite()
             self._has_non_finite = self._has_non_finite | ~finite
             divisor: Any = steps
-            # XLA would compile the number 1 in as a constant, and 2 would compile the step again.
+            # XLA would compile the number into the step as a constant, and recompile the step for each new number.
             if loss.device.type == "xla":
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
             run.loss = torch.where(finite, run.loss + loss, run.loss + run.loss / divisor)
@@ -213,10 +213,10 @@ class LossSum:
 
 
 class StepDetails:
-    """The loss, inputs and outputs of an optimizer step, where the `on_step_end` of a callback has such a parameter.
+    """The loss, inputs and outputs of an optimizer step, for callbacks whose `on_step_end` has such a parameter.
 
     Args:
-        callbacks: the callbacks of the run; those that are added during training request nothing.
+        callbacks: the callbacks at the start of the run; callbacks that are added later are ignored.
 
     Attributes:
         requested: the requested names, for all callbacks together.
@@ -254,7 +254,7 @@ class StepDetails:
             self._values["inputs"] = inputs
 
     def pop(self) -> dict[str, Any]:
-        """The requested values of the step that ends; then reset."""
+        """Return the requested values of the step that ends, and reset them."""
         values, self._values = self._values, {}
         return values
 
@@ -332,7 +332,7 @@ class TrainingSteps(Component):
         if self.trainer.loss_is_scaled_for_ga is not None:
             return self.trainer.loss_is_scaled_for_ga
         if not accepts(self.trainer.compute_loss, "num_items_in_batch"):
-            return False  # an override from before v4.46 does not get them
+            return False  # overrides from before v4.46 do not take the number of items
         counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
         return (self.trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
 

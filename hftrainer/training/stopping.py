@@ -1,4 +1,4 @@
-"""Stopping a run: signals of this process, and requests on one rank that all ranks follow."""
+"""Stops a run: on signals to this process, and on requests of any rank, which all ranks follow."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: SIGUSR1 is commonly requested from SLURM before the time limit (`--signal=USR1@90`).
+#: Users often let SLURM send SIGUSR1 before the time limit (`--signal=USR1@90`).
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-#: Seconds in which a second signal counts as a copy that the launcher forwarded.
+#: A second signal within this many seconds counts as the launcher's copy of the first.
 _DUPLICATE_WINDOW = 3.0
 #: Python's default handlers. We leave any other handler, since it is the script's.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
-#: Flags of the control that all ranks set when one does.
+#: Control flags that all ranks set when one of them does.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
 
 
@@ -41,10 +41,10 @@ class SignalListener:
     """Records stop signals inside the block of `handle_signals`.
 
     A second signal ends the process at once. Under a launcher, a second signal shortly after the first is ignored: on
-    Ctrl-C, launchers forward a signal that their processes already got.
+    Ctrl-C, launchers forward a signal that their processes have already received.
 
     Args:
-        saves: whether a signal saves a checkpoint; if not, signals are not handled.
+        saves: whether a signal triggers a checkpoint; if False, signals are not handled.
         launched: whether a launcher forwards signals.
 
     Attributes:
@@ -104,7 +104,7 @@ class SignalListener:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked process, such as a loader's worker
-            if number != signal.SIGINT:  # with Ctrl-C they continue, so that the step can be completed
+            if number != signal.SIGINT:  # on Ctrl-C workers continue, so that the step can be completed
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
@@ -122,10 +122,10 @@ class SignalListener:
         os.kill(os.getpid(), number)
 
     def leave(self, last_words: str = "") -> NoReturn:
-        """End the script as the signal would have: by KeyboardInterrupt, or with the status 128 + its number.
+        """End the script as the signal would have: by KeyboardInterrupt, or with status 128 plus the signal's number.
 
         Args:
-            last_words: what to say at last, below the traceback of KeyboardInterrupt.
+            last_words: message to print last; for KeyboardInterrupt, below its traceback.
 
         Raises:
             KeyboardInterrupt: for Ctrl-C.
@@ -151,7 +151,7 @@ class ControlSync:
 
     Args:
         components: the parts of the Trainer.
-        save: writes a checkpoint of this step, unless there is one.
+        save: writes a checkpoint of this step, unless it exists.
 
     Attributes:
         several: whether there is more than one rank.
@@ -189,7 +189,7 @@ class ControlSync:
             self._act_on(agreed)
 
     def sync_control_flags(self) -> None:
-        """Synchronize at once, after epochs and long operations, where ranks wait for each other anyway."""
+        """Synchronize immediately; for use after epochs and long operations, when ranks wait for each other anyway."""
         if not self.several:
             return
         wait_for_votes = self._start_all_reduce(self._requests())
@@ -222,7 +222,7 @@ class ControlSync:
         return self._stop or not self.several
 
     def abort_evaluation_on_signal(self) -> contextlib.AbstractContextManager[Any]:
-        """Abort evaluations when a signal arrives; not in distributed runs: other ranks would wait for this one."""
+        """Abort evaluations when a signal arrives, except in distributed runs, where other ranks would wait."""
         return contextlib.nullcontext() if self.several else self.run.signal_listener.abort_evaluation_on_signal()
 
     def stop_if_signalled(self) -> None:
@@ -242,6 +242,6 @@ class ControlSync:
             return
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, ProgressCallback):
-                callback.close()  # a bar that Python closes is drawn once more, below what is said last
+                callback.close()  # otherwise Python redraws the bar at exit, below the last message
         says_it = self.trainer.is_world_process_zero()
         listener.leave(summary.how_to_resume(self.run.checkpoints_written, is_complete=False) if says_it else "")

@@ -102,7 +102,7 @@ def test_first_number_is_the_loss(tmp_path, caplog):
     ours = compare(tmp_path, (NumberEach, lambda: [{"x": float(number)} for number in range(38)]), **EVALUATED)
     assert ours.logs[0]["loss"] != 0
     (said,) = {line.message for line in caplog.records if line.name == "hftrainer.training.steps"}
-    assert "the first of them is the loss" in said
+    assert "its first number is used as the loss" in said
 
 
 class Dirty(Plain):

@@ -158,12 +158,12 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
             call._call_callback_hooks(trainer, "on_validation_end")
 
 
-#: Ends of the names that a bar shows itself, has no room for, or rounds to nothing.
+#: Suffixes of the names that a progress bar already shows, has no room for, or rounds to zero.
 _NOT_IN_BARS = ("epoch", "learning_rate", "_per_second", "_runtime", "_time", "total_flos")
 
 
 def show(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
-    """Show the numbers of a log line in Lightning's progress bars, which have no other way in than a module's hooks."""
+    """Show the numbers of a log line in Lightning's progress bars, which read only what a module's hooks log."""
     shown = {name: value for name, value in values.items() if not name.endswith(_NOT_IN_BARS)}
     numbers = {name: float(value) for name, value in shown.items() if can_be_logged(name, value)}
     trainer._logger_connector._progress_bar_metrics.update(numbers)

@@ -75,7 +75,7 @@ def _run(
     build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TrialSteps, trial: pl.LightningModule
 ) -> None:
     """Fit until the finder is done. Lightning restores model and optimizer; this restores the random states."""
-    finder._early_exit = True  # by it Lightning's Tuner skips training after the search
+    finder._early_exit = True  # makes Lightning's Tuner skip training after the search
     with isolate_rng(), around_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)

@@ -85,7 +85,7 @@ _HIDDEN_WARNINGS = (
 def around_lightning() -> Iterator[None]:
     """Hide Lightning's tips and advertisements, but not its warnings and errors.
 
-    What `TrainerWithoutSignals` carried past Lightning becomes the user's KeyboardInterrupt again.
+    Raises the original KeyboardInterrupt that `TrainerWithoutSignals` has carried past Lightning.
     """
     loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
 
@@ -139,7 +139,7 @@ def has_listeners(trainer: pl.Trainer) -> bool:
 
 
 def copy_profiler(profiler: Any) -> Any:
-    """A copy that shares the records of `profiler`, for Lightning to attach to a module; a name is returned as it is.
+    """A copy that shares the records of `profiler`, for Lightning to attach to a module; a name is returned unchanged.
 
     The user's profiler belongs to the training arguments, which each checkpoint holds and which must not hold a module.
     """

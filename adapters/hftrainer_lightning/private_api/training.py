@@ -42,7 +42,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     """Steps the optimizer when the accumulation window closes.
 
     Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
-    the last window. What its callbacks log within a step has the number of that step, as the Trainer's log lines do;
+    the last window. Values that callbacks log within a step get its number, as in the Trainer's log lines;
     Lightning counts a step when it has ended.
     """
 
@@ -104,13 +104,13 @@ class _AnnouncedFitLoop(_FitLoop):
             run_epoch()
 
     def on_advance_end(self) -> None:
-        """Nothing: the epoch has ended within `advance`."""
+        """Do nothing: the epoch has ended within `advance`."""
 
 
 class _FastOptimization(_AutomaticOptimization):
     """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step.
 
-    If no callback and no profiler watches, forward and backward run before the optimizer step instead of in closures
+    Without callbacks and profiler, forward and backward run before the optimizer step instead of in closures
     within it, and no copy of the loss is kept.
     """
 
@@ -145,7 +145,7 @@ class _LazyLoggerConnector(_LoggerConnector):
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether callbacks log in this step, which is counted already."""
+        """Whether callbacks log in this step, which the counter already includes."""
         trainer: Any = self.trainer
         if trainer.state.stage is not RunningStage.TRAINING:
             return super().should_update_logs
@@ -153,7 +153,7 @@ class _LazyLoggerConnector(_LoggerConnector):
         return bool(step % trainer.log_every_n_steps == 0 or trainer.should_stop)
 
     def update_train_epoch_metrics(self) -> None:
-        # Lightning has set the number of the step back by one, since it counts from zero.
+        # Lightning has decremented the number of the step, since it counts from zero.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped += 1
         super().update_train_epoch_metrics()
         self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
@@ -244,7 +244,7 @@ CURRENT_HOOK = "_current_fx_name"
 class WithoutBatchTransfer(pl.LightningModule):
     """Does not move batches: the loader and the Trainer's `_prepare_inputs`, which users override, have moved them.
 
-    Overriding the public `transfer_batch_to_device` would do too, but Lightning looks up three hooks to call it.
+    Overriding the public `transfer_batch_to_device` would also work, but Lightning looks up three hooks to call it.
     """
 
     def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:

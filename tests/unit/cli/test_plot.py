@@ -54,11 +54,12 @@ def test_picture_and_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (840, 1320)
+    assert imread(written[0]).shape[:2] == (930, 1320)  # 840, and 30 for each line of the legend
     page = Path(written[1]).read_text()
     assert "eval_accuracy" in page and "<script src=" not in page  # nothing to fetch
     assert all(Path(run).name in page for run in runs)
     assert plot(runs[:1]) == [os.path.join(runs[0], "training.png")]
+    assert plot(runs) == [os.path.join(runs[0], "comparison.png")]
 
 
 def test_colours_dashes_and_the_best(tmp_path):

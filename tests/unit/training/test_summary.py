@@ -38,7 +38,7 @@ def test_end_of_a_run(tmp_path, said):
     assert re.fullmatch(r"[\d,.]+ samples/s, peak memory [\d.]+ GB.*\.", speed)
     state = trainer.state
     where = f"at step {state.best_global_step}, in {state.best_model_checkpoint}"
-    assert best == f"Best accuracy: {state.best_metric:.6g} {where}."
+    assert best == f"Best eval_accuracy: {state.best_metric:.6g} {where}."
     assert newest == f"Last checkpoint: {tmp_path}/checkpoint-4."
 
 
