@@ -11,9 +11,15 @@ from collections.abc import Iterable
 
 #: A name that users of other libraries give → ours, which is spelled quite differently.
 _MEANT: dict[object, str] = {
-    **{"adam": "adamw_torch", "adamw": "adamw_torch", "lr": "learning_rate", "device": "use_cpu"},
-    **{"epochs": "num_train_epochs", "max_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size"},
-    **{"accumulate_grad_batches": "gradient_accumulation_steps", "gradient_clip_val": "max_grad_norm"},
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "adam": "adamw_torch",
+    "adamw": "adamw_torch",
+    "batch_size": "per_device_train_batch_size",
+    "device": "use_cpu",
+    "epochs": "num_train_epochs",
+    "gradient_clip_val": "max_grad_norm",
+    "lr": "learning_rate",
+    "max_epochs": "num_train_epochs",
 }
 
 

@@ -39,6 +39,7 @@ def make_args(tmp_path):
     [
         ({"learning_rat": 1}, "has no argument 'learning_rat'; did you mean 'learning_rate'"),
         ({"num_epochs": 1}, "has no argument 'num_epochs'; did you mean 'num_train_epochs'"),
+        ({"max_epochs": 1}, "did you mean 'num_train_epochs'"),  # as in Lightning, and nearer to max_steps
         ({"eval_stategy": 1}, "has no argument 'eval_stategy'; did you mean 'eval_strategy'"),
         ({"sead": 1, "max_step": 2}, "'sead'.*'max_step'"),
     ],
@@ -62,6 +63,7 @@ def test_unknown_arguments(settings, message):
         ({"lightning_config": "{broken"}, ["lightning_config is not a valid JSON object"]),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug"]),
+        ({"optim": "adam"}, ["'adamw_torch'"]),
         ({"log_level": "loud"}, ["log_level"]),
         ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
         ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),
@@ -147,6 +149,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (WrongObject, {"args": {"max_steps": 2}}, r"args is a dict: pass TrainingArguments\(\*\*args\)"),
         (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
         (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an object"),
+        (WrongObject, {"args": MODEL}, r"args is a model, Plain: pass the model first, as Trainer\(model, args\)"),
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
         (WrongObject, {"model": "a-model"}, r"load it first, as with AutoModel\.from_pretrained\('a-model'\)"),
         (

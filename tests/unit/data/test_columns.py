@@ -37,6 +37,17 @@ def test_who_reads_a_removed_column(tmp_path, make_data, workers, reads, act):
         act(trainer)
 
 
+def test_texts_that_nobody_tokenized(tmp_path):
+    def refuse(rows):
+        raise ValueError("You should supply an encoding")
+
+    given = {"train_dataset": [{**row, "text": "a", "target": 1} for row in ROWS], "data_collator": refuse}
+    trainer, _ = build("hftrainer", "plain", tmp_path, trainer=given)
+    with pytest.raises(ValueError, match="supply an encoding") as caught:
+        trainer.train()
+    assert any(note.startswith("The samples also have target, text, weight, which") for note in caught.value.__notes__)
+
+
 def test_other_keys_are_as_they_were(tmp_path):
     class Wrong(hftrainer.Trainer):
         def compute_loss(self, *args, **kwargs):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +76,16 @@ def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog)
         assert make_trainer(tmp_path, lightning_config={"behaviour": "7.1"})._hftrainer.policy.release == NEWEST
     said = [record for record in caplog.records if "transformers 7.1 is newer than" in record.getMessage()]
     assert [record.levelname for record in said] == ["INFO"]
+
+
+@pytest.mark.parametrize(
+    ("version", "config", "is_told"),
+    [("5.2.0", {}, True), ("5.2.0", {"behaviour": str(NEWEST)}, False), (f"{NEWEST}.0", {}, False)],
+)
+def test_numbers_of_a_newer_release_than_the_installed_one(version, config, is_told, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
+    sentence = followed.older_than_followed(config) or ""
+    assert (f"transformers 5.2 is installed, and this Trainer has the numbers of {NEWEST}" in sentence) == is_told
 
 
 @pytest.mark.parametrize(
