@@ -98,7 +98,12 @@ class _ForwardingHandler(logging.Handler):
         self._switches = switches
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass the message on."""
+        """Pass the message on; open progress bars are drawn again below it."""
+        tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+        with tqdm.external_write_mode() if tqdm is not None else contextlib.nullcontext():
+            self._pass_on(record)
+
+    def _pass_on(self, record: logging.LogRecord) -> None:
         shown = self._switches.shown_by_root(record)
         theirs = _of_transformers()
         if theirs is None:

@@ -21,19 +21,25 @@ from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 
 SCRIPT = """
-    import os, sys
+    import logging, os, sys
     if sys.argv[1:]:
         terminal = os.open(sys.argv[1], os.O_RDWR | os.O_NOCTTY)
         os.dup2(terminal, 1)
         os.dup2(terminal, 2)
         os.close(terminal)
         print("begins", flush=True)
-    from hftrainer import Trainer, TrainingArguments
+    from hftrainer import Trainer, TrainerCallback, TrainingArguments
     from tests.support.tiny import make_plain, plain_data
+
+    class Warns(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            logging.getLogger("hftrainer.script").warning("After a step.")
 
     args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
-    trainer = Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data())
+    trainer = Trainer(
+        make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(), callbacks=[Warns]
+    )
     trainer.train()
     trainer.evaluate()
 """
@@ -70,7 +76,7 @@ def test_in_a_file(tmp_path, processes):
 
 
 def test_on_a_terminal(tmp_path, processes):
-    """The bar counts optimizer steps, that of the evaluation its batches."""
+    """The bar counts optimizer steps, that of the evaluation its batches; messages are above them, not behind."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
     process = processes.start(script(tmp_path), os.ttyname(theirs), cwd=tmp_path, merge=True)
@@ -87,6 +93,7 @@ def test_on_a_terminal(tmp_path, processes):
     assert b"4/4" in text
     assert b"5/5" in text
     assert b"8/8" not in text
+    assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\r\n", text) == [b""] * 4
 
 
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
