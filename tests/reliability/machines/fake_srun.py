@@ -1,4 +1,4 @@
-"""Stands for SLURM's `srun` of two tasks on one node: its variables, and signals that reach each task."""
+"""Stands for SLURM's `srun` of SLURM_NTASKS tasks on one node: its variables, and signals that reach each task."""
 
 import os
 import signal
@@ -10,13 +10,14 @@ from pathlib import Path
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     master = str(free.getsockname()[1])
+count = os.environ["SLURM_NTASKS"]
 shared = {
-    **{"SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"},
+    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": count, "SLURM_STEP_TASKS_PER_NODE": count},
     **{"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0", "MASTER_PORT": master},
 }
 tasks = [
     subprocess.Popen(sys.argv[1:], env={**os.environ, **shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
-    for rank in ("0", "1")
+    for rank in map(str, range(int(count)))
 ]
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: [task.send_signal(number) for task in tasks])
