@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,14 +16,14 @@ from tests.support.pages import ROOT, run_page
 from tests.support.tiny import plain_data
 
 
-def fit(folder, datasets=None, **config):
+def fit(folder, datasets=None, workers=2, **config):
     folder.mkdir(exist_ok=True)
-    two = ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5})
+    scaling = ray.train.ScalingConfig(num_workers=workers, resources_per_worker={"CPU": 0.5})
     once = ray.train.FailureConfig(max_failures=1)
     run = ray.train.RunConfig(name="run", storage_path=str(folder / "ray"), failure_config=once)
     given = {"folder": str(folder), **config}
-    result = TorchTrainer(train, train_loop_config=given, scaling_config=two, run_config=run, datasets=datasets).fit()
-    return result, [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    trainer = TorchTrainer(train, train_loop_config=given, scaling_config=scaling, run_config=run, datasets=datasets)
+    return trainer.fit(), [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)]
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +53,18 @@ def test_a_worker_is_killed(undisturbed, tmp_path):
     assert result.metrics["step"] == 8
     assert [worker["weights"] for worker in workers] == [worker["weights"] for worker in expected]
     assert workers[0]["logs"] == expected[0]["logs"]
+
+
+def test_another_number_of_workers(tmp_path):
+    """With `elastic`, the losses of each step are those of two workers."""
+    given = {"settings": {"elastic": True}, "dropout": 0.0, "resume": "auto"}
+    _, (whole, _) = fit(tmp_path / "whole", **given)
+    fit(tmp_path / "run", stops_at=4, **given)
+    shutil.rmtree(tmp_path / "run" / "ray")  # a new job, with the same output folder
+    _, (alone,) = fit(tmp_path / "run", workers=1, **given)
+    losses, expected = ([line["loss"] for line in each["logs"]] for each in (alone, whole))
+    assert losses[:4] == expected[:4]
+    assert losses == pytest.approx(expected, rel=0, abs=1e-6)  # up to the order of additions, in float32
 
 
 def test_the_guide(processes, tmp_path, monkeypatch):

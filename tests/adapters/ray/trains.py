@@ -23,6 +23,14 @@ class Falls(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Stops(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
+
+
 def make_trainer(folder, data=(), **settings):
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-2}
     often = {"max_steps": 8, "per_device_train_batch_size": 4, "logging_steps": 1}
@@ -51,14 +59,18 @@ def train(config):
         for name in ("train", "eval"):
             shard = ray.train.get_dataset_shard(name)
             data[f"{name}_dataset"] = shard.iter_torch_batches(batch_size=4)
-    trainer = make_trainer(folder, data)
+    trainer = make_trainer(folder, data, **config.get("settings", {}))
+    if "dropout" in config:
+        trainer.model.apply(lambda module: setattr(module, "p", config["dropout"]))
+    if "stops_at" in config:
+        trainer.add_callback(Stops(config["stops_at"]))
     if "falls_at" in config:
         trainer.add_callback(Falls(folder / "fallen", config["falls_at"]))
     trainer.add_callback(RayTrainReportCallback())
     trainer = prepare_trainer(trainer)
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=config.get("resume"))
     else:
         with checkpoint.as_directory() as path:
             trainer.train(resume_from_checkpoint=os.path.join(path, RayTrainReportCallback.CHECKPOINT_NAME))
