@@ -26,8 +26,7 @@ _MEANT: dict[object, str] = {
 def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a sentence about an unknown name: the known one that is probably meant, or else `otherwise`."""
     choices = list(known)
-    meant = [_MEANT[name]] if name in _MEANT and _MEANT[name] in choices else []
-    near = meant or difflib.get_close_matches(str(name), choices, n=1)
+    near = [_MEANT[name]] if _MEANT.get(name) in choices else difflib.get_close_matches(str(name), choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
 

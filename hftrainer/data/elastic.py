@@ -31,6 +31,11 @@ def whole_batches(samples: Iterable[Any], size: int, drop_last: bool) -> Iterato
         yield from group
 
 
+def whole_count(count: int, size: int, drop_last: bool) -> int:
+    """The number of samples that `whole_batches` yields of `count`."""
+    return (count // size if drop_last else -(-count // size)) * size
+
+
 class WholeBatchSampler(Sampler[int]):
     """A sampler whose epoch has whole global batches, in an order that is the same on every rank of any run.
 
@@ -55,8 +60,7 @@ class WholeBatchSampler(Sampler[int]):
         return whole_batches(order, self.size, self.drop_last)
 
     def __len__(self) -> int:
-        count = len(self.sampler)
-        return (count // self.size if self.drop_last else -(-count // self.size)) * self.size
+        return whole_count(len(self.sampler), self.size, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -80,8 +84,7 @@ class WholeBatchStream(IterableDataset[Any]):
         return whole_batches(self.dataset, self.size, self.drop_last)
 
     def __len__(self) -> int:
-        count = len(self.dataset)
-        return (count // self.size if self.drop_last else -(-count // self.size)) * self.size
+        return whole_count(len(self.dataset), self.size, self.drop_last)
 
 
 def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -151,14 +152,13 @@ def _needs_log_scale(panel: str, drawn: list[Line]) -> bool:
 
 def draw_png(drawn: list[Line], path: str) -> None:
     """Write the panels as a PNG, without pyplot, so that no window or notebook shows the figure."""
-    several = [line for line in drawn if sum(other.panel == line.panel for other in drawn) > 1]
-    rows = -(-len(several) // 4)  # of the legend, below the panels
+    per_panel = Counter(line.panel for line in drawn)
+    rows = -(-sum(count for count in per_panel.values() if count > 1) // 4)  # of the legend, below the panels
     height = 7 + 0.25 * rows
     figure = load("matplotlib.figure").Figure(figsize=(11, height))
     bottom = (0.56 + 0.25 * rows) / height
-    figure.subplots_adjust(
-        left=0.1, right=0.98, bottom=bottom, top=0.95, wspace=0.25, hspace=0.3
-    )  # tight_layout is slow
+    # tight_layout is slow.
+    figure.subplots_adjust(left=0.1, right=0.98, bottom=bottom, top=0.95, wspace=0.25, hspace=0.3)
     of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
     for line in drawn:
         style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.parallel import devices
 
@@ -49,8 +50,7 @@ def finished(
     if metric is not None and state.best_metric is not None and math.isfinite(state.best_metric):
         at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
-        name = metric if metric.startswith("eval_") else f"eval_{metric}"
-        yield f"Best {name}: {state.best_metric:.6g}{at}{kept}."
+        yield f"Best {evaluation_key(metric)}: {state.best_metric:.6g}{at}{kept}."
 
 
 def how_to_resume(folders: Sequence[str], *, is_complete: bool) -> str:
