@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterable
 
 #: A name that users of other libraries give → ours, which is spelled quite differently.
-_MEANT: dict[object, str] = {
+_MEANT: dict[str, str] = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "adam": "adamw_torch",
     "adamw": "adamw_torch",
@@ -25,8 +25,8 @@ _MEANT: dict[object, str] = {
 
 def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a sentence about an unknown name: the known one that is probably meant, or else `otherwise`."""
-    choices = list(known)
-    near = [_MEANT[name]] if _MEANT.get(name) in choices else difflib.get_close_matches(str(name), choices, n=1)
+    choices, text = list(known), str(name)
+    near = [_MEANT[text]] if _MEANT.get(text) in choices else difflib.get_close_matches(text, choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
 

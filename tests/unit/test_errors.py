@@ -64,6 +64,7 @@ def test_unknown_arguments(settings, message):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug"]),
         ({"optim": "adam"}, ["'adamw_torch'"]),
+        ({"optim": ["adam"]}, ["optim: ['adam'] is not a valid OptimizerNames"]),
         ({"log_level": "loud"}, ["log_level"]),
         ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
         ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),

@@ -129,6 +129,11 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({"zero_optimization": {"sub_group_size": "auto"}}, {}, ("zero_optimization.sub_group_size='auto'",)),
         ({"zero_optimization": {"stage": 4}}, {}, ("stage=4", "0, 1, 2 or 3")),
         ({"zero_optimization": {"stage": "two"}}, {}, ("stage='two'", "0, 1, 2 or 3")),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": ["cpu"]}}},
+            {},
+            ("device=['cpu']", "'nvme'"),
+        ),
         ({"zero_optimization": True}, {}, ("zero_optimization=True", "keys and values")),
         ({"fp16": True}, {}, ("fp16=True", "keys and values")),
         ({"optimizer": {"params": {}}}, {}, ("optimizer has no 'type'",)),
