@@ -153,11 +153,12 @@ test-adapters: $(foreach adapter,$(ADAPTERS),$(READY_$(adapter)))  ## DeepSpeed,
 		esac || exit 1; \
 	done
 
+ELASTIC := tests/unit/data/test_elastic.py tests/distributed/test_elastic.py
 # SOAK=100 for fewer kills. Full and read-only disks need the right to mount.
 soak: $(VENV)/.dev .venv-deepspeed/.ready  ## 1,000 random kills, stops, full disks and damaged files; 1,000 made-up inputs a reader
 	@$(RUN) -m tests.reliability.soak --kills $${SOAK:-1000}
 	@$(DEEPSPEED) $(IN_MEMORY) .venv-deepspeed/bin/python -m tests.reliability.soak --kills $$(($${SOAK:-1000} / 20)) --only deepspeed
-	@FUZZ=$${SOAK:-1000} $(PYTEST) -q --timeout 3600 $(WORKERS) tests/reliability/test_fuzz*.py tests/unit/data/test_elastic.py
+	@FUZZ=$${SOAK:-1000} $(PYTEST) -q --timeout 3600 $(WORKERS) tests/reliability/test_fuzz*.py $(ELASTIC)
 	@FUZZ=$${SOAK:-1000} $(DEEPSPEED) $(IN_MEMORY) .venv-deepspeed/bin/python -m pytest -q --timeout 3600 tests/adapters/deepspeed/test_untrusted.py
 
 # ---- Code ------------------------------------------------------------------------------------------------------------

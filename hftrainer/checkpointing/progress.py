@@ -139,7 +139,9 @@ class RunProgress:
             self.data = None
             return
         kept = {name: self.data[name] for name in ("opened", "held", "exhausted")}
-        self.data = {**kept, "before": None, "stream": None, "loader": None}
+        # Without elastic=True each process may have read a stream of its own.
+        stream = self.data.get("stream") if now["elastic"] and self.settings.get("elastic") else None
+        self.data = {**kept, "before": None, "stream": stream, "loader": None}
 
 
 def samples_of(settings: dict[str, Any], names: Iterable[str] = _OF_STEP) -> int:

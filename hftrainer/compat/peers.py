@@ -144,6 +144,19 @@ def shard_stream(dataset: Any, rank: int, processes: int) -> Any | None:
     return dataset.shard(num_shards=processes, index=rank)
 
 
+def copy_stream(dataset: Any, **changed: Any) -> Any:
+    """A shallow copy with other attributes. With copy.copy(), streams of the datasets library share all attributes."""
+    copied = object.__new__(type(dataset))
+    vars(copied).update(vars(dataset) | changed)
+    return copied
+
+
+def unsplit_stream(dataset: Any) -> Any:
+    """The whole of a stream that `datasets.distributed.split_dataset_by_node` has split; any other dataset itself."""
+    splits = is_instance(dataset, "datasets", "IterableDataset") and dataset._distributed is not None
+    return copy_stream(dataset, _distributed=None) if splits else dataset
+
+
 def pads(processing_class: Any) -> bool:
     """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
     return _is_tokenizer(processing_class) or is_instance(

@@ -6,6 +6,7 @@ samples read are the first in the epoch's order, however they are divided into m
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 from typing import Any
@@ -14,16 +15,28 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
+from hftrainer.compat import peers
 from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
-from hftrainer.data.samplers import settings_of
+from hftrainer.data.samplers import StreamWrapper, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
+logger = logging.getLogger(__name__)
 
-def whole_batches(samples: Iterable[Any], size: int, drop_last: bool) -> Iterator[Any]:
-    """Yields the samples of whole groups of `size`; the last group is completed with the first samples, or dropped."""
-    iterator, first = iter(samples), None
+
+def whole_batches(
+    samples: Iterable[Any], size: int, drop_last: bool, first: Iterable[Any] | None = None
+) -> Iterator[Any]:
+    """Yields the samples of whole groups of `size`.
+
+    Args:
+        samples: what is grouped.
+        size: samples of a group.
+        drop_last: drop an incomplete last group, rather than completing it with the first samples.
+        first: the first samples, if `samples` do not begin with them.
+    """
+    iterator = iter(samples)
     while group := list(islice(iterator, size)):
-        first = first or list(group)
+        first = list(group) if first is None else first
         if len(group) < size:
             if drop_last:
                 return
@@ -69,19 +82,31 @@ class WholeBatchSampler(Sampler[int]):
             self.sampler.set_epoch(epoch)
 
 
-class WholeBatchStream(IterableDataset[Any]):
-    """A stream of whole global batches. A resumed run reads it from the beginning, so it has no state."""
+class WholeBatchStream(StreamWrapper):
+    """A stream of whole global batches.
+
+    Args:
+        dataset: the stream, whose own state is the position.
+        size: samples in a global batch.
+        drop_last: drop an incomplete global batch, rather than completing it with the epoch's first samples.
+    """
 
     def __init__(self, dataset: Any, size: int, drop_last: bool) -> None:
-        self.dataset, self.size, self.drop_last = dataset, size, drop_last
+        super().__init__(peers.unsplit_stream(dataset))
+        self.size, self.drop_last = size, drop_last
+        self._beginning: Any = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "state_dict", "load_state_dict"):
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next iteration begin in the middle of its epoch, whose first samples may be needed at its end."""
+        self._beginning = peers.copy_stream(self.dataset)
+        self.dataset.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
-        return whole_batches(self.dataset, self.size, self.drop_last)
+        self.seed_generator()
+        beginning, self._beginning = self._beginning, None
+        if callable(getattr(beginning, "set_epoch", None)):
+            beginning.set_epoch(self.epoch)
+        return whole_batches(self.dataset, self.size, self.drop_last, beginning)
 
     def __len__(self) -> int:
         return whole_count(len(self.dataset), self.size, self.drop_last)
@@ -92,9 +117,9 @@ def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
     if config.split_batches or not (config.even_batches and config.use_seedable_sampler):
         reason = "split_batches, even_batches and use_seedable_sampler in accelerator_config must have their defaults"
     elif isinstance(loader.dataset, IterableDataset):
-        if not loader.num_workers and loader.batch_size is not None:
+        if loader.batch_size is not None:
             return
-        reason = "loader workers would cut the stream in another way: set dataloader_num_workers=0, and a batch size"
+        reason = "the stream makes the batches: let it yield samples, and set a batch size"
     elif type(loader.batch_sampler) is not BatchSampler:
         reason = f"{type(loader.batch_sampler).__name__} makes the batches: use a sampler of indices, and a batch size"
     else:
@@ -103,9 +128,15 @@ def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
 
 
 def with_whole_stream(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
-    """A loader of the same stream, whose epoch has whole global batches."""
+    """A loader of the same stream, whose epoch has whole global batches. One worker at most reads it, in order."""
     dataset = WholeBatchStream(loader.dataset, global_batch, loader.drop_last)
-    return DataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings_of(loader))
+    settings = settings_of(loader) | {"num_workers": min(loader.num_workers, 1)}
+    if loader.num_workers > 1:
+        logger.warning(
+            "elastic=True: one loading process reads the stream, not dataloader_num_workers=%d, which would divide it.",
+            loader.num_workers,
+        )
+    return DataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings)
 
 
 def with_whole_batches(batches: BatchSampler, global_batch: int, seed: int | None) -> BatchSampler:

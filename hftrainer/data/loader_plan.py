@@ -110,6 +110,7 @@ def plan_loader(
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
         plan = _plan_of_all(loader, config, seed, global_batch)
+    plan.settings["num_workers"] = loader.num_workers
     plan.processes = processes if trains else None
     return plan
 

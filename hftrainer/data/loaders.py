@@ -112,6 +112,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.non_blocking = config.non_blocking and device.type != "mps"
         self.drops_last = loader.drop_last
         self.loader_plan, self.shard_spec = plan, shard_spec
+        self.is_elastic = global_batch is not None
         self.iteration = 0
         self.position = BatchPosition()
         self.log: ReadingLog | None = None
@@ -158,7 +159,10 @@ class PreparedDataLoader(DataLoader[Any]):
     @property
     def source(self) -> Any:
         """The dataset that the loader was made with; this process may read only a part of it."""
-        return self.dataset.dataset if isinstance(self.dataset, samplers.ShardedStream) else self.dataset
+        source: Any = self.dataset
+        while isinstance(source, samplers.StreamWrapper):
+            source = source.dataset
+        return source
 
     def __len__(self) -> int:
         """Batches that this process gets in an epoch."""
@@ -204,7 +208,7 @@ class PreparedDataLoader(DataLoader[Any]):
             with fitting(DATA_STATE):
                 dataset.load_state_dict(saved["stream"])
             position = 0
-            if self.shard_spec.processes > 1 and not self.drops_last:
+            if self.shard_spec.processes > 1 and not self.drops_last and not self.is_elastic:
                 logger.warning(
                     "The stream resumes from its saved state: if the last round of this epoch is not full, it is "
                     "completed with the first samples after that position, not with the first of the epoch."

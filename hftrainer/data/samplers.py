@@ -378,25 +378,16 @@ def check_split(size: int | None, processes: int) -> None:
         )
 
 
-class ShardedStream(IterableDataset[Any]):
-    """The samples of one process from a stream that every process reads.
-
-    A round is `size` samples for each process. The last round is completed with samples of the first, or dropped.
+class StreamWrapper(IterableDataset[Any]):
+    """A stream that passes on samples of another one, and has its attributes.
 
     Args:
         dataset: the stream. If it has no `set_epoch`, a torch generator in its attribute `generator` is seeded with
             the epoch's number, as in accelerate.
-        shard_spec: rank and number of processes.
-        size: samples of one process in a round.
-        drop_last: drop an incomplete round.
     """
 
-    def __init__(self, dataset: Any, shard_spec: ShardSpec, size: int, drop_last: bool) -> None:
-        self.dataset = dataset
-        self.shard_spec = shard_spec
-        self.size = size
-        self.drop_last = drop_last
-        self.epoch = 0
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.epoch = dataset, 0
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":  # not set yet, while unpickling in a worker
@@ -409,10 +400,33 @@ class ShardedStream(IterableDataset[Any]):
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:
+    def seed_generator(self) -> None:
+        """Seed the stream's generator, if that is what the epoch's order depends on."""
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
+
+
+class ShardedStream(StreamWrapper):
+    """The samples of one process from a stream that every process reads.
+
+    A round is `size` samples for each process. The last round is completed with samples of the first, or dropped.
+
+    Args:
+        dataset: the stream.
+        shard_spec: rank and number of processes.
+        size: samples of one process in a round.
+        drop_last: drop an incomplete round.
+    """
+
+    def __init__(self, dataset: Any, shard_spec: ShardSpec, size: int, drop_last: bool) -> None:
+        super().__init__(dataset)
+        self.shard_spec = shard_spec
+        self.size = size
+        self.drop_last = drop_last
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seed_generator()
         whole = self.size * self.shard_spec.processes
         mine = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
         first: list[Any] | None = None

@@ -3,15 +3,18 @@
 import os
 import random
 from collections import Counter
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
@@ -34,6 +37,38 @@ class Stream(IterableDataset):
         order = list(range(self.count))
         random.Random(self.epoch).shuffle(order)
         return iter(order)
+
+
+class StreamWithState(Stream):
+    """Knows where it is, and what it has passed on."""
+
+    def __init__(self, count):
+        super().__init__(count)
+        self.position, self.passed_on = 0, []
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+    def __iter__(self):
+        for sample in list(super().__iter__())[self.position :]:
+            self.position += 1
+            self.passed_on.append(sample)
+            yield sample
+        self.position = 0
+
+
+def of_datasets(count):
+    return Dataset.from_dict({"index": range(count)}).to_iterable_dataset(num_shards=min(3, count))
+
+
+STREAMS = {"stream": Stream, "with state": StreamWithState, "of datasets": of_datasets}
+
+
+def collate(samples):
+    return [sample["index"] if isinstance(sample, dict) else sample for sample in samples]
 
 
 class Lazy(Sampler):
@@ -69,9 +104,9 @@ def make_loaders(kind, count, size, global_batch, processes, workers=0, **settin
     loaders = []
     for rank in range(processes):
         torch.manual_seed(0)
-        if kind == "stream":
+        if kind in STREAMS:
             config.dispatch_batches = False
-            loader = DataLoader(Stream(count), size, collate_fn=list, **settings)
+            loader = DataLoader(STREAMS[kind](count), size, collate_fn=collate, num_workers=workers, **settings)
         else:
             sampler = SAMPLERS[kind](count, global_batch)
             loader = DataLoader(range(count), size, sampler=sampler, collate_fn=list, num_workers=workers, **settings)
@@ -84,14 +119,13 @@ def make_loaders(kind, count, size, global_batch, processes, workers=0, **settin
     return loaders
 
 
-def read_steps(loaders, epoch, skipped, size, global_batch):
-    """The samples of each step of an epoch, from a step on."""
+def read_steps(loaders, epoch, skipped, size, global_batch, state=None):
+    """The samples of each step of an epoch, from a step on, or from the state of the data after it."""
     accumulation = accumulation_steps(global_batch, size, len(loaders))
     of_ranks = []
     for loader in loaders:
-        loader.set_epoch(epoch)
-        loader.skip_first(skipped * accumulation)
-        of_ranks.append([sample for batch in loader for sample in batch])
+        start = ResumePoint(skipped * accumulation, restore_random=list, saved=state)
+        of_ranks.append([sample for batch in EpochReader(loader).open(epoch, start) for sample in batch])
     width = global_batch // len(loaders)
     steps = len(of_ranks[0]) // width
     assert all(len(each) == steps * width for each in of_ranks)
@@ -111,7 +145,7 @@ def sizes(global_batch):
     ]
 
 
-@pytest.mark.parametrize("kind", [*SAMPLERS, "stream"])
+@pytest.mark.parametrize("kind", [*SAMPLERS, *STREAMS])
 def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
     """Random runs over two epochs, which change their size after random steps."""
     draw = random.Random(kind)
@@ -127,7 +161,7 @@ def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
             while len(found) < len(expected):
                 size, processes = draw.choice(sizes(global_batch))
                 loaders = make_loaders(*make, size, global_batch, processes, drop_last=drop_last)
-                if kind != "stream":
+                if kind not in STREAMS:
                     assert len(loaders[0]) * size * processes == len(expected) * global_batch
                 rest = read_steps(loaders, epoch, len(found), size, global_batch)
                 found += rest[: draw.randrange(1, len(rest) + 1)]
@@ -141,11 +175,30 @@ def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
                 assert len(times) == count  # the last step has samples of the first in addition
 
 
-def test_workers_read_the_same():
+@pytest.mark.parametrize("kind", ["random", "stream", "of datasets"])
+def test_workers_read_the_same(kind):
     for size, processes in ((4, 2), (2, 4), (8, 1)):
-        alone = make_loaders("random", 30, size, 8, processes)
-        with_workers = make_loaders("random", 30, size, 8, processes, workers=2)
+        alone = make_loaders(kind, 30, size, 8, processes)
+        with_workers = make_loaders(kind, 30, size, 8, processes, workers=2)
         assert read_steps(alone, 1, 2, size, 8) == read_steps(with_workers, 1, 2, size, 8)
+
+
+@pytest.mark.parametrize("kind", ["with state", "of datasets"])
+@pytest.mark.parametrize(("size", "processes"), [(8, 1), (2, 1), (2, 2), (1, 4)])
+def test_a_stream_goes_on_from_its_state(kind, size, processes):
+    """What was read is not read again, but for the first two samples, which complete the last step of 30."""
+    before = make_loaders(kind, 30, 4, 8, 1)
+    expected = read_steps(before, 1, 0, 4, 8)
+    reader = EpochReader(before[0])
+    assert len([*islice(reader.open(1), 4)]) == 4
+    state = reader.state_dict() | {"before": None}
+    after = make_loaders(kind, 30, size, 8, processes)
+    assert read_steps(after, 1, 2, size, 8, state) == expected[2:]
+    if kind == "with state":
+        stream = Stream(30)
+        stream.set_epoch(1)
+        order = list(stream)
+        assert [each.source.passed_on for each in after] == [order[16:] + order[:2]] * processes
 
 
 def test_the_accumulation_follows():
@@ -168,7 +221,7 @@ class Pairs(BatchSampler):
     ("settings", "config", "message"),
     [
         ({"dataset": range(8), "batch_sampler": Pairs(range(8), 2, False)}, {}, "Pairs makes the batches"),
-        ({"dataset": Stream(8), "batch_size": 2, "num_workers": 1}, {}, "workers would cut the stream"),
+        ({"dataset": Stream(8), "batch_size": None}, {}, "the stream makes the batches"),
         ({"dataset": range(8), "batch_size": 2}, {"split_batches": True}, "must have their defaults"),
         ({"dataset": range(8), "batch_size": 2}, {"even_batches": False}, "must have their defaults"),
     ],
