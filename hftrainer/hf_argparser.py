@@ -74,7 +74,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             files += [Path(name) for name in vars(found)[args_file_flag.lstrip("-").replace("-", "_")] or []]
         first = [word for path in files if path.exists() for word in path.read_text().split()]
         namespace, remaining = self.parse_known_args(args=first + words)
-        objects = [self._take(kind, namespace) for kind in self.dataclass_types]
+        objects = [self._build_dataclass(kind, namespace) for kind in self.dataclass_types]
         if vars(namespace):
             objects.append(namespace)
         if return_remaining_strings:
@@ -93,7 +93,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         unused = set(args)
         objects = []
         for kind in self.dataclass_types:
-            names = {field.name for field in dataclasses.fields(kind) if field.init} | _hidden_in(kind).keys()
+            names = {field.name for field in dataclasses.fields(kind) if field.init} | _find_hidden_fields(kind).keys()
             unused -= names
             objects.append(kind(**{name: value for name, value in args.items() if name in names}))
         if unused and not allow_extra_keys:
@@ -113,10 +113,10 @@ class HfArgumentParser(argparse.ArgumentParser):
         return self.parse_dict(read_mapping(yaml_file, "YAML"), allow_extra_keys)
 
     @staticmethod
-    def _take(kind: Any, namespace: argparse.Namespace) -> Any:
+    def _build_dataclass(kind: Any, namespace: argparse.Namespace) -> Any:
         names = [field.name for field in dataclasses.fields(kind) if field.init]
         values = {name: getattr(namespace, name) for name in names}
-        values |= {name: getattr(namespace, name) for name in _hidden_in(kind) if name in vars(namespace)}
+        values |= {name: getattr(namespace, name) for name in _find_hidden_fields(kind) if name in vars(namespace)}
         for name in values:
             delattr(namespace, name)
         return kind(**values)
@@ -127,13 +127,13 @@ class HfArgumentParser(argparse.ArgumentParser):
         for field in dataclasses.fields(kind):
             if field.init:
                 _add_field(group, field, hints[field.name])
-        for name, field in _hidden_in(kind).items():
+        for name, field in _find_hidden_fields(kind).items():
             _add_field(group, field, hints[name], default=argparse.SUPPRESS)
 
 
-def _hidden_in(kind: Any) -> dict[str, Any]:
+def _find_hidden_fields(kind: Any) -> dict[str, Any]:
     """Arguments of training that `install()` accepts, though the installed release lacks them."""
-    hidden = legacy.HIDDEN if issubclass(kind, OldArguments) else {}
+    hidden = legacy.HIDDEN_FIELDS if issubclass(kind, OldArguments) else {}
     return {name: field for name, field in hidden.items() if name not in kind.__dataclass_fields__}
 
 
@@ -150,7 +150,7 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
         settings |= {"nargs": "?", "const": True}
         default = False if default is dataclasses.MISSING else default
     elif choices := _choices(value_type):
-        settings |= {"choices": choices, "type": _choice_of(choices)}
+        settings |= {"choices": choices, "type": _make_choice_converter(choices)}
     elif _is_json(hint):
         settings["type"] = _json_object
     elif typing.get_origin(value_type) is list or value_type is list:
@@ -209,7 +209,7 @@ def _choices(value_type: Any) -> list[Any]:
     return []
 
 
-def _choice_of(choices: Iterable[Any]) -> Callable[[str], Any]:
+def _make_choice_converter(choices: Iterable[Any]) -> Callable[[str], Any]:
     """Convert a word to its choice, which may be a number."""
     spelled = {str(choice): choice for choice in choices}
     return lambda word: spelled.get(word, word)

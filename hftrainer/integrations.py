@@ -92,7 +92,7 @@ def chosen(report_to: str | Sequence[str] | None) -> list[str]:
     return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
 
 
-def in_kubeflow(args: TrainingArguments) -> None:
+def add_kubeflow_tracker(args: TrainingArguments) -> None:
     """Add Kubeflow to the trackers in `args.report_to`: its jobs always report to it."""
     given = list(args.report_to or [])
     if not {"kubeflow", "all"} & {*given} and _is_available("kubeflow"):

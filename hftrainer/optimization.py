@@ -36,10 +36,10 @@ def _warmup_then(
 ) -> LambdaLR:
     """Rise linearly, then follow `shape`, a function of the steps since the warm-up."""
     # A partial, so that scheduler.pt matches transformers; of a named function, so that it can be pickled.
-    return LambdaLR(optimizer, partial(_rising_then, shape, num_warmup_steps), last_epoch)
+    return LambdaLR(optimizer, partial(_warmup_factor, shape, num_warmup_steps), last_epoch)
 
 
-def _rising_then(shape: Callable[[int], float], num_warmup_steps: int, step: int) -> float:
+def _warmup_factor(shape: Callable[[int], float], num_warmup_steps: int, step: int) -> float:
     return step / max(1, num_warmup_steps) if step < num_warmup_steps else shape(step - num_warmup_steps)
 
 
@@ -73,7 +73,7 @@ def get_cosine_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: float = 0.5, last_epoch: int = -1
 ) -> LambdaLR:
     """Rise linearly, then follow `num_cycles` waves of a cosine; the default half wave falls to 0."""
-    shape = partial(_wave_above, 0, num_cycles, num_training_steps - num_warmup_steps)
+    shape = partial(_cosine_factor, 0, num_cycles, num_training_steps - num_warmup_steps)
     return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
@@ -143,11 +143,11 @@ def get_cosine_with_min_lr_schedule_with_warmup(
 ) -> LambdaLR:
     """As `get_cosine_schedule_with_warmup`, but down to `min_lr`, or to `min_lr_rate` of the peak."""
     least = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
-    shape = partial(_wave_above, least, num_cycles, num_training_steps - num_warmup_steps)
+    shape = partial(_cosine_factor, least, num_cycles, num_training_steps - num_warmup_steps)
     return _warmup_then(shape, optimizer, num_warmup_steps, last_epoch)
 
 
-def _wave_above(least: float, num_cycles: float, steps: int, step: int) -> float:
+def _cosine_factor(least: float, num_cycles: float, steps: int, step: int) -> float:
     return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * (step / max(1, steps)))) * (1 - least) + least)
 
 

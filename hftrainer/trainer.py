@@ -26,7 +26,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.resume import unpack
 from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
-from hftrainer.compat.tracebacks import WithoutEngine
+from hftrainer.compat.tracebacks import HideEngineFrames
 from hftrainer.data import collators
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
@@ -43,7 +43,7 @@ from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
 from hftrainer.training.components import Components
-from hftrainer.training.model_setup import checked_pair
+from hftrainer.training.model_setup import check_pair
 from hftrainer.training.run import RunAttribute
 from hftrainer.training.setup import check_objects
 from hftrainer.training_args import TrainingArguments
@@ -199,14 +199,14 @@ class Trainer(EarlierMethods):
         self.compute_loss_func = compute_loss_func
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = checked_pair(optimizers)
+        self.optimizer, self.lr_scheduler = check_pair(optimizers)
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
         if (model is None) == (model_init is None):
             given = "neither" if model is None else "both"
             raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
         self._validate_args()
-        integrations.in_kubeflow(self.args)
+        integrations.add_kubeflow_tracker(self.args)
         reports = integrations.chosen(self.args.report_to)
         further_loggers = integrations.further_loggers(reports, loggers, self.args)
         self.model = model  # type: ignore[assignment]  # None until model_init is called
@@ -439,7 +439,7 @@ class Trainer(EarlierMethods):
 
     def get_optimizer_group(self, param: Any = None) -> Any:
         """The parameter group that holds `param`; without `param`, the parameters of each group."""
-        return self._hftrainer.model_setup.group_of(param)
+        return self._hftrainer.model_setup.find_group(param)
 
     def _get_learning_rate(self) -> float:
         return self._hftrainer.model_setup.learning_rate()
@@ -479,7 +479,7 @@ class Trainer(EarlierMethods):
             with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as unpacked:
                 return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
-        with WithoutEngine():
+        with HideEngineFrames():
             folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
             return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
 
@@ -745,12 +745,12 @@ class Trainer(EarlierMethods):
         if isinstance(datasets, Mapping):
             return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=eval_dataset is None)
         self._memory_tracker.start()
-        with WithoutEngine(), self._hftrainer.loaders.explain_removed_columns(datasets):
+        with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
             dataloader = self.get_eval_dataloader(eval_dataset)
             start_time = time.time()
             loss_only = True if self.compute_metrics is None else None
-            with evaluation.call_of_loop(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
-                output = evaluation.as_output(loop(), dataloader)
+            with evaluation.make_loop_call(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
+                output = evaluation.to_loop_output(loop(), dataloader)
             metrics = evaluation.report(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
@@ -769,7 +769,7 @@ class Trainer(EarlierMethods):
             Predictions and labels of shape `(samples, ...)`, padded on the right with -100, and the metrics.
         """
         self._memory_tracker.start()
-        with WithoutEngine(), self._hftrainer.loaders.explain_removed_columns(test_dataset):
+        with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(test_dataset):
             output = self._hftrainer.evaluation.predict(test_dataset, ignore_keys, metric_key_prefix)
         self._memory_tracker.stop_and_update_metrics(output.metrics)
         return output
@@ -901,7 +901,7 @@ class Trainer(EarlierMethods):
     def _load_scaler(self, checkpoint: str | None) -> None:
         """Load the loss scaler's state, if the checkpoint has it."""
         if checkpoint is not None and self.accelerator.scaler is not None:
-            resume.load_plain(self.accelerator.scaler, checkpoint, "scaler")
+            resume.load_scheduler_or_scaler(self.accelerator.scaler, checkpoint, "scaler")
 
     def _save_rng_state(self, output_dir: str) -> None:
         save_rng_state(os.path.join(output_dir, names.rng_name(self.args.process_index, self.args.world_size)))
@@ -946,7 +946,7 @@ class Trainer(EarlierMethods):
         if self.args.restore_callback_states_from_checkpoint:
             self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
         else:
-            resume.warn_of_fresh(self.callback_handler.callbacks, self.state.stateful_callbacks)
+            resume.warn_of_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Record the metric if it is the best so far; returns whether it is.

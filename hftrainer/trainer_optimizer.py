@@ -131,7 +131,7 @@ class Request:
         return value
 
 
-Made = tuple[Any, dict[str, Any]]
+OptimizerSpec = tuple[Any, dict[str, Any]]
 
 
 def _load(name: str, module: str, attribute: str) -> Any:
@@ -146,7 +146,9 @@ def _load(name: str, module: str, attribute: str) -> Any:
         raise MissingPackage(f"optim={name!r} needs {module}.{attribute} ({error}): {INSTALL[module]}") from error
 
 
-def _of(module: str, attribute: str, *, has_betas: bool = True, **kinds: Any) -> Callable[[Request], Made]:
+def _builder(
+    module: str, attribute: str, *, has_betas: bool = True, **kinds: Any
+) -> Callable[[Request], OptimizerSpec]:
     """A function that returns a class of torch or another library, and its keywords.
 
     Args:
@@ -156,7 +158,7 @@ def _of(module: str, attribute: str, *, has_betas: bool = True, **kinds: Any) ->
         kinds: the options in `optim_args`, as `Request.read` takes them.
     """
 
-    def make(request: Request) -> Made:
+    def make(request: Request) -> OptimizerSpec:
         keywords = request.adam if has_betas else request.lr
         return _load(request.name, module, attribute), {**keywords, **request.read(**kinds)}
 
@@ -169,30 +171,30 @@ def dtype(name: str) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def _adamw_torch_fused(request: Request) -> Made:
+def _adamw_torch_fused(request: Request) -> OptimizerSpec:
     # For XLA torch has no fused kernel; XLA fuses the whole step.
     fused = {} if request.args.device.type == "xla" else {"fused": True}
     return torch.optim.AdamW, {**request.adam, **fused}
 
 
-def _adamw_hf(request: Request) -> Made:
+def _adamw_hf(request: Request) -> OptimizerSpec:
     """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
     return swap.rebound("transformers.optimization", "AdamW", AdamW), request.adam
 
 
-def _adafactor(request: Request) -> Made:
+def _adafactor(request: Request) -> OptimizerSpec:
     kind = peers.of_transformers("optimization", "Adafactor", "optim='adafactor'")
     return kind, {**request.lr, "scale_parameter": False, "relative_step": False}
 
 
-def _bitsandbytes(request: Request) -> Made:
+def _bitsandbytes(request: Request) -> OptimizerSpec:
     name = request.name
     kwargs = {"optim_bits": 8 if "8bit" in name else 32, "is_paged": "paged" in name}
     if "rmsprop" in name:
         del kwargs["is_paged"]
-        return _load(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_OF_RMSPROP), **kwargs}
+        return _load(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_RMSPROP), **kwargs}
     if "lion" in name:
         own = {**request.lr, "betas": request.adam["betas"]}
         return _load(name, "bitsandbytes.optim", "Lion"), {**own, **kwargs}
@@ -208,7 +210,7 @@ def _bitsandbytes(request: Request) -> Made:
     return _load(name, "bitsandbytes.optim", "AdamW"), {**request.adam, **kwargs}
 
 
-def _galore(request: Request) -> Made:
+def _galore(request: Request) -> OptimizerSpec:
     kind = "GaLoreAdafactor" if "adafactor" in request.name else "GaLoreAdamW"
     kind += "8bit" if "8bit" in request.name else ""
     own = request.read(rank=(int, 128), update_proj_gap=(int, 200), scale=(float, 0.25), proj_type=(str, "std"))
@@ -219,7 +221,7 @@ def _galore(request: Request) -> Made:
     return low_rank.build(request.name, request.args, request.model, made, own, kwargs)
 
 
-def _apollo(request: Request) -> Made:
+def _apollo(request: Request) -> OptimizerSpec:
     own = request.read(
         rank=(int, 128),
         proj=(str, "random"),
@@ -233,14 +235,14 @@ def _apollo(request: Request) -> Made:
     return low_rank.build(request.name, request.args, request.model, made, own, request.lr)
 
 
-def _lomo(request: Request) -> Made:
+def _lomo(request: Request) -> OptimizerSpec:
     kind = _load(request.name, "lomo_optim", "AdaLomo" if request.name == "adalomo" else "Lomo")
     if request.model is None:
         raise InvalidArgument(f"optim={request.name!r} needs the model, not its parameters: pass model=.")
     return kind, {**request.lr, "model": request.model}
 
 
-def _schedule_free(request: Request) -> Made:
+def _schedule_free(request: Request) -> OptimizerSpec:
     kinds = {"radam": "RAdamScheduleFree", "adamw": "AdamWScheduleFree", "sgd": "SGDScheduleFree"}
     which = request.name.removeprefix("schedule_free_")
     kwargs = request.lr if which == "sgd" else request.adam
@@ -256,25 +258,25 @@ def _schedule_free(request: Request) -> Made:
     return _load(request.name, "schedulefree", kinds[which]), kwargs
 
 
-def _stable_adamw(request: Request) -> Made:
+def _stable_adamw(request: Request) -> OptimizerSpec:
     options = request.read(decouple_lr=(bool, False), max_lr=(float, None), kahan_sum=(bool, None))
     keywords = {**request.adam, "weight_decay": request.args.weight_decay, **options}
     return _load(request.name, "optimi", "StableAdamW"), keywords
 
 
-_OF_RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
-_OF_TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
+_RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
+_TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
 
 #: Optimizer name → function that returns its class and keywords.
-OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
+OPTIMIZERS: dict[str, Callable[[Request], OptimizerSpec]] = {
     "adamw_hf": _adamw_hf,
-    "adamw_torch": _of("torch.optim", "AdamW"),
+    "adamw_torch": _builder("torch.optim", "AdamW"),
     "adamw_torch_fused": _adamw_torch_fused,
-    "adamw_torch_xla": _of("torch_xla.amp.syncfree", "AdamW"),
-    "adamw_torch_npu_fused": _of("torch_npu.optim", "NpuFusedAdamW"),
-    "adamw_apex_fused": _of("apex.optimizers", "FusedAdam"),
+    "adamw_torch_xla": _builder("torch_xla.amp.syncfree", "AdamW"),
+    "adamw_torch_npu_fused": _builder("torch_npu.optim", "NpuFusedAdamW"),
+    "adamw_apex_fused": _builder("apex.optimizers", "FusedAdam"),
     "adafactor": _adafactor,
-    "adamw_anyprecision": _of(
+    "adamw_anyprecision": _builder(
         "torchdistx.optimizers",
         "AnyPrecisionAdamW",
         use_kahan_summation=(bool, False),
@@ -282,13 +284,13 @@ OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
         variance_dtype=(dtype, torch.float32),
         compensation_buffer_dtype=(dtype, torch.bfloat16),
     ),
-    "adamw_torch_4bit": _of("torchao.optim", "AdamW4bit", **_OF_TORCHAO),
-    "adamw_torch_8bit": _of("torchao.optim", "AdamW8bit", **_OF_TORCHAO),
-    "sgd": _of(
+    "adamw_torch_4bit": _builder("torchao.optim", "AdamW4bit", **_TORCHAO),
+    "adamw_torch_8bit": _builder("torchao.optim", "AdamW8bit", **_TORCHAO),
+    "sgd": _builder(
         "torch.optim", "SGD", has_betas=False, momentum=float, dampening=float, weight_decay=float, nesterov=bool
     ),
-    "adagrad": _of("torch.optim", "Adagrad", has_betas=False, lr_decay=float, weight_decay=float, eps=float),
-    "rmsprop": _of("torch.optim", "RMSprop", has_betas=False, **_OF_RMSPROP),
+    "adagrad": _builder("torch.optim", "Adagrad", has_betas=False, lr_decay=float, weight_decay=float, eps=float),
+    "rmsprop": _builder("torch.optim", "RMSprop", has_betas=False, **_RMSPROP),
     **dict.fromkeys(
         """
         ademamix adamw_bnb_8bit adamw_8bit ademamix_8bit lion_8bit lion_32bit paged_adamw_32bit paged_adamw_8bit
@@ -306,7 +308,7 @@ OPTIMIZERS: dict[str, Callable[[Request], Made]] = {
     ),
     "lomo": _lomo,
     "adalomo": _lomo,
-    "grokadamw": _of(
+    "grokadamw": _builder(
         "grokadamw",
         "GrokAdamW",
         has_betas=False,
@@ -337,7 +339,7 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> Made:
+def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> OptimizerSpec:
     """Class and keywords of the optimizer that `args.optim` names.
 
     Raises:

@@ -30,11 +30,11 @@ def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, torch.Tensor):  # the common case first: `isinstance(data, Mapping)` is slow
         return function(data)
     if isinstance(data, _CONTAINERS):
-        return rebuilt(data, lambda value: nested_apply(function, value))
+        return rebuild_container(data, lambda value: nested_apply(function, value))
     return function(data)
 
 
-def rebuilt(container: Any, part: Callable[[Any], Any]) -> Any:
+def rebuild_container(container: Any, part: Callable[[Any], Any]) -> Any:
     """A container of the same type, with `part` applied to each value of a mapping, list or tuple."""
     if isinstance(container, (dict, Mapping)):
         return type(container)({key: part(value) for key, value in container.items()})  # type: ignore[call-arg]
@@ -65,7 +65,7 @@ def drop_all_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
     if lists_of_samples and isinstance(data, list):
         return []
     if isinstance(data, _CONTAINERS):
-        return rebuilt(data, lambda value: drop_all_rows(value, lists_of_samples=lists_of_samples))
+        return rebuild_container(data, lambda value: drop_all_rows(value, lists_of_samples=lists_of_samples))
     if isinstance(data, (torch.Tensor, np.ndarray)):
         return (data if data.ndim else data.reshape(1))[:0]
     return data

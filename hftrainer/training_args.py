@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class _AcceptingHidden(abc.ABCMeta):
+class _HiddenFieldsMeta(abc.ABCMeta):
     """Accepts, under `install()`, keywords for fields that the installed release lacks.
 
     The generated `__init__` of a subclass has no parameters for them, so they are taken out before it is called.
@@ -53,7 +53,7 @@ class _AcceptingHidden(abc.ABCMeta):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        hidden = _not_taken(cls.__init__, [name for name in kwargs if name in legacy.HIDDEN])  # type: ignore[misc]
+        hidden = _find_unaccepted(cls.__init__, [name for name in kwargs if name in legacy.HIDDEN_FIELDS])  # type: ignore[misc]
         given = {name: kwargs.pop(name) for name in hidden}
         instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         vars(instance)["_hidden_given"] = given
@@ -63,7 +63,7 @@ class _AcceptingHidden(abc.ABCMeta):
 
 
 @dataclass
-class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
+class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
     The fields are documented in `hftrainer.arguments`, a module per subject. It is a dataclass: subclass it to add
@@ -81,7 +81,7 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         """Check the keywords before the generated `__init__`, to suggest the right ones."""
         known = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = [name for name in kwargs if name not in known]
-        if unknown and (unknown := _not_taken(cls.__init__, unknown)):
+        if unknown and (unknown := _find_unaccepted(cls.__init__, unknown)):
             raise UnknownArgument(
                 "; ".join(f"{cls.__name__} has no argument {name!r}{suggest(name, known)}" for name in unknown)
             )
@@ -90,7 +90,7 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        fields = [*legacy.HIDDEN.values(), *dataclasses.fields(self)]
+        fields = [*legacy.HIDDEN_FIELDS.values(), *dataclasses.fields(self)]
         defaults = {field.name: field.default for field in fields}
         legacy.translate(self, defaults)
         normalize(self)
@@ -100,9 +100,9 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
         if found:
             raise InvalidArgument("\n".join(found))
         self.hf_deepspeed_config = set_up_deepspeed(self)
-        self._connect_launched()
+        self._join_process_group()
         initialize_state(ResolvedArguments(self))
-        legacy.set_values(self)
+        legacy.set_release_values(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude a Trainer's resolved arguments from copies and pickles: they belong to that Trainer and process."""
@@ -148,7 +148,7 @@ class TrainingArguments(ChainingSetters, metaclass=_AcceptingHidden):
                 f"deepspeed_plugin={plugin!r} cannot be set: give the configuration as `deepspeed`, or leave it out."
             )
 
-    def _connect_launched(self) -> None:
+    def _join_process_group(self) -> None:
         """Start the process group of launched processes, which scripts expect once arguments exist.
 
         Unsupported arguments raise when the Trainer is made; here they only keep the process group from starting.
@@ -212,7 +212,7 @@ def without_tokens(args: Any) -> Any:
     return copied
 
 
-def _not_taken(initialize: Callable[..., None], names: list[str]) -> list[str]:
+def _find_unaccepted(initialize: Callable[..., None], names: list[str]) -> list[str]:
     """The keywords that `__init__` does not accept: a subclass may have its own `__init__` and `InitVar`s."""
     taken = inspect.signature(initialize).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):

@@ -91,7 +91,7 @@ class DeepSpeedRun:
         self.is_training = True
         configure_activation_checkpointing(config)
         self.engine.checkpoint_engine = writer = _ErrorDeferringWriter(self.engine.checkpoint_engine)
-        self.engine._copy_recovery_script = writer.deferring(self.engine._copy_recovery_script)
+        self.engine._copy_recovery_script = writer.defer_errors(self.engine._copy_recovery_script)
         return EngineOptimizer(self.engine.optimizer), None if scheduler is None else EngineScheduler(scheduler)
 
     def initialize_inference(self, model: torch.nn.Module) -> Any:
@@ -168,7 +168,7 @@ class DeepSpeedRun:
             save_latest=False,
         )
         if processes.rank == 0:
-            writer.deferring(write_tag)(folder, f"global_step{self.engine.global_steps}")
+            writer.defer_errors(write_tag)(folder, f"global_step{self.engine.global_steps}")
         errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
         if errors:
             raise errors[0]
@@ -402,9 +402,9 @@ class _ErrorDeferringWriter(_Wrapper):
     def __init__(self, writer: Any) -> None:
         super().__init__(writer)
         self._error: OSError | RuntimeError | None = None
-        self.save, self.makedirs = self.deferring(writer.save), self.deferring(writer.makedirs)
+        self.save, self.makedirs = self.defer_errors(writer.save), self.defer_errors(writer.makedirs)
 
-    def deferring(self, write: Callable[..., Any]) -> Callable[..., None]:
+    def defer_errors(self, write: Callable[..., Any]) -> Callable[..., None]:
         """Wrap a function so that its storage error is kept and not raised."""
 
         def call(*args: Any, **kwargs: Any) -> None:

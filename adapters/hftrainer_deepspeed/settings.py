@@ -20,14 +20,14 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, set_hf
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import requested_precision
 from hftrainer.errors import InvalidConfig, suggest
-from hftrainer.parallel.config_files import env_flag, parse_bool, read_config, why_text
+from hftrainer.parallel.config_files import describe_text, env_flag, parse_bool, read_config
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
 from hftrainer_deepspeed.start import connect
 
 AUTO = "auto"
 #: Arguments whose default a value in the configuration overrides.
-_GIVE_WAY = ("max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
+_OVERRIDABLE = ("max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
 #: The formula of `train_batch_size`, for error messages.
 _WHOLE_BATCH = "per_device_train_batch_size * gradient_accumulation_steps * processes"
 #: Keys that are filled in when the model and the number of steps are known.
@@ -110,7 +110,7 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         if given == AUTO:
             node[key] = hf_val
         elif isinstance(hf_val, (int, float)) and not isinstance(given, (int, float)):
-            reason = why_text(given) or "must be a number, true, false or 'auto'"
+            reason = describe_text(given) or "must be a number, true, false or 'auto'"
             self.mismatches.append(f"deepspeed: {ds_key_long}={given!r} {reason}.")
         elif given != hf_val and self._unchanged.issuperset(names):
             self.notes.append(f"deepspeed: {ds_key_long}={given!r} is used instead of the default {shown}={hf_val!r}.")
@@ -175,14 +175,14 @@ def _values(args: BaseArguments) -> SimpleNamespace:
     requested = requested_precision(args)
     half = {name: requested == name or getattr(args, f"{name}_full_eval") for name in ("bf16", "fp16")}
     of_apex = {"fp16_backend": AUTO, "fp16_opt_level": None}  # until v4.57
-    values = {name: getattr(args, name) for name in (*names, *_GIVE_WAY)}
+    values = {name: getattr(args, name) for name in (*names, *_OVERRIDABLE)}
     return SimpleNamespace(**values, **half, **of_apex, bf16_full_eval=False, fp16_full_eval=False)
 
 
 def _unchanged(args: BaseArguments, values: SimpleNamespace) -> frozenset[str]:
     """The arguments that a configuration may override, since they have their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    found = {name for name in (*_GIVE_WAY, "bf16", "fp16") if getattr(values, name) == defaults[name]}
+    found = {name for name in (*_OVERRIDABLE, "bf16", "fp16") if getattr(values, name) == defaults[name]}
     return frozenset(found if args.get_warmup_steps(1_000_000) else {*found, "warmup_steps"})
 
 
@@ -331,7 +331,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
         InvalidConfig: if it cannot be read.
     """
     if given in (None, "", False):
-        return _of_launcher(environment)
+        return _read_launcher_config(environment)
     if given is True or str(given).lower() == "true":
         return {"zero_optimization": {"stage": 2}}
     if isinstance(given, dict) or os.path.exists(str(given)):
@@ -350,7 +350,7 @@ def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> d
     )
 
 
-def _of_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
+def _read_launcher_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
     """The configuration from `accelerate launch --use_deepspeed`."""
     if not env_flag("ACCELERATE_USE_DEEPSPEED", environment=environment):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.config_files import why_text
+from hftrainer.parallel.config_files import describe_text
 from hftrainer.parallel.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -92,4 +92,4 @@ def _reasons(key: str, config: dict[str, Any], error: Exception) -> Iterator[str
         if detail["type"] == "extra_forbidden":
             yield f"{shown}: DeepSpeed has no such key: {what_to_do}."
         else:
-            yield f"{shown} is refused by DeepSpeed ({why_text(detail['input']) or detail['msg']}): {what_to_do}."
+            yield f"{shown} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {what_to_do}."

@@ -16,7 +16,7 @@ from hftrainer.compat import peers
 from hftrainer.errors import InvalidConfig, UnsupportedArgument
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.strategy import MakeOptimizer, Strategy, in_type, is_deepspeed_engine
+from hftrainer.strategies.strategy import MakeOptimizer, Strategy, cast_floating, is_deepspeed_engine
 from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_deepspeed.settings import DeepSpeedPlugin
 from hftrainer_deepspeed.start import connect
@@ -154,7 +154,7 @@ class DeepSpeedStrategy(Strategy):
     def cast(self, batch: Any, model: nn.Module) -> Any:
         """The batch with floating-point tensors in the dtype of the weights, which DeepSpeed has chosen."""
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
-        return in_type(batch, dtype)
+        return cast_floating(batch, dtype)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients before clipping; DeepSpeed's engine has already clipped them."""
@@ -218,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
     ) -> None:
         """Load the schedule's state: the engine has loaded the optimizer's with the weights."""
         if not self.owns_scheduler:
-            resume.load_plain(scheduler, folder, "scheduler")
+            resume.load_scheduler_or_scaler(scheduler, folder, "scheduler")
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:

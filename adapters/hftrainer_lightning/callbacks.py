@@ -165,7 +165,7 @@ def collect_state(
         kept["pruning"] = _pruning_state(pruning, module)
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
         return None, kept
-    own = _weights_shown(trainer, module)
+    own = _weights_for_callbacks(trainer, module)
     checkpoint = {"state_dict": own, "epoch": trainer.current_epoch, "global_step": trainer.global_step, **kept}
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
@@ -175,7 +175,7 @@ def collect_state(
     return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
 
 
-def _weights_shown(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
+def _weights_for_callbacks(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
     """The weights for callbacks; empty for a sharded model, since gathering them would be expensive."""
     return {} if trainer.strategy.shards else module.state_dict()  # type: ignore[attr-defined]
 
@@ -217,7 +217,7 @@ def restore_state(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str,
     """
     if (pruning := find_callback(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
         _restore_pruning(pruning, module, kept["pruning"])
-    checkpoint = {"state_dict": _weights_shown(trainer, module), "callbacks": {}, **copy.deepcopy(dict(kept))}
+    checkpoint = {"state_dict": _weights_for_callbacks(trainer, module), "callbacks": {}, **copy.deepcopy(dict(kept))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
@@ -268,10 +268,10 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: Trainin
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     averaged = averaging is not None and averaging.n_averaged is not None
     if averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(hooks.batches(), _Forward(module.model, hooks))
+        update_bn(hooks.batches(), _BatchForward(module.model, hooks))
 
 
-class _Forward(torch.nn.Module):
+class _BatchForward(torch.nn.Module):
     """A model whose forward takes a batch, as the Trainer's loss does."""
 
     def __init__(self, model: torch.nn.Module, hooks: TrainingLoop) -> None:

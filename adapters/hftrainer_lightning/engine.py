@@ -25,7 +25,7 @@ from hftrainer_lightning.module import TrainerModule
 from hftrainer_lightning.precision import precision_plugin
 from hftrainer_lightning.private_api import evaluation as loops, finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
-from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, around_lightning, copy_profiler
+from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, copy_profiler, quiet_lightning
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
 from hftrainer_lightning.strategies import StrategySettings, accelerator
 
@@ -108,12 +108,12 @@ class LightningEngine:
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
             sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
-        with around_lightning():
+        with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
                 # Under manual optimization the module accumulates itself; Lightning refuses this argument.
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
-                logger=self._found_loggers(),
+                logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
                 strategy=self.strategy.lightning_strategy(
                     StrategySettings(self.scaler, find_unused_parameters, sync_each_batch)
@@ -135,7 +135,7 @@ class LightningEngine:
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
-            with around_lightning():
+            with quiet_lightning():
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
         except Exception as error:
@@ -205,7 +205,7 @@ class LightningEngine:
             loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer = self.trainer, self.module, self.evaluating
-        with around_lightning():
+        with quiet_lightning():
             # compute_metrics may start a nested evaluation, which needs a second trainer.
             if self.trainer is None or self.evaluating:
                 self.trainer = self._build_trainer(max_epochs=1)
@@ -215,7 +215,7 @@ class LightningEngine:
                 if not isinstance(callback, lightning_callbacks.TRAINING_ONLY)
             ]
             # Lightning opens the loggers that it gets, which starts a run; only callbacks need them here.
-            self.trainer.loggers = loggers = self._found_loggers() if self.callbacks else []
+            self.trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
             self.module = module = TrainerModule(model)
             module.attach_evaluation(evaluation, getattr(self.trainer, f"{stage}_loop"))
             self.evaluating = True
@@ -349,7 +349,7 @@ class LightningEngine:
         else:
             loss.backward(**kwargs)
 
-    def _found_loggers(self) -> list[Logger]:
+    def _loggers_or_fallback(self) -> list[Logger]:
         """The loggers, or a fallback, since some Lightning callbacks refuse to run without a logger."""
         return self._loggers() or ([self._values] if self.callbacks else [])
 

@@ -62,9 +62,9 @@ class PlainPrecision(Precision):
             return None
         kind: Any = type(optimizer)
         if self.scaler is None:
-            return optimizer.step(*_no_closure(kind), **kwargs)
+            return optimizer.step(*_closure_arguments(kind), **kwargs)
         before = self.scaler.get_scale()
-        result = self.scaler.step(optimizer, *_no_closure(kind), **kwargs)
+        result = self.scaler.step(optimizer, *_closure_arguments(kind), **kwargs)
         self.scaler.update()
         self.skipped = self.scaler.get_scale() < before
         return result
@@ -76,7 +76,7 @@ class PlainPrecision(Precision):
 
 
 @functools.lru_cache(maxsize=16)
-def _no_closure(kind: Any) -> tuple[None, ...]:
+def _closure_arguments(kind: Any) -> tuple[None, ...]:
     """Arguments for `step`: None where the optimizer's class requires a closure, as accelerate passes it."""
     parameters = list(inspect.signature(kind.step).parameters.values())[1:]
     needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
@@ -87,7 +87,7 @@ class FullPrecision(PlainPrecision):
     """Float32 throughout."""
 
 
-class _AroundForward(PlainPrecision):
+class _ForwardPrecision(PlainPrecision):
     """Wraps the `forward` of the user's model, and nothing else, until `teardown`.
 
     Lightning's own plugins wrap the whole training step, so a loss computed outside the model (`compute_loss`,
@@ -124,7 +124,7 @@ class _AroundForward(PlainPrecision):
             model.forward = own
 
 
-class ForwardAutocast(_AroundForward, MixedPrecision):
+class ForwardAutocast(_ForwardPrecision, MixedPrecision):
     """Autocast around the model's `forward` only, with float32 outputs, as in accelerate."""
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -138,7 +138,7 @@ class ForwardAutocast(_AroundForward, MixedPrecision):
         return torch.autocast(self.device, dtype=dtype)
 
 
-class ForwardInType(_AroundForward):
+class ForwardInType(_ForwardPrecision):
     """'bf16-true' and '64-true': one dtype for all weights, and by default for tensors created in `forward`.
 
     The Trainer converts the batches.

@@ -164,16 +164,16 @@ class RaySearch(SearchBackend):
             with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
                 path = None if folder is None else str(next(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
                 self.objective(trainer, trial, checkpoint=path)
-            self.after_saving(trainer)
+            self.send_pending_report(trainer)
         finally:
             self.components.runner.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
         """Store the report. It is sent to Ray after the checkpoint of this step, if one is due."""
-        self.after_saving(trainer)
+        self.send_pending_report(trainer)
         self._pending = step, {**metrics, "objective": float(objective)}
 
-    def after_saving(self, trainer: Trainer) -> None:
+    def send_pending_report(self, trainer: Trainer) -> None:
         """Report the last evaluation to Ray, with the checkpoint of its step if there is one.
 
         Raises:

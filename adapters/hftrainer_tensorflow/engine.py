@@ -105,7 +105,7 @@ class TFEngine(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of the TFTrainer's `training_step`."""
-        loss = self.host._trained(inputs["features"], inputs["labels"], inputs["instances"])
+        loss = self.host._run_training_step(inputs["features"], inputs["labels"], inputs["instances"])
         self.epoch_loss = self.epoch_loss + loss.detach()
         # Each rank has a part of the loss, but gradients are averaged: multiply by the number of ranks.
         return loss * self.accelerator.processes.data_world_size

@@ -42,7 +42,7 @@ class RowDataset:
         self._drops_remainder = False
         self._begun = 0
 
-    def _with(self, **settings: Any) -> RowDataset:
+    def _copy_with(self, **settings: Any) -> RowDataset:
         made = copy.copy(self)
         vars(made).update({f"_{name}": value for name, value in settings.items()}, _begun=0)
         return made
@@ -53,15 +53,15 @@ class RowDataset:
 
     def repeat(self) -> RowDataset:
         """Repeat the rows without end."""
-        return self._with(repeats=True)
+        return self._copy_with(repeats=True)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
         """Shuffle all rows in each pass; `buffer_size` is ignored."""
-        return self._with(seed=0 if seed is None else seed)
+        return self._copy_with(seed=0 if seed is None else seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> RowDataset:
         """Group the rows into batches of NumPy arrays."""
-        return self._with(size=batch_size, drops_remainder=drop_remainder)
+        return self._copy_with(size=batch_size, drops_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[Any]:
         self._begun += 1

@@ -83,7 +83,7 @@ class TFTrainer:
         self._given = model
         self.model: Any = models.torch_model(model)
         self._engine = TFEngine(self, self.model, args)
-        integrations.in_kubeflow(args)
+        integrations.add_kubeflow_tracker(args)
         reports = integrations.chosen(args.report_to)
         if "wandb" in reports:
             self.setup_wandb()
@@ -122,13 +122,13 @@ class TFTrainer:
         dataset = eval_dataset if eval_dataset is not None else self.eval_dataset
         if dataset is None:
             raise InvalidArgument("Evaluation needs an eval_dataset: pass one to TFTrainer, or to evaluate().")
-        return self._evaluated(dataset, drop_last=self.args.dataloader_drop_last)
+        return self._make_evaluation_batches(dataset, drop_last=self.args.dataloader_drop_last)
 
     def get_test_tfdataset(self, test_dataset: Any) -> tuple[Any, int, int]:
         """The batches of a prediction, their number, and the number of samples."""
-        return self._evaluated(test_dataset, drop_last=False)
+        return self._make_evaluation_batches(test_dataset, drop_last=False)
 
-    def _evaluated(self, dataset: Any, *, drop_last: bool) -> tuple[Any, int, int]:
+    def _make_evaluation_batches(self, dataset: Any, *, drop_last: bool) -> tuple[Any, int, int]:
         pipeline, size = self._pipeline(dataset), self.args.eval_batch_size
         count = pipelines.count_rows(pipeline)
         if drop_last and count < size:
@@ -202,7 +202,7 @@ class TFTrainer:
         loss, _ = self.run_model(features, labels, True)
         return models.check_loss(loss) / nb_instances_in_global_batch
 
-    def _trained(self, features: Any, labels: Any, instances: int) -> torch.Tensor:
+    def _run_training_step(self, features: Any, labels: Any, instances: int) -> torch.Tensor:
         loss = self.training_step(features, labels, instances)
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise UnsupportedArgument(

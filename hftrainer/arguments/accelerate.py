@@ -174,7 +174,7 @@ class Variable:
 
 _OFF = ("", *FALSE)
 #: Effect of the variables that only accelerate's own functions read.
-_ITS_OWN = "of accelerate's own functions"
+_ACCELERATE_ONLY = "of accelerate's own functions"
 _WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a file of one is given"
 
 #: Name of a variable, or a prefix followed by '*' → how the variable is handled.
@@ -220,10 +220,10 @@ VARIABLES = {
     ),
     "ACCELERATE_IN_TPU_POD": Variable("of accelerate's launcher"),
     "ACCELERATE_DEBUG_RDV_FILE": Variable("of accelerate's debug_launcher"),
-    "ACCELERATE_BYPASS_DEVICE_MAP": Variable(_ITS_OWN),
-    "ACCELERATE_INIT_INCLUDE_BUFFERS": Variable(_ITS_OWN),
-    "ACCELERATE_LOG_LEVEL": Variable(_ITS_OWN),
-    "ACCELERATE_ENABLE_RICH": Variable(_ITS_OWN),
+    "ACCELERATE_BYPASS_DEVICE_MAP": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_INIT_INCLUDE_BUFFERS": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_LOG_LEVEL": Variable(_ACCELERATE_ONLY),
+    "ACCELERATE_ENABLE_RICH": Variable(_ACCELERATE_ONLY),
     "ACCELERATE_NUM_PROCESSES": Variable("of accelerate's own tests"),
 }
 
@@ -234,7 +234,7 @@ def find_variable(name: str) -> Variable | None:
     return VARIABLES.get(name) or next(rows, None)
 
 
-def check_launched(device: Any, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+def check_launch_variables(device: Any, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """A sentence for each setting of accelerate's launchers that is not supported.
 
     Args:
@@ -256,6 +256,6 @@ def check_launched(device: Any, environment: Mapping[str, str] = os.environ) -> 
                 yield f"ACCELERATE_TORCH_DEVICE={given!r}, but the run is on {str(device)!r}: {instead}."
 
 
-def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+def find_unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Variables of accelerate that are not in the table: misspelled, or of a newer release."""
     return sorted(name for name in environment if name.startswith("ACCELERATE_") and find_variable(name) is None)

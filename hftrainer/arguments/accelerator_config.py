@@ -67,7 +67,7 @@ class AcceleratorConfig:
         """Whether the processes average their gradients after each micro-batch."""
         return bool((self.gradient_accumulation_kwargs or {}).get("sync_each_batch"))
 
-    def of_data(self) -> dict[str, Any]:
+    def data_settings(self) -> dict[str, Any]:
         """The keys that decide which samples a process gets, as plain values."""
         names = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
         return {name: getattr(self, name) for name in names}

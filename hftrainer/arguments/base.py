@@ -188,7 +188,7 @@ class BaseArguments(OldArguments):
         Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
         without a JSON form, in a subclass's fields, are kept as they are.
         """
-        own = legacy.redeclared_old_names(type(self)) | legacy.CURRENT
+        own = legacy.redeclared_old_names(type(self)) | legacy.CURRENT_FIELDS
         mirrors, silent = legacy.RENAMED.keys() - own, {**_EXTRA_ARGUMENT_DEFAULTS, **dict.fromkeys(own, _SHOWN)}
         shown = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirrors]
         values = {name: getattr(self, name) for name in shown}

@@ -47,7 +47,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     args, kind, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
     if legacy.value(args, "use_mps_device") and kind != "mps":
-        yield f"use_mps_device=True, but {_why_no_mps(args)}: leave it out to train on {kind}."
+        yield f"use_mps_device=True, but {_explain_missing_mps(args)}: leave it out to train on {kind}."
     found = [name for name in _UNSUPPORTED_DEVICES if hasattr(torch, name) and getattr(torch, name).is_available()]
     if kind == "cpu" and found and not _asks_for_cpu(args):
         yield (
@@ -74,7 +74,7 @@ def _asks_for_cpu(args: BaseArguments) -> bool:
     return getattr(args, "_should_use_cpu", args.use_cpu)
 
 
-def _why_no_mps(args: BaseArguments) -> str:
+def _explain_missing_mps(args: BaseArguments) -> str:
     if _asks_for_cpu(args):
         return "use_cpu=True contradicts it"
     if not torch.backends.mps.is_built():

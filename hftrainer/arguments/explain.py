@@ -64,16 +64,16 @@ class Explanation:
         for kind, title in TITLES.items():
             if lines := [line for line in self.lines if line.kind == kind]:
                 shown = (f"{line.argument}={line.value!r}: {line.detail}" for line in lines)
-                parts += [title, *(text for sentence in shown for text in _indented(sentence)), ""]
+                parts += [title, *(text for sentence in shown for text in _wrap_indented(sentence)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
         if self.errors:
-            parts += [TITLES["refused"], *(text for error in self.errors for text in _indented(error)), ""]
+            parts += [TITLES["refused"], *(text for error in self.errors for text in _wrap_indented(error)), ""]
         if self.refused:
-            parts += [*_indented(f"A Trainer refuses {', '.join(self.refused)}, for the reasons above."), ""]
+            parts += [*_wrap_indented(f"A Trainer refuses {', '.join(self.refused)}, for the reasons above."), ""]
         if self.refused or self.errors:
             return "\n".join(parts)
-        return "\n".join([*parts, *_shown(self.policy), "", "Lightning's Trainer gets", *_indented(self.call)])
+        return "\n".join([*parts, *_shown(self.policy), "", "Lightning's Trainer gets", *_wrap_indented(self.call)])
 
     @property
     def refused(self) -> list[str]:
@@ -89,7 +89,7 @@ def explain(args: BaseArguments) -> Explanation:
     values = args.to_dict()
     lines = []
     for name, (given, about) in given_arguments(args).items():
-        if name in values or name in legacy.HIDDEN:
+        if name in values or name in legacy.HIDDEN_FIELDS:
             value = values.get(name, given)
             detail = about.detail or about.help
             detail = f"off; with True: {detail}" if value is False else detail
@@ -110,14 +110,14 @@ def _shown(policy: ReleasePolicy) -> list[str]:
     if not differences:
         shown = [f"Behaves as transformers {policy.release}, the newest release that is known."]
         if (installed := installed_release()) != policy.release:
-            shown += _indented(
+            shown += _wrap_indented(
                 f"install() and `python -m hftrainer run` follow the installed {installed}; "
                 f"lightning_config={{'behaviour': '{installed}'}} follows it here too, and shows what differs."
             )
         return shown
     heading = f"Behaves as transformers {policy.release}, where it differs from {NEWEST}:"
-    return [heading, *(line for name, text in differences.items() for line in _indented(f"{name}: {text}"))]
+    return [heading, *(line for name, text in differences.items() for line in _wrap_indented(f"{name}: {text}"))]
 
 
-def _indented(text: str) -> list[str]:
+def _wrap_indented(text: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

@@ -181,7 +181,7 @@ def same(new: str) -> Rename:
     return Rename(new, new, lambda now, old: old, lambda now: now)
 
 
-def switch_of(new: str, value: str, otherwise: str | None = None) -> Rename:
+def to_value(new: str, value: str, otherwise: str | None = None) -> Rename:
     """Renames a boolean to a value of the new argument. Without `otherwise`, False has no effect."""
 
     def write(now: Any, old: Any) -> Any:
@@ -192,17 +192,17 @@ def switch_of(new: str, value: str, otherwise: str | None = None) -> Rename:
     return Rename(new, f"{new}={value!r}", write, lambda now: now == value)
 
 
-def item_of(new: str, value: str) -> Rename:
+def to_item(new: str, value: str) -> Rename:
     """Renames a boolean to an item of the new argument's list."""
 
     def write(now: Any, old: Any) -> Any:
-        others = [word for word in as_words(now) if word != value]
+        others = [word for word in split_words(now) if word != value]
         return [*others, value] if old else others
 
     return Rename(new, f"{new}=[{value!r}]", write, lambda now: value in (now or ()), merges=True)
 
 
-def key_of(new: str, key: str, *, takes_false: bool = False) -> Rename:
+def to_key(new: str, key: str, *, takes_false: bool = False) -> Rename:
     """Renames an argument to a key of the new one."""
 
     def write(now: Any, old: Any) -> Any:
@@ -217,6 +217,6 @@ def key_of(new: str, key: str, *, takes_false: bool = False) -> Rename:
     return Rename(new, f"{new}[{key!r}]", write, read, merges=True, takes_false=takes_false)
 
 
-def as_words(value: Any) -> list[Any]:
+def split_words(value: Any) -> list[Any]:
     """The words of a text; the items of a list."""
     return value.split() if isinstance(value, str) else list(value or [])

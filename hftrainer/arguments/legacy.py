@@ -33,8 +33,8 @@ RENAMED = {name: about.renamed for name, about in ARGUMENTS.items() if about.ren
 #: Old arguments without a new name → their values when not given.
 KEPT = {name: about.neutral for name, about in ARGUMENTS.items() if about.until and about.neutral is not None}
 #: Under install(): the old fields that the installed release still has, and our fields that it lacks.
-CURRENT: set[str] = set()
-HIDDEN: dict[str, Any] = {}
+CURRENT_FIELDS: set[str] = set()
+HIDDEN_FIELDS: dict[str, Any] = {}
 FIELDS = {name: field for name, field in OldArguments.__dataclass_fields__.items() if ARGUMENTS[name].until}
 
 
@@ -58,7 +58,9 @@ def redeclared_old_names(kind: type) -> frozenset[str]:
     if not issubclass(kind, OldArguments):
         return frozenset()
     theirs = kind.__dataclass_fields__
-    return frozenset(name for name in FIELDS.keys() - CURRENT if theirs.get(name, FIELDS[name]) is not FIELDS[name])
+    return frozenset(
+        name for name in FIELDS.keys() - CURRENT_FIELDS if theirs.get(name, FIELDS[name]) is not FIELDS[name]
+    )
 
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
@@ -83,7 +85,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     """
     vars(args)["_legacy_done"] = True
     own = redeclared_old_names(type(args))
-    pending = _take_hidden(args, own) | {name: vars(args)[name] for name in (RENAMED.keys() - own) & vars(args).keys()}
+    pending = _pop_hidden(args, own) | {name: vars(args)[name] for name in (RENAMED.keys() - own) & vars(args).keys()}
     # Only copies of existing arguments already have values for these.
     is_copy = all(getattr(args, name, None) is not None for name in KEPT)
     given = []
@@ -99,7 +101,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     for name, default in KEPT.items():
         if getattr(args, name, default) is None and name not in own:
             setattr(args, name, default)
-    now_named = [f"{name} is now {RENAMED[name].spelled}" for name in given if name not in CURRENT]
+    now_named = [f"{name} is now {RENAMED[name].spelled}" for name in given if name not in CURRENT_FIELDS]
     if vars(args)["debug"] is True:  # the only option until v4.5
         args.debug = DebugOption.TPU_METRICS_DEBUG.value
         now_named.append(f"debug=True is now debug={args.debug!r}")
@@ -110,23 +112,23 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
         warnings.warn("\n".join(sentences), FutureWarning, stacklevel=5)
 
 
-def _take_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:
+def _pop_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:
     """The values given by old names that the installed release lacks; values without a new name stay attributes."""
-    names = ((HIDDEN.keys() & FIELDS.keys()) - own) & vars(args).keys()
+    names = ((HIDDEN_FIELDS.keys() & FIELDS.keys()) - own) & vars(args).keys()
     found = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_given", {})
     fields = type(args).__dataclass_fields__  # a subclass defined before `install()` still has the old names
-    stay = {name for name, value in found.items() if value not in (None, HIDDEN[name].default)} - RENAMED.keys()
+    stay = {name for name, value in found.items() if value not in (None, HIDDEN_FIELDS[name].default)} - RENAMED.keys()
     vars(args).update({name: value for name, value in found.items() if name in stay or name in fields})
     return {name: value for name, value in found.items() if name in RENAMED}
 
 
 def keeps_ratio(name: str) -> bool:
     """Whether an argument is the `warmup_ratio` of v4, which does not change `warmup_steps`."""
-    return name == "warmup_ratio" and "no_cuda" in CURRENT
+    return name == "warmup_ratio" and "no_cuda" in CURRENT_FIELDS
 
 
 def _is_given(name: str, value: Any) -> bool:
-    if name == "warmup_ratio" in CURRENT and not keeps_ratio(name):
+    if name == "warmup_ratio" in CURRENT_FIELDS and not keeps_ratio(name):
         return value is not None  # v5.0 to v5.2: even 0.0 replaces `warmup_steps`
     return RENAMED[name].takes_false if value is False else value not in (None, False, "", [])
 
@@ -140,7 +142,7 @@ def _translate_one(args: BaseArguments, name: str, value: Any, before: Any) -> N
         if not 0 <= value < 1:
             raise InvalidArgument(f"warmup_ratio={value!r}: give a fraction of all steps, at least 0 and below 1.")
         # Documented since v4.2: warmup_steps overrides it. v5.0 to v5.2 do the reverse.
-        if name not in CURRENT and (now >= 1 or (now and now != before)):
+        if name not in CURRENT_FIELDS and (now >= 1 or (now and now != before)):
             return
     wanted = rename.write(now, value)
     if not rename.merges and name != "warmup_ratio" and now not in (before, wanted):
@@ -159,38 +161,38 @@ _FSDP_CONFIG = {"min_num_params": 0, "xla": False, "xla_fsdp_v2": False, "xla_fs
 _undo = contextlib.ExitStack()
 
 
-def follow_fields(ours: Any, for_generation: Any) -> None:
+def follow_fields(ours: Any, seq2seq_class: Any) -> None:
     """Keep only the fields of the installed release, and our own, in our classes; no change without transformers.
 
     Hidden fields are still accepted as keywords, and on the command line.
 
     Args:
         ours: our `TrainingArguments`.
-        for_generation: our `Seq2SeqTrainingArguments`.
+        seq2seq_class: our `Seq2SeqTrainingArguments`.
     """
     if not (wanted := _installed_fields()):
         return
     known = ours.__dataclass_fields__
-    _undo.callback(CURRENT.clear)
-    _undo.callback(HIDDEN.clear)
-    CURRENT.update(FIELDS.keys() & wanted)
-    HIDDEN.update(
+    _undo.callback(CURRENT_FIELDS.clear)
+    _undo.callback(HIDDEN_FIELDS.clear)
+    CURRENT_FIELDS.update(FIELDS.keys() & wanted)
+    HIDDEN_FIELDS.update(
         {name: field for name, field in known.items() if name not in wanted and ARGUMENTS[name].since != OURS}
     )
-    without_value = FIELDS.keys() & HIDDEN.keys()
-    for kind in for_generation.__mro__:
+    without_value = FIELDS.keys() & HIDDEN_FIELDS.keys()
+    for kind in seq2seq_class.__mro__:
         if (fields := vars(kind).get("__dataclass_fields__")) is not None:
             _undo.callback(fields.update, dict(fields))
             _undo.callback(fields.clear)  # called before `update`, so that the original order is restored
-            for name in HIDDEN.keys() & fields.keys():
+            for name in HIDDEN_FIELDS.keys() & fields.keys():
                 del fields[name]
         for name in without_value & vars(kind).keys():
             _undo.callback(setattr, kind, name, vars(kind)[name])
             delattr(kind, name)
-    for initialize in (ours.__init__, for_generation.__init__):
+    for initialize in (ours.__init__, seq2seq_class.__init__):
         # Scripts inspect the signature.
         signature = inspect.signature(initialize)
-        shown = [each for name, each in signature.parameters.items() if name not in HIDDEN]
+        shown = [each for name, each in signature.parameters.items() if name not in HIDDEN_FIELDS]
         initialize.__signature__ = signature.replace(parameters=shown)
         _undo.callback(delattr, initialize, "__signature__")
 
@@ -206,7 +208,7 @@ def earlier_defaults() -> dict[str, Any]:
     return found
 
 
-def forget_fields() -> None:
+def restore_fields() -> None:
     """Undo `follow_fields`."""
     _undo.close()
 
@@ -222,9 +224,9 @@ def _installed_fields() -> set[str]:
     return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
 
 
-def set_values(args: BaseArguments) -> None:
+def set_release_values(args: BaseArguments) -> None:
     """Give new arguments the attributes and values that the installed release sets and ours do not need."""
-    if not HIDDEN:
+    if not HIDDEN_FIELDS:
         return
     given = dict(vars(args))
     if is_before("5.10"):
@@ -246,6 +248,6 @@ def set_values(args: BaseArguments) -> None:
 
 
 def is_set_by_release(args: Any, name: str) -> bool:
-    """Whether an argument still has the value that `set_values` has given it."""
+    """Whether an argument still has the value that `set_release_values` has given it."""
     values = vars(args).get("_set_by_release", {})
     return name in values and getattr(args, name) == values[name]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hftrainer.arguments.choices import spelled
-from hftrainer.arguments.field import Rename, arg, arguments_of, as_words, item_of, key_of, old_name, same, switch_of
+from hftrainer.arguments.field import Rename, arg, arguments_of, old_name, same, split_words, to_item, to_key, to_value
 from hftrainer.arguments.fields import CurrentArguments
 from hftrainer.errors import InvalidArgument
 
@@ -39,7 +39,7 @@ _SHARDED_DDP = {
 
 
 def _to_fsdp(_: Any, old: bool | str | list[Any]) -> str:
-    words = ["simple"] if old is True else [spelled(word) for word in as_words(old)]
+    words = ["simple"] if old is True else [spelled(word) for word in split_words(old)]
     unknown = [word for word in words if word not in _SHARDED_DDP]
     if unknown:
         raise InvalidArgument(f"sharded_ddp={old!r}: unknown {unknown}; it takes {', '.join(_SHARDED_DDP)}.")
@@ -68,11 +68,11 @@ class OldArguments(CurrentArguments):
     warmup_ratio: float | None = old_name(
         None, _RATIO, "4.2", "5.0", "Share of all steps to warm up, now `warmup_steps` below 1.", earlier={"4.57": 0.0}
     )
-    adafactor: bool = old_name(False, switch_of("optim", "adafactor"), "4.2", "4.57")
+    adafactor: bool = old_name(False, to_value("optim", "adafactor"), "4.2", "4.57")
     group_by_length: bool = old_name(
-        False, switch_of("train_sampling_strategy", "group_by_length", otherwise="random"), "4.2", "5.0"
+        False, to_value("train_sampling_strategy", "group_by_length", otherwise="random"), "4.2", "5.0"
     )
-    include_inputs_for_metrics: bool = old_name(False, item_of("include_for_metrics", "inputs"), "4.17", "4.57")
+    include_inputs_for_metrics: bool = old_name(False, to_item("include_for_metrics", "inputs"), "4.17", "4.57")
     torchdynamo: str | None = old_name(None, same("torch_compile_backend"), "4.22", "4.57")
     xpu_backend: str | None = old_name(None, same("ddp_backend"), "4.15", "4.30")
     push_to_hub_model_id: str | None = old_name(
@@ -92,16 +92,16 @@ class OldArguments(CurrentArguments):
         bare="simple",
     )
     fsdp_min_num_params: int | None = old_name(
-        None, key_of("fsdp_config", "min_num_params"), "4.20", "4.57", earlier={"4.57": 0}
+        None, to_key("fsdp_config", "min_num_params"), "4.20", "4.57", earlier={"4.57": 0}
     )
     fsdp_transformer_layer_cls_to_wrap: str | None = old_name(
-        None, key_of("fsdp_config", "transformer_layer_cls_to_wrap"), "4.22", "4.57"
+        None, to_key("fsdp_config", "transformer_layer_cls_to_wrap"), "4.22", "4.57"
     )
     dispatch_batches: bool | None = old_name(
-        None, key_of("accelerator_config", "dispatch_batches", takes_false=True), "4.35", "4.48"
+        None, to_key("accelerator_config", "dispatch_batches", takes_false=True), "4.35", "4.48"
     )
-    split_batches: bool | None = old_name(None, key_of("accelerator_config", "split_batches"), "4.35", "4.48")
-    tpu_metrics_debug: bool = old_name(False, item_of("debug", "tpu_metrics_debug"), "4.0", "4.57")
+    split_batches: bool | None = old_name(None, to_key("accelerator_config", "split_batches"), "4.35", "4.48")
+    tpu_metrics_debug: bool = old_name(False, to_item("debug", "tpu_metrics_debug"), "4.0", "4.57")
 
     logging_dir: str | None = arg(
         None, "Folder of the trackers' files.", "4.0", "trackers: folder of tensorboard and csv", until="5.0"

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.accelerate import check_launched, unknown_variables
+from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
@@ -37,7 +37,7 @@ def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
     """Argument → its value and metadata, for each value that is not neutral; without the user's own fields."""
     known = {**ARGUMENTS, **arguments_of(args)}
     ours = known.keys() - legacy.redeclared_old_names(type(args))
-    hidden = [field for field in legacy.HIDDEN.values() if field.name in vars(args)]
+    hidden = [field for field in legacy.HIDDEN_FIELDS.values() if field.name in vars(args)]
     fields = {field.name: field for field in (*hidden, *dataclasses.fields(args)) if field.name in ours}
     return {
         name: (value, known[name])
@@ -62,7 +62,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
         for name, (value, about) in given_arguments(args).items()
         if about.refuses(value)
     ]
-    found += check_launched(resolved.device)
+    found += check_launch_variables(resolved.device)
     try:
         found += _check_keywords(resolved.lightning_config)
         found += check_fsdp(resolved, has_custom_optimizer)
@@ -126,7 +126,7 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
-    if unknown := unknown_variables():
+    if unknown := find_unknown_variables():
         found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
     gpus = 1 if "devices" in config else visible_device_count(resolved.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_rerun_script():

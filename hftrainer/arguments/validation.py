@@ -21,7 +21,7 @@ from hftrainer.arguments.choices import DebugOption, IntervalStrategy, SaveStrat
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
-from hftrainer.parallel.config_files import why_text
+from hftrainer.parallel.config_files import describe_text
 from hftrainer.plugins import load
 from hftrainer.releases import followed
 
@@ -34,7 +34,7 @@ ALIASES = {
 }
 
 #: Schedules that step on an evaluation metric.
-_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+_METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
 
 
 def normalize(args: BaseArguments) -> None:
@@ -101,7 +101,7 @@ def add_missing_fields(args: BaseArguments, known: type[BaseArguments]) -> None:
     """
     if isinstance(args, known):
         return
-    for field in {**known.__dataclass_fields__, **legacy.HIDDEN}.values():
+    for field in {**known.__dataclass_fields__, **legacy.HIDDEN_FIELDS}.values():
         if field.name not in legacy.FIELDS and not hasattr(args, field.name):
             setattr(args, field.name, _value(args, field))
     choose_start_method(args)
@@ -158,17 +158,17 @@ def _parse_json(args: BaseArguments, name: str) -> str | None:
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return None
     try:
-        setattr(args, name, _typed(json.loads(value)))
+        setattr(args, name, _convert_strings(json.loads(value)))
     except json.JSONDecodeError as error:
         return f"{name} is not a valid JSON object: {error}"
     return None
 
 
-def _typed(value: Any) -> Any:
+def _convert_strings(value: Any) -> Any:
     """Convert numbers and booleans that are strings, as a command line gives them."""
     if isinstance(value, dict):
         # The release '5.10' is not a number.
-        return {name: item if name == "behaviour" else _typed(item) for name, item in value.items()}
+        return {name: item if name == "behaviour" else _convert_strings(item) for name, item in value.items()}
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
@@ -194,7 +194,7 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _choose_best_metric(args: BaseArguments) -> None:
-    if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in _BY_METRIC):
+    if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in _METRIC_BASED):
         args.metric_for_best_model = "loss"
     if args.greater_is_better is None and args.metric_for_best_model is not None:
         args.greater_is_better = not args.metric_for_best_model.endswith("loss")
@@ -241,7 +241,7 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
         value = getattr(args, name)
         if isinstance(value, (int, float)) and not value < about.minimum:
             continue
-        if (reason := why_text(value)) is not None:
+        if (reason := describe_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
         else:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
@@ -255,12 +255,12 @@ _NUMBERS = [
 ]
 
 
-def texts_for_numbers(args: BaseArguments) -> Iterator[str]:
+def check_number_types(args: BaseArguments) -> Iterator[str]:
     """A sentence for each argument that is text but must be a number."""
     for name in _NUMBERS:
         value = getattr(args, name, None)
         if isinstance(value, str):
-            yield f"{name}={value!r} {why_text(value) or 'is text: give a number'}."
+            yield f"{name}={value!r} {describe_text(value) or 'is text: give a number'}."
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:
@@ -338,5 +338,5 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
         yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
-    if args.lr_scheduler_type in _BY_METRIC and args.eval_strategy == IntervalStrategy.NO:
+    if args.lr_scheduler_type in _METRIC_BASED and args.eval_strategy == IntervalStrategy.NO:
         yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} needs evaluation metrics: set eval_strategy."

@@ -19,11 +19,11 @@ class DefaultFlowCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         """Decide what is due at this optimizer step."""
         step = state.global_step
-        if (step == 1 and args.logging_first_step) or _due(args.logging_strategy, step, state.logging_steps):
+        if (step == 1 and args.logging_first_step) or _is_due(args.logging_strategy, step, state.logging_steps):
             control.should_log = True
         evaluates = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
-        control.should_evaluate |= evaluates and _due(args.eval_strategy, step, state.eval_steps)
-        control.should_save |= _due(args.save_strategy, step, state.save_steps)
+        control.should_evaluate |= evaluates and _is_due(args.eval_strategy, step, state.eval_steps)
+        control.should_save |= _is_due(args.save_strategy, step, state.save_steps)
         if step >= state.max_steps:
             control.should_training_stop = True
             policy = ResolvedArguments.of(args).policy
@@ -43,7 +43,7 @@ class DefaultFlowCallback(TrainerCallback):
 DEFAULT_CALLBACKS: list[Any] = [DefaultFlowCallback]
 
 
-def _due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) -> bool:
+def _is_due(strategy: IntervalStrategy | SaveStrategy, step: int, interval: float) -> bool:
     return strategy == IntervalStrategy.STEPS and interval > 0 and step % interval == 0
 
 
@@ -80,7 +80,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def check_metric_value(self, args, state, control, metric_value):
         """Count an evaluation without improvement, or reset the count. Override it for another rule."""
-        if self._improves(args, state, metric_value):
+        if self._is_improvement(args, state, metric_value):
             self.early_stopping_patience_counter = 0
         else:
             self.early_stopping_patience_counter += 1
@@ -99,7 +99,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 sorted(metrics or {}),
             )
 
-    def _improves(self, args, state, value: float) -> bool:
+    def _is_improvement(self, args, state, value: float) -> bool:
         if state.best_metric is None:
             return True
         gain = value - state.best_metric if args.greater_is_better else state.best_metric - value

@@ -42,7 +42,7 @@ def has_format(path: Path) -> bool:
     return path.suffix in (".safetensors", ".json", *_TORCH)
 
 
-def why_unreadable(path: Path, *, load: bool = True) -> str | None:
+def unreadable_reason(path: Path, *, load: bool = True) -> str | None:
     """Why a file cannot be read, to be appended to its path; None if it can be read.
 
     Args:

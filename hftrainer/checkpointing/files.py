@@ -155,7 +155,7 @@ class _StreamedFile:
                 left = left[count:]
                 self._written += count
                 if self._written - self._handed_over >= FLUSH_BYTES:
-                    self._hand_over()
+                    self._submit_flush()
         except BaseException as error:
             self.error = self.error or error
             raise
@@ -168,10 +168,10 @@ class _StreamedFile:
         """Wait until a large file is on the disk."""
         if self._checksum is None:
             return None
-        self._hand_over()
+        self._submit_flush()
         return Entry(self._written, self._checksum.result())
 
-    def _hand_over(self) -> None:
+    def _submit_flush(self) -> None:
         """Let the thread flush the data written since the last call, once it has flushed the previous window."""
         checksum = 0 if self._checksum is None else self._checksum.result()
         self._checksum = self._thread.submit(self._flush, self._handed_over, self._written, checksum)

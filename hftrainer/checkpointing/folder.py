@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.checks import has_format, why_unreadable
+from hftrainer.checkpointing.checks import has_format, unreadable_reason
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
 from hftrainer.checkpointing.weights import has_weights, holds_parts, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
@@ -146,7 +146,7 @@ class CheckpointFolder:
             same_size = (name for name in kept if name not in resized)
             altered = [name for name in same_size if crc32_of_file(found[name]) != entries[name].crc32]
         read = [found[name] for name in (*resized, *added) if name in resized or _READ.search(found[name].name)]
-        fault = next((f"{path} {reason}" for path in read if (reason := why_unreadable(path)) is not None), None)
+        fault = next((f"{path} {reason}" for path in read if (reason := unreadable_reason(path)) is not None), None)
         if fault is None and not altered:  # so that indices can be trusted
             fault = self._missing_weights(removed)
         return Inspection(self.path, tuple(added), tuple(removed), tuple(resized), tuple(altered), fault)
@@ -155,7 +155,7 @@ class CheckpointFolder:
         """The damage that the files of a folder without a manifest show; None if they show none."""
         found = list_files(self.path)
         for path in (self.path / name for name in found):
-            if has_format(path) and (reason := why_unreadable(path, load=False)):
+            if has_format(path) and (reason := unreadable_reason(path, load=False)):
                 return f"{path} {reason}"
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
@@ -187,7 +187,7 @@ class CheckpointFolder:
         for name in list_files(self.path):
             path = self.path / name
             is_read = name not in found.added or _READ.search(path.name)
-            if is_read and has_format(path) and (reason := why_unreadable(path)):
+            if is_read and has_format(path) and (reason := unreadable_reason(path)):
                 raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it; restore the file.")
         if (reason := self._missing_weights(found.removed)) is not None:
             raise CheckpointNotFound(f"{reason}: a run cannot resume from it; restore the file.")

@@ -123,7 +123,7 @@ class RunProgress:
                 level, "Resuming with %s: a step has the same %d samples, split differently.", listed, samples_of(now)
             )
             changed = [name for name in changed if name not in _OF_STEP]
-            self._count_position_in(now)
+            self._convert_position(now)
         for name in changed:
             effect = POSITION_SETTINGS[name]
             logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], effect)
@@ -132,7 +132,7 @@ class RunProgress:
         if not skips_data or set(changed) - _HARMLESS:
             self.data = None
 
-    def _count_position_in(self, now: dict[str, Any]) -> None:
+    def _convert_position(self, now: dict[str, Any]) -> None:
         """Convert the position to micro-batches of the resumed run, and drop the state of the batch read ahead."""
         self.position, left = divmod(self.samples, samples_of(now, _OF_ROUND))
         if left or self.data is None:

@@ -115,7 +115,7 @@ def _warn_of_changes(found: Inspection) -> None:
         )
 
 
-def why_not_loaded(best: str) -> str | None:
+def unloadable_reason(best: str) -> str | None:
     """Why the weights of the best checkpoint cannot be loaded; None when they can.
 
     A callback may have converted them after saving, so readable changes are accepted here too.
@@ -199,15 +199,15 @@ def load_optimizer_and_scheduler(
                     if group.get("fused"):
                         group["fused"] = None
             optimizer.load_state_dict(state)
-    load_plain(scheduler, folder, "scheduler")
-    _warn_of_kept(before, optimizer)
+    load_scheduler_or_scaler(scheduler, folder, "scheduler")
+    _warn_of_kept_settings(before, optimizer)
 
 
 #: Keys of a parameter group that are not user settings: the current rate, and how a device computes the step.
 _NO_SETTINGS = frozenset({"params", "lr", "fused", "foreach", "capturable", "differentiable"})
 
 
-def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+def _warn_of_kept_settings(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Log a warning about the script's optimizer settings that the checkpoint overrides."""
     kept: dict[str, str] = {}
     for given, group in zip(before, optimizer.param_groups, strict=False):
@@ -223,7 +223,7 @@ def _warn_of_kept(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer
         )
 
 
-def load_plain(target: Any, folder: str, name: str) -> None:
+def load_scheduler_or_scaler(target: Any, folder: str, name: str) -> None:
     """Load the state of the "scheduler" or "scaler", and check its types; log a warning if it is missing."""
     path = os.path.join(folder, f"{name}.pt")
     if not os.path.isfile(path):
@@ -260,7 +260,7 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
     return control
 
 
-def warn_of_fresh(callbacks: list[Any], states: dict[str, Any]) -> None:
+def warn_of_unrestored_callbacks(callbacks: list[Any], states: dict[str, Any]) -> None:
     """Log a warning about callbacks whose saved state is not restored, such as the counter of early stopping."""
     for name, now in export_states([each for each in callbacks if is_exportable(each)]).items():
         before = states.get(name)

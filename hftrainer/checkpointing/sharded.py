@@ -82,9 +82,9 @@ def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any
             state[name] = value.clone()  # a view: torch.save would write the whole storage
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        same = first.setdefault(id(parameter), _clean(name))
-        if same in state and _clean(name) in state:
-            state[_clean(name)] = state[same]
+        same = first.setdefault(id(parameter), _bare_name(name))
+        if same in state and _bare_name(name) in state:
+            state[_bare_name(name)] = state[same]
     return state
 
 
@@ -126,7 +126,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if not (isinstance(model, FullyShardedDataParallel) or _is_first()):
         paths = []  # FSDP2 gets the weights from rank 0
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if whole is None and paths and not {_clean(name) for name, _ in model.named_parameters()} <= weights.keys():
+    if whole is None and paths and not {_bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
         weights = _converted(model, folder) or weights
     missing, unexpected = _load_whole_model(model, weights)
     return LoadResult([] if only_trainable else missing, unexpected)
@@ -148,9 +148,9 @@ def _load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[s
     if isinstance(model, FullyShardedDataParallel):  # torch's newer API cannot load flat parameters
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
-        return [_clean(name) for name in missing], list(unexpected)
+        return [_bare_name(name) for name in missing], list(unexpected)
     reshard(model)
-    own = {_clean(name) for name in model.state_dict()}
+    own = {_bare_name(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
     state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
     return differ if _is_first() else ([], [])
@@ -172,13 +172,13 @@ def load_optimizer(
         if "train_mode" in group:
             group["train_mode"] = True
     if holds(PARTS, "optimizer", folder):
-        state = _loaded("optimizer", optimizer_state(model, optimizer, whole=False), folder)
+        state = _load_parts("optimizer", optimizer_state(model, optimizer, whole=False), folder)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         return
     if holds(WHOLES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
     else:
-        state = _by_name(read_numbered(), model, optimizer)
+        state = _key_by_name(read_numbered(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
     state_dict.set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options())
 
@@ -208,11 +208,11 @@ def save_parts(states: dict[str, Any], folder: str) -> None:
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
-    state = _loaded("model", model_state(model, whole=False, only_trainable=only_trainable), folder)
+    state = _load_parts("model", model_state(model, whole=False, only_trainable=only_trainable), folder)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
-def _loaded(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
+def _load_parts(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
     path = os.path.join(folder, PARTS[kind])
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
@@ -278,13 +278,13 @@ def _check_list(parts: Any, folder: str) -> None:
 # ---- Optimizer states of models that are not sharded ----------------------------------------------------------------
 
 
-def _by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Convert an optimizer's state from parameter indices to parameter names."""
-    names_of = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
+    names_of = {id(parameter): _bare_name(name) for name, parameter in model.named_parameters()}
     order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
     return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
 
 
-def _clean(name: str) -> str:
+def _bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -46,7 +46,7 @@ def save_weights(
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
     if peers.is_transformers_model(model) or peers.is_peft(model):
-        with _as_if_whole(model):
+        with _without_distributed_config(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
     logger.info("The model has no save_pretrained: saving its state dict.")
@@ -58,7 +58,7 @@ def save_weights(
 
 
 @contextlib.contextmanager
-def _as_if_whole(model: Any) -> Iterator[None]:
+def _without_distributed_config(model: Any) -> Iterator[None]:
     """Let one process save a distributed model's gathered weights. transformers would wait for the other processes."""
     config: Any = getattr(model, "config", None)
     loaded = getattr(config, "distributed_config", None)

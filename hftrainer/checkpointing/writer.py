@@ -80,7 +80,7 @@ class CheckpointInProgress:
     published: Future[None] | None = None
 
     @contextlib.contextmanager
-    def discarding_partial(self) -> Iterator[None]:
+    def discard_partial_on_error(self) -> Iterator[None]:
         """Remove a partially written checkpoint after an error in the block.
 
         Raises:
@@ -204,13 +204,13 @@ class CheckpointWriter:
         self._copies.begin()
         current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
         self.failed = False
-        with self._reporting(path, if_failed), current.discarding_partial():
+        with self._reporting(path, if_failed), current.discard_partial_on_error():
             current.folder.begin()
         if self.failed:
             yield None
             return
         with self._reporting(path, if_failed):
-            with current.discarding_partial():
+            with current.discard_partial_on_error():
                 self._filled = current
                 try:
                     yield str(current.folder.staging)
@@ -228,7 +228,7 @@ class CheckpointWriter:
 
     def _publish(self, current: CheckpointInProgress) -> None:
         """Run the deferred writes, rename the folder, and call `then`."""
-        with current.discarding_partial():
+        with current.discard_partial_on_error():
             for write in current.writes:
                 write()
             self.added.copy_to(current.folder)
@@ -243,7 +243,7 @@ class CheckpointWriter:
         """Whether writes happen later, and therefore need a copy."""
         return self.in_background and self._filled is not None
 
-    def when_done(self, announce: Callable[[], None]) -> None:
+    def call_after(self, announce: Callable[[], None]) -> None:
         """Call `announce` once the last checkpoint is complete, now or in a `poll` or `wait`; never if it failed."""
         if self._pending is not None:
             self._pending.announcements.append(announce)

@@ -141,8 +141,8 @@ def compare(a: str, b: str) -> Difference:
         {subject: partings[subject] for subject in SUBJECTS if subject in partings},
         compared,
         {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
-        _differing(_arguments(a), _arguments(b)),
-        _differing(_versions(a), _versions(b)),
+        _find_differences(_arguments(a), _arguments(b)),
+        _find_differences(_versions(a), _versions(b)),
     )
 
 
@@ -204,7 +204,7 @@ def _versions(run: str) -> dict[str, Any] | None:
     return None
 
 
-def _differing(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
+def _find_differences(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
     """Differences among the names that both have. Other names depend on the library and its release."""
     if a is None or b is None:
         return None

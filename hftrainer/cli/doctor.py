@@ -103,12 +103,12 @@ def examine() -> dict[str, Any]:
         ready: whether a Trainer can train here.
     """
     from hftrainer.parallel.environment import InvalidEnvironment
-    from hftrainer.releases.followed import newer_than_known
+    from hftrainer.releases.followed import describe_newer_release
 
     gaps = dict(_find_missing_packages())
     broken = gaps.pop("", None)
     problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
-    if (peer := _version("transformers")) and (newer := newer_than_known(peer)):
+    if (peer := _version("transformers")) and (newer := describe_newer_release(peer)):
         problems.append(newer)
     found: dict[str, Any] = {}
     if not _requirements():

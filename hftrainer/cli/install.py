@@ -40,7 +40,7 @@ def install() -> None:
 def uninstall() -> None:
     """Undo `install()`."""
     swap.end()
-    legacy.forget_fields()
+    legacy.restore_fields()
     followed.follow(NEWEST)
     _set_defaults(_original_defaults)
     _original_defaults.clear()

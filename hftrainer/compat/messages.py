@@ -28,7 +28,7 @@ LEVELS = {
 }
 _PACKAGES = ("hftrainer", "hftrainer_lightning")
 #: Logs the messages about a run that a user should see by default.
-about_runs = logging.getLogger("hftrainer.run")
+run_logger = logging.getLogger("hftrainer.run")
 #: The loggers of transformers' modules that our modules replace.
 _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
 #: The format of transformers' own handler since v5.0; earlier releases set none.
@@ -46,7 +46,7 @@ class _Format(logging.Formatter):
         return wrapped(f"[hftrainer] {super().format(record)}", self.stream)
 
 
-def _of_transformers() -> logging.Logger | None:
+def _transformers_logger() -> logging.Logger | None:
     """The logger of transformers, or None if it is not set up."""
     if "transformers.utils.logging" not in sys.modules:
         return None
@@ -63,7 +63,7 @@ class _ParentLogger(logging.Logger):
     @property
     def level(self) -> int:
         """The level of transformers' logger, else that of the environment variable, else the root logger's."""
-        theirs = _of_transformers()
+        theirs = _transformers_logger()
         return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0) if theirs is None else theirs.level
 
     @level.setter
@@ -73,7 +73,7 @@ class _ParentLogger(logging.Logger):
     @property
     def propagate(self) -> bool:
         """False if a script has removed transformers' handler, to silence it."""
-        theirs = _of_transformers()
+        theirs = _transformers_logger()
         return theirs is None or bool(theirs.handlers) or theirs.propagate
 
     @propagate.setter
@@ -105,7 +105,7 @@ class _ForwardingHandler(logging.Handler):
 
     def _pass_on(self, record: logging.LogRecord) -> None:
         shown = self._switches.shown_by_root(record)
-        theirs = _of_transformers()
+        theirs = _transformers_logger()
         if theirs is None:
             if not shown:
                 to_stderr = logging.StreamHandler()  # the current sys.stderr
@@ -155,8 +155,8 @@ def wrapped(text: str, stream: Any) -> str:
 def tell(text: str) -> None:
     """Log a message about a run, at level info. It is hidden only where warnings are hidden."""
     seen = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)
-    about_runs.setLevel(logging.INFO if seen else logging.CRITICAL)
-    about_runs.info("%s", text)
+    run_logger.setLevel(logging.INFO if seen else logging.CRITICAL)
+    run_logger.info("%s", text)
 
 
 def connect() -> None:

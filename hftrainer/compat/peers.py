@@ -75,7 +75,7 @@ def normalization_layers() -> list[type]:
 
 
 @functools.lru_cache(maxsize=1)
-def name_of_cache() -> str:
+def cache_output_name() -> str:
     """The key under which models of the installed transformers return their cache: renamed in v5.24."""
     if importlib.util.find_spec("transformers") is None:
         return "cache"
@@ -175,14 +175,14 @@ def _is_tokenizer(processing_class: Any) -> bool:
     return is_instance(processing_class, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
 
 
-def uncompiled(model: Any) -> Any:
+def unwrap_compiled(model: Any) -> Any:
     """The model that torch.compile() was called with, or the model itself; they share their weights."""
     return getattr(model, "_orig_mod", model)
 
 
 def unwrap_peft(model: Any) -> Any:
     """The model below the wrappers of torch.compile and PEFT, or the model itself."""
-    model = uncompiled(model)
+    model = unwrap_compiled(model)
     if not is_peft(model):
         return model
     return model.get_base_model() if hasattr(model, "get_base_model") else model.base_model.model

@@ -178,18 +178,18 @@ def check_fields(values: Mapping[str, Any], kind: type) -> None:
         TypeError: names the field.
     """
     for name, hint in typing.get_type_hints(kind).items():
-        if name in values and not _is_of(values[name], hint):
+        if name in values and not _matches_type(values[name], hint):
             raise TypeError(f"{name} is {reprlib.repr(values[name])}")
 
 
-def _is_of(value: Any, hint: Any) -> bool:
+def _matches_type(value: Any, hint: Any) -> bool:
     if hint is Any:
         return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_is_of(value, each) for each in inner)
+        return any(_matches_type(value, each) for each in inner)
     if origin is list:
-        return isinstance(value, list) and all(_is_of(each, inner[0]) for each in value)
+        return isinstance(value, list) and all(_matches_type(each, inner[0]) for each in value)
     # Bool is a subclass of int; an int is valid for a float.
     if hint is float or hint is int:
         return not isinstance(value, bool) and isinstance(value, (int, float) if hint is float else int)

@@ -26,7 +26,7 @@ def _table(names: dict[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 #: Module of transformers 4 → names that we provide. Optimizer names that a release still has are not replaced.
-_OF_TENSORFLOW = _table(
+_TF_NAMES = _table(
     {
         "transformers.trainer_tf": "TFTrainer",
         "transformers.training_args_tf": "TFTrainingArguments",
@@ -35,7 +35,7 @@ _OF_TENSORFLOW = _table(
 )
 _CHOICES = "HubStrategy IntervalStrategy SaveStrategy"
 #: Module of transformers → the names to replace. Its package exports all of them.
-NAMES = _OF_TENSORFLOW | _table(
+NAMES = _TF_NAMES | _table(
     {
         "transformers.trainer": "Trainer DEFAULT_CALLBACKS DEFAULT_PROGRESS_CALLBACK",
         "transformers.debug_utils": "DebugOption",
@@ -89,7 +89,7 @@ def end() -> None:
     for package in _packages():
         if hasattr(type(package), "_original_class"):
             package.__class__ = vars(type(package))["_original_class"]
-    for name in _OF_TENSORFLOW:
+    for name in _TF_NAMES:
         spec = getattr(sys.modules.get(name), "__spec__", None)
         if isinstance(getattr(spec, "loader", None), _MissingModuleLoader):
             del sys.modules[name]
@@ -130,25 +130,25 @@ def _swap(module: ModuleType) -> None:
         # A release that still has the Keras optimizers keeps them. The package loads a name at its first access:
         # names not accessed yet must not be loaded now.
         package = sys.modules.get("transformers", module)
-        if name in _OF_TENSORFLOW["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {}):
+        if name in _TF_NAMES["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {}):
             continue
         before = vars(module).get(name, _ABSENT)
         if before is _ABSENT and module.__name__ not in _PACKAGES:
             continue  # this release does not have the name
-        replaced.append((before, _put(module, name, getattr(importlib.import_module(ours), name))))
+        replaced.append((before, _replace_attribute(module, name, getattr(importlib.import_module(ours), name))))
     if module.__name__ in _OURS and (table := vars(module).get(_TABLE)) is not None:
         ours_of = {before: ours for before, ours in replaced if isinstance(before, type)}
-        _put(module, _TABLE, {key: ours_of.get(kind, kind) for key, kind in table.items()})
+        _replace_attribute(module, _TABLE, {key: ours_of.get(kind, kind) for key, kind in table.items()})
     if module.__name__ == "transformers":
         _add_tensorflow_names(module)
     if module.__name__ == _TOKENIZERS:
         kind = module.PreTrainedTokenizerBase
         # V5 removed it, but scripts for TFTrainer call it.
         if not hasattr(kind, "batch_encode_plus"):
-            _put(kind, "batch_encode_plus", kind.__call__)
+            _replace_attribute(kind, "batch_encode_plus", kind.__call__)
 
 
-def _put(module: Any, name: str, value: Any) -> Any:
+def _replace_attribute(module: Any, name: str, value: Any) -> Any:
     before = vars(module).get(name, _ABSENT)
     is_class = isinstance(before, type) and isinstance(value, type)
     # A module that is loaded after its package was changed already has our class.
@@ -178,7 +178,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
-        if spec is None and fullname in _OF_TENSORFLOW:
+        if spec is None and fullname in _TF_NAMES:
             return importlib.machinery.ModuleSpec(fullname, _MissingModuleLoader())
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -248,7 +248,7 @@ def _keep_picklable(kind: Any) -> None:
         own_state = getattr(self, "__getstate__", None)  # each object has one since Python 3.11
         return _Uninitialized(kind), (), dict(vars(self)) if own_state is None else own_state()
 
-    _put(kind, "__reduce_ex__", reduce)
+    _replace_attribute(kind, "__reduce_ex__", reduce)
 
 
 # ---- TensorFlow's names, where this release of transformers has none -------------------------------------------------
@@ -280,5 +280,5 @@ class _MissingModuleLoader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         ours = importlib.import_module(module.__name__.replace("transformers", "hftrainer"))
-        for name in _OF_TENSORFLOW[module.__name__]:
+        for name in _TF_NAMES[module.__name__]:
             setattr(module, name, getattr(ours, name))

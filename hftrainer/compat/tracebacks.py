@@ -27,7 +27,7 @@ _ENGINE = frozenset(
 VARIABLE = "HFTRAINER_TRACEBACK"
 
 
-class WithoutEngine:
+class HideEngineFrames:
     """Context that leaves the engine's frames out of the traceback of an error: all but the first and the last.
 
     Before Python 3.11 tracebacks stay whole, since changes made in `__exit__` are lost there.

@@ -154,7 +154,7 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
     return dataset
 
 
-def explain_removed(error: KeyError, datasets: Sequence[Any], columns: Sequence[str]) -> None:
+def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Sequence[str]) -> None:
     """Explain a KeyError of a collator or a loss, if its key is one of the columns that are removed.
 
     Args:
@@ -185,7 +185,7 @@ def note_removed(error: Exception, datasets: Sequence[Any], columns: Sequence[st
         )
 
 
-def explain_call(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
+def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
     """Explain an error from calling the model with an unknown keyword, or without a required one.
 
     Args:

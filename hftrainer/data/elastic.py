@@ -127,7 +127,7 @@ def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
     raise UnsupportedArgument(f"elastic=True: {reason}.")
 
 
-def with_whole_stream(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
+def make_whole_batch_loader(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
     """A loader of the same stream, whose epoch has whole global batches. One worker at most reads it, in order."""
     dataset = WholeBatchStream(loader.dataset, global_batch, loader.drop_last)
     settings = settings_of(loader) | {"num_workers": min(loader.num_workers, 1)}
@@ -139,7 +139,7 @@ def with_whole_stream(loader: DataLoader[Any], global_batch: int) -> DataLoader[
     return DataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings)
 
 
-def with_whole_batches(batches: BatchSampler, global_batch: int, seed: int | None) -> BatchSampler:
+def make_whole_batch_sampler(batches: BatchSampler, global_batch: int, seed: int | None) -> BatchSampler:
     """A batch sampler with the samples of `batches`, whose epoch has whole global batches."""
     seed = torch.initial_seed() if seed is None else seed
     sampler = WholeBatchSampler(batches.sampler, global_batch, batches.drop_last, seed)

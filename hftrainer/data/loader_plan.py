@@ -87,46 +87,46 @@ def plan_loader(
     is_stream = isinstance(loader.dataset, IterableDataset)
     if global_batch is not None:
         elastic.check_loader(loader, config)
-        loader = elastic.with_whole_stream(loader, global_batch) if is_stream else loader
+        loader = elastic.make_whole_batch_loader(loader, global_batch) if is_stream else loader
     if trains and config.split_batches:
         samplers.check_split(samples_per_batch(loader), shard_spec.processes)
     dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if trains and dispatched:
-        plan = _plan_of_all(loader, config, seed, global_batch)
+        plan = _plan_unsharded(loader, config, seed, global_batch)
         plan.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
         plan.round_size = 1 if config.split_batches else shard_spec.processes
         plan.splits = config.split_batches
     elif trains and is_stream:
-        plan = _plan_of_stream(loader, config, shard_spec)
+        plan = _plan_stream(loader, config, shard_spec)
     elif trains:
         batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
         if not config.use_seedable_sampler:
             batches, generator = _with_generator(batches)
-        batches = batches if global_batch is None else elastic.with_whole_batches(batches, global_batch, seed)
+        batches = batches if global_batch is None else elastic.make_whole_batch_sampler(batches, global_batch, seed)
         even = samplers.EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
         plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
     else:
-        plan = _plan_of_all(loader, config, seed, global_batch)
+        plan = _plan_unsharded(loader, config, seed, global_batch)
     plan.settings["num_workers"] = loader.num_workers
     plan.processes = processes if trains else None
     return plan
 
 
-def _plan_of_all(
+def _plan_unsharded(
     loader: DataLoader[Any], config: AcceleratorConfig, seed: int | None, global_batch: int | None
 ) -> LoaderPlan:
     """The plan of a process that reads all of the data."""
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     batches = _batches(loader, seed, seedable=config.use_seedable_sampler)
-    batches = batches if global_batch is None else elastic.with_whole_batches(batches, global_batch, seed)
+    batches = batches if global_batch is None else elastic.make_whole_batch_sampler(batches, global_batch, seed)
     return LoaderPlan(loader.dataset, _sampling(loader, batches))
 
 
-def _plan_of_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
+def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
     """The plan for a stream in training: each process reads its own shards, or its part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:

@@ -22,7 +22,7 @@ from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_b
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
 from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler, settings_of
 from hftrainer.parallel.processes import Processes
-from hftrainer.trainer_pt_utils import find_batch_size, rebuilt
+from hftrainer.trainer_pt_utils import find_batch_size, rebuild_container
 
 if TYPE_CHECKING:
     from hftrainer.data.reading import ReadingLog
@@ -51,7 +51,7 @@ class BatchPosition(NamedTuple):
 
 
 @dataclass
-class _Start:
+class _IterationStart:
     """Where the next iteration starts: at the beginning of the epoch, unless a run is resumed.
 
     Attributes:
@@ -116,7 +116,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration = 0
         self.position = BatchPosition()
         self.log: ReadingLog | None = None
-        self._start = _Start()
+        self._start = _IterationStart()
         self._has_drawn_seed = False
 
     def _counted_samples(self, batch: Any, *, is_last: bool, is_filler: bool) -> int | None:
@@ -248,7 +248,7 @@ class PreparedDataLoader(DataLoader[Any]):
         plan = self.loader_plan
         plan.synchronize()
         if plan.round_size is not None:
-            iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._received())
+            iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._receive_batches())
         else:
             # In an evaluation, every process reads the whole stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
@@ -267,7 +267,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.position = BatchPosition(is_last=self.position.is_last, iteration=number)
         self.iteration += 1
 
-    def _received(self) -> Iterator[Any]:
+    def _receive_batches(self) -> Iterator[Any]:
         """Yield this process's part of the batches that the main process reads."""
         processes, count = self.loader_plan.processes, self.shard_spec.processes
         assert processes is not None
@@ -284,10 +284,10 @@ class PreparedDataLoader(DataLoader[Any]):
         Args:
             times: batches read for each batch that this process uses.
         """
-        start, self._start = self._start, _Start()
+        start, self._start = self._start, _IterationStart()
         log, size = self.log, self.loader_plan.round_size
         if size is not None and self.shard_spec.rank:
-            self._draw_only(start)
+            self._draw_without_reading(start)
             if start.restore_random is not None:
                 start.restore_random()
             return
@@ -297,7 +297,7 @@ class PreparedDataLoader(DataLoader[Any]):
         for _ in range(start.skipped_batches * times):
             skipped = next(batches, None)
             if log is not None:
-                log.count_one(skipped)
+                log.count_batch(skipped)
         iterator = batches if size is None else group_batches(batches, size, self.drops_last)
         if log is None:
             yield from iterator
@@ -317,7 +317,7 @@ class PreparedDataLoader(DataLoader[Any]):
             yield log.after_read(batch)
             log.before_read()
 
-    def _draw_only(self, start: _Start) -> None:
+    def _draw_without_reading(self, start: _IterationStart) -> None:
         """Draw the random numbers that opening the data would draw, without workers: only the main process reads."""
         if not self.num_workers:
             super().__iter__()
@@ -329,7 +329,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 torch.empty((), dtype=torch.int64).random_()
             self._has_drawn_seed = True
 
-    def _open(self, start: _Start) -> Iterator[Any]:
+    def _open(self, start: _IterationStart) -> Iterator[Any]:
         """Open the data. With a log, new workers send their random states with each batch."""
         if not self.num_workers or (self.persistent_workers and self._iterator is not None):
             return super().__iter__()
@@ -369,5 +369,5 @@ def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> An
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
     if isinstance(data, (dict, list, tuple, Mapping)):
-        return rebuilt(data, lambda value: to_device(value, device, non_blocking))
+        return rebuild_container(data, lambda value: to_device(value, device, non_blocking))
     return data.to(device) if callable(getattr(data, "to", None)) else data

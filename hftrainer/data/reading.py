@@ -92,10 +92,10 @@ class ReadingLog:
         """Count a batch, or the batches of a round; returns them without the workers' states."""
         self.waited += time.perf_counter() - self._asked
         if not self._reads_rounds:
-            return self.count_one(made)
-        return [self.count_one(batch, is_first=index == 0) for index, batch in enumerate(made)]
+            return self.count_batch(made)
+        return [self.count_batch(batch, is_first=index == 0) for index, batch in enumerate(made)]
 
-    def count_one(self, made: Any, *, is_first: bool = True) -> Any:
+    def count_batch(self, made: Any, *, is_first: bool = True) -> Any:
         """Count a batch, and record the states that its worker sent with it; returns the batch alone.
 
         Args:
@@ -185,7 +185,7 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader.resume_at(resume_point.position, saved, resume_point.restore_random)
             return iter(_set_epoch(self.loader, epoch))
-        iterator = self._resumed(epoch, resume_point.position, saved)
+        iterator = self._resume_plain_loader(epoch, resume_point.position, saved)
         if saved is not None and resume_point.position:
             resume_point.restore_random()
         return iterator
@@ -204,7 +204,7 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader._iterator = None
 
-    def _resumed(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
+    def _resume_plain_loader(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
         """Resume a loader that is not a `PreparedDataLoader`."""
         loader, skipped = self.loader, 0
         if position and saved is not None and saved.get("loader") is not None and is_stateful(loader):

@@ -115,7 +115,7 @@ class EvaluationPass:
         if self.preparation_time is not None and math.isnan(self.preparation_time):
             self.preparation_time = round(time.time() - self._created, 4)
         self.seen_batches += 1
-        with self._at_position(self._pending.popleft()) as position:
+        with self._set_position(self._pending.popleft()) as position:
             try:
                 predicted = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
             except Exception as error:
@@ -131,7 +131,7 @@ class EvaluationPass:
         return rows["predictions"]
 
     @contextlib.contextmanager
-    def _at_position(self, position: BatchPosition | None) -> Iterator[BatchPosition]:
+    def _set_position(self, position: BatchPosition | None) -> Iterator[BatchPosition]:
         """Set the loader's position to the batch that is evaluated, since Lightning may have read the next one.
 
         `accelerator.gather_for_metrics` reads that position. Batches of a loader that is not prepared count in full.

@@ -67,8 +67,8 @@ class EvaluationRunner(Component):
         """Predict, and compute the metrics if there are labels; see `Trainer.predict`."""
         dataloader = self.trainer.get_test_dataloader(test_dataset)
         start_time = time.time()
-        with self.call_of_loop(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
-            output = self.as_output(loop(), dataloader)
+        with self.make_loop_call(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
+            output = self.to_loop_output(loop(), dataloader)
         metrics = self._with_speed(output, prefix, start_time)
         self.components.announce("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
@@ -147,7 +147,7 @@ class EvaluationRunner(Component):
         with torch.no_grad():
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_unwrap_single(tuple(inputs.get(name) for name in names)))
-                with self._computing_loss(model, inputs, loss_only) as (inputs, keywords):
+                with self._prepare_loss_computation(model, inputs, loss_only) as (inputs, keywords):
                     # An override for v4.1 returns the loss alone; the outputs are those of a separate forward pass.
                     is_alone = "return_outputs" not in keywords
                     outputs = model(**inputs) if is_alone and not loss_only else ()
@@ -166,7 +166,7 @@ class EvaluationRunner(Component):
         return loss, nested_detach(_unwrap_single(logits)), labels
 
     @contextlib.contextmanager
-    def _computing_loss(
+    def _prepare_loss_computation(
         self, model: nn.Module, inputs: Any, loss_only: bool
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """Yields the inputs and the keywords of `Trainer.compute_loss`; items of other processes do not count."""
@@ -188,13 +188,13 @@ class EvaluationRunner(Component):
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
         leaves_out = config is not None and self.components.policy.excludes_past_key_values
-        cache = peers.name_of_cache()
+        cache = peers.cache_output_name()
         ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
 
     @contextlib.contextmanager
-    def call_of_loop(
+    def make_loop_call(
         self,
         dataloader: DataLoader[Any],
         description: str,
@@ -213,7 +213,7 @@ class EvaluationRunner(Component):
         with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
             yield functools.partial(loop, dataloader, description, **accepted)
 
-    def as_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
+    def to_loop_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
         """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output

@@ -19,7 +19,7 @@ from hftrainer.hub.failures import reason, with_retries
 #: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
 #: Files that SageMaker writes while it copies a folder to S3; never uploaded.
-_OF_SAGEMAKER = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
+_SAGEMAKER_FILES = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
 #: Files of the output folder that are never uploaded with the model: private files and checkpoints, those of trials
 #: included.
 IGNORED = ("_*", "checkpoint-*", "*/checkpoint-*", "*/_tmp_*")
@@ -77,7 +77,7 @@ class Repository:
                 path_in_repo=path_in_repo or None,
                 commit_message=message,
                 token=self.token,
-                ignore_patterns=[*ignore, *_OF_SAGEMAKER],
+                ignore_patterns=[*ignore, *_SAGEMAKER_FILES],
                 revision=self.revision,
             )
 

@@ -48,7 +48,7 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
 
 _PACKAGES = ("lightning.", "pytorch_lightning.")
 #: Method of a LightningModule → its replacement.
-_OF_LIGHTNING = {
+_LIGHTNING_REPLACEMENTS = {
     "training_step": "a forward that takes the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
     "Trainer(compute_loss_func=...)",
     "validation_step": "Trainer(eval_dataset=..., compute_metrics=...), which takes torchmetrics too",
@@ -78,7 +78,7 @@ def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
         return
     base = bases[0]
     own = [name for name in dir(base) if getattr(kind, name) is not getattr(base, name)]
-    instead = {name: _OF_LIGHTNING[name] for name in _OF_LIGHTNING if name in own}
+    instead = {name: _LIGHTNING_REPLACEMENTS[name] for name in _LIGHTNING_REPLACEMENTS if name in own}
     instead |= {name: "a Lightning callback in Trainer(callbacks=[...])" for name in own if name.startswith("on_")}
     if not instead:
         return
@@ -195,7 +195,7 @@ def _as_list(value: Any) -> list[Any]:
 # computation if modules are many and small.
 
 #: Methods of `nn.Module` that a model may override to choose the parameters that it exposes.
-_SHOWING = ("parameters", "named_parameters", "named_modules")
+_PARAMETER_METHODS = ("parameters", "named_parameters", "named_modules")
 
 
 def is_training(model: nn.Module) -> bool:
@@ -212,7 +212,7 @@ def is_training(model: nn.Module) -> bool:
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """`model.parameters()`, in the same order."""
-    if any(getattr(type(model), name) is not getattr(nn.Module, name) for name in _SHOWING):
+    if any(getattr(type(model), name) is not getattr(nn.Module, name) for name in _PARAMETER_METHODS):
         return list(model.parameters())
     found: dict[int, nn.Parameter] = {}
     seen: set[int] = set()

@@ -169,17 +169,17 @@ def _optimizer(components: Components) -> str:
     trainer, args = components.trainer, components.trainer.args
     own_optimizer, _ = components.script_optimizers
     if own_optimizer is not None:
-        return _with_settings(type(own_optimizer).__name__, own_optimizer.defaults)
+        return _format_settings(type(own_optimizer).__name__, own_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
-        return _with_settings(kind.__name__, settings)
+        return _format_settings(kind.__name__, settings)
     name, settings = spelled(args.optim), {}
     if "adam" in name:
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
-    return _with_settings(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
+    return _format_settings(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
 
 
-def _with_settings(name: str, settings: Mapping[str, Any]) -> str:
+def _format_settings(name: str, settings: Mapping[str, Any]) -> str:
     printable = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
     return ", ".join([name, *(f"{key}={value}" for key, value in printable.items())])
 

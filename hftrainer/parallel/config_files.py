@@ -74,7 +74,7 @@ def env_flag(name: str, default: bool = False, environment: Mapping[str, str] = 
     return default if flag is None else flag
 
 
-def why_text(value: Any) -> str | None:
+def describe_text(value: Any) -> str | None:
     """The end of an error message about a number that is given as text; None for any other value."""
     try:
         is_number = isinstance(value, str) and math.isfinite(float(value))

@@ -152,12 +152,12 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         version = given.get("version", _LAUNCHER_DEFAULTS["version"])
         # The launcher sets both keys; drop the one of the other version.
         given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
-        keys = _named({**_LAUNCHER_DEFAULTS, **given}, "the launcher's FSDP_")
+        keys = _rename_keys({**_LAUNCHER_DEFAULTS, **given}, "the launcher's FSDP_")
         if version == "2":
             keys = {name: value for name, value in keys.items() if name not in _ONLY_FSDP1}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
         return _settings(keys)
-    keys = _named(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
+    keys = _rename_keys(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
     for name, value in _parse_words(fsdp).items():
         if name == "reshard_after_forward" and _parse_strategy(name, keys.get(name, value)) != value:
             raise InvalidConfig(
@@ -184,7 +184,7 @@ def _parse_words(fsdp: Any) -> dict[str, Any]:
     return {**keys, "cpu_offload": True} if "offload" in words else keys
 
 
-def _named(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rename_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Map the given names to the names of the settings. Unknown names raise `InvalidConfig`."""
     keys: dict[str, Any] = {}
     for given_name, value in given.items():

@@ -57,7 +57,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     try:
         sharded = (_shard_fsdp1 if settings.version == 1 else _shard_fsdp2)(model, units, plan, settings)
     except ValueError as error:  # torch's message names neither the argument nor the parameter
-        raise _explained(error, model, settings) from error
+        raise _explain_error(error, model, settings) from error
     logger.info(
         "The model is sharded by FSDP%d (%s) over %d processes, in %d units.",
         settings.version,
@@ -80,7 +80,7 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _explained(error: ValueError, model: nn.Module, settings: FsdpSettings) -> InvalidConfig:
+def _explain_error(error: ValueError, model: nn.Module, settings: FsdpSettings) -> InvalidConfig:
     """Explain torch's error, with the names of the parameters that may cause it."""
     if isinstance(error, InvalidConfig):
         return error

@@ -139,7 +139,7 @@ class Processes(RankInfo):
         found: Any = [_call(decide) if self.rank == 0 else None]
         with CollectiveCall("what rank 0 decides"):
             distributed.broadcast_object_list(found)
-        return _value_of(found[0])
+        return _unwrap_outcome(found[0])
 
     def scatter(self, make: Callable[[], list[T]]) -> T:
         """Scatter the items that rank 0 makes, through CPU memory; returns this rank's item.
@@ -154,7 +154,7 @@ class Processes(RankInfo):
         received: Any = [None]
         with CollectiveCall("its part of what rank 0 has read"):
             distributed.scatter_object_list(received, items, group=cpu_group(self.timeout))
-        return _value_of(received[0])
+        return _unwrap_outcome(received[0])
 
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
         """Gather the rows of all processes, in the order of ranks.
@@ -258,7 +258,7 @@ class Processes(RankInfo):
                 return tensor
             longest = _on_backend_device(torch.tensor(tensor.shape[dim], device=tensor.device))
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
-            return _padded(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
+            return _pad_tensor(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         with CollectiveCall("the sizes in all ranks"):
             return map_leaves(data, torch.Tensor, pad) if self.several else data
@@ -304,7 +304,7 @@ def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _value_of(outcome: tuple[T, Exception | None]) -> T:
+def _unwrap_outcome(outcome: tuple[T, Exception | None]) -> T:
     """The result of `_call` on rank 0; raises its error on this rank too."""
     value, error = outcome
     if error is not None:
@@ -359,7 +359,7 @@ def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
     parts = gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::every]
     if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
         longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # ignore empty parts
-        parts = [_padded(part[:, :longest], 1, longest, pad_index, False) for part in parts]
+        parts = [_pad_tensor(part[:, :longest], 1, longest, pad_index, False) for part in parts]
     return torch.cat(parts).to(leaf.device)
 
 
@@ -374,7 +374,7 @@ def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 
-def _padded(tensor: torch.Tensor, dim: int, length: int, pad_index: int, pad_first: bool) -> torch.Tensor:
+def _pad_tensor(tensor: torch.Tensor, dim: int, length: int, pad_index: int, pad_first: bool) -> torch.Tensor:
     missing = length - tensor.shape[dim]
     if not missing:
         return tensor

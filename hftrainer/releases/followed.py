@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _default = ReleasePolicy()
 
 
-def policy_of(release: Release) -> ReleasePolicy:
+def make_policy(release: Release) -> ReleasePolicy:
     """The policy of a known release."""
     return next(kind for kind in POLICIES if release <= kind.until)(release)
 
@@ -47,11 +47,11 @@ def from_text(text: Any) -> ReleasePolicy:
             f"{text!r} is not a release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
             + (f"; the nearest is '{_nearest(given)}'." if given else ".")
         )
-    _inform(newer_than_known(text))
-    return policy_of(_nearest(given))
+    _log_info_once(describe_newer_release(text))
+    return make_policy(_nearest(given))
 
 
-def newer_than_known(version: str) -> str | None:
+def describe_newer_release(version: str) -> str | None:
     """A sentence about a version of transformers later than the newest known release; None for others."""
     if Release.from_text(version) <= NEWEST:
         return None
@@ -75,7 +75,7 @@ def older_than_followed(config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _inform(sentence: str | None) -> None:
+def _log_info_once(sentence: str | None) -> None:
     if sentence:
         log_once(logger, sentence, logging.INFO)
 
@@ -110,7 +110,7 @@ def is_before(release: str) -> bool:
 def follow(release: Release) -> None:
     """Set the release that new Trainers follow by default."""
     global _default
-    _default = policy_of(release)
+    _default = make_policy(release)
 
 
 def installed_release() -> Release:
@@ -119,5 +119,5 @@ def installed_release() -> Release:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         return NEWEST
-    _inform(newer_than_known(version))
+    _log_info_once(describe_newer_release(version))
     return _nearest(Release.from_text(version))

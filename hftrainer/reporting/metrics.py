@@ -69,7 +69,7 @@ def _write(path: str, values: Mapping[str, Any]) -> None:
     write_atomically(path, write)
 
 
-def metric_named(metrics: Mapping[str, float], name: str) -> float:
+def get_metric(metrics: Mapping[str, float], name: str) -> float:
     """The value of the metric that `metric_for_best_model` names.
 
     Raises:

@@ -53,7 +53,7 @@ def finished(
         yield f"Best {evaluation_key(metric)}: {state.best_metric:.6g}{at}{kept}."
 
 
-def how_to_resume(folders: Sequence[str], *, is_complete: bool) -> str:
+def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
     """A message with the newest remaining checkpoint of a run, and how to resume from it; empty if none remains."""
     left = [folder for folder in folders if os.path.isdir(folder)]
     if not left:

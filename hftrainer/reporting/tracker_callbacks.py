@@ -99,7 +99,7 @@ class WandbCallback(TrackerCallback):
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
         run = self._tracker_logger(args).experiment
-        config = {**tracking.adapters_of(model), **tracking.config_of(model), **tracking.arguments_of(args)}
+        config = {**tracking.peft_config(model), **tracking.model_config(model), **tracking.arguments_of(args)}
         run.config.update(config, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
@@ -108,9 +108,9 @@ class WandbCallback(TrackerCallback):
             run.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))
         if self._log_model != "false":
             size = run.config.get(_SIZE)
-            about = {"model_config": tracking.config_of(model) or None, "num_parameters": size, "initial_model": True}
+            info = {"model_config": tracking.model_config(model) or None, "num_parameters": size, "initial_model": True}
             with tempfile.TemporaryDirectory() as folder:
-                self._upload(args, _with_structure(folder, model), about, ["base_model"])
+                self._upload(args, _write_structure(folder, model), info, ["base_model"])
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line; values of the whole run go into its summary."""
@@ -155,7 +155,7 @@ class WandbCallback(TrackerCallback):
                 save_weights(model, folder)
                 if processing_class is not None:
                     processing_class.save_pretrained(folder)
-            self._upload(args, _with_structure(folder, model), {**metadata, "final_model": True}, ["final_model"])
+            self._upload(args, _write_structure(folder, model), {**metadata, "final_model": True}, ["final_model"])
 
     def _upload(self, args: Any, folder: str, metadata: Mapping[str, Any], aliases: list[str]) -> None:
         """Log a folder as a version of the run's model."""
@@ -172,7 +172,7 @@ def _summary(run: Any) -> dict[str, Any]:
     return {k: v for k, v in dict(run.summary).items() if isinstance(v, (int, float)) and not k.startswith("_")}
 
 
-def _with_structure(folder: str, model: Any) -> str:
+def _write_structure(folder: str, model: Any) -> str:
     """Write the model's layers to a text file; returns the folder."""
     with open(os.path.join(folder, "model_architecture.txt"), "w", encoding="utf-8") as file:
         print(model, file=file)
@@ -233,7 +233,7 @@ class MLflowCallback(TrackerCallback):
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        values = {**tracking.config_of(model), **tracking.arguments_of(args)}
+        values = {**tracking.model_config(model), **tracking.arguments_of(args)}
         if env_flag("MLFLOW_FLATTEN_PARAMS"):
             values = _flattened(values)
         for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
@@ -332,8 +332,8 @@ class CometCallback(TrackerCallback):
         """Write the model's structure, the arguments and the configuration."""
         logger = self._tracker_logger(args)
         logger.experiment.set_model_graph(str(model))
-        config = {"config": tracking.config_of(model)} if tracking.config_of(model) else {}
-        logger.log_hyperparams({"args": tracking.arguments_of(args), **config, **tracking.adapters_of(model)})
+        config = {"config": tracking.model_config(model)} if tracking.model_config(model) else {}
+        logger.log_hyperparams({"args": tracking.arguments_of(args), **config, **tracking.peft_config(model)})
         if state.is_hyper_param_search:
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 

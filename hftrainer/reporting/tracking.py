@@ -129,7 +129,7 @@ class ReportingCallback(TrainerCallback):
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
         """Write the hyperparameters: the arguments, and the model's configuration."""
         for each in self._opened_loggers(args):
-            each.log_hyperparams({**config_of(model), **arguments_of(args)})
+            each.log_hyperparams({**model_config(model), **arguments_of(args)})
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers of a log line."""
@@ -314,7 +314,7 @@ def _renamed(name: str) -> str:
     return f"{stage}/{rest}" if stage in ("eval", "test") and "_" in name else f"train/{name}"
 
 
-def config_of(model: Any) -> dict[str, Any]:
+def model_config(model: Any) -> dict[str, Any]:
     """The model's configuration as a dict; empty when it has none."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, Mapping):
@@ -322,7 +322,7 @@ def config_of(model: Any) -> dict[str, Any]:
     return config.to_dict() if hasattr(config, "to_dict") else {}
 
 
-def adapters_of(model: Any) -> dict[str, Any]:
+def peft_config(model: Any) -> dict[str, Any]:
     """The configurations of PEFT's adapters under 'peft_config'; empty for other models."""
     adapters = getattr(model, "peft_config", None)
     if not isinstance(adapters, Mapping):

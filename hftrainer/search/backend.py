@@ -115,7 +115,7 @@ class SearchBackend(abc.ABC):
                 "must return a description of the search space."
             ) from error
 
-    def after_saving(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
+    def send_pending_report(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
         """Called in a trial after each step. Logging, evaluation and saving of the step are done."""
 
     def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:

@@ -209,7 +209,7 @@ def pack(components: Components) -> PackedTrainer:
     """
     trainer, state = components.trainer, components.trainer_state_for_copy()
     try:
-        return PackedTrainer(_pickled(components, trainer, state), os.getcwd())
+        return PackedTrainer(_pickle_with_state(components, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
             f"{_unpicklable(components, state)} cannot be pickled for the processes of the search ({error}). Create it "
@@ -217,7 +217,7 @@ def pack(components: Components) -> PackedTrainer:
         ) from error
 
 
-def _pickled(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
+def _pickle_with_state(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
     """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
     import cloudpickle
 
@@ -249,7 +249,7 @@ def _unpicklable(components: Components, state: dict[str, Any]) -> str:
     for name, value in parts:
         if value is not components:
             try:
-                _pickled(value, components.trainer, {})
+                _pickle_with_state(value, components.trainer, {})
             except Exception:
                 return name
     return kind

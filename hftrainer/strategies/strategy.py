@@ -172,7 +172,7 @@ class Strategy(ABC):
     def cast(self, batch: Any, model: nn.Module) -> Any:
         """A batch in the types that the model needs."""
         dtype = TRUE_TYPES.get(self.plan.precision)
-        return batch if dtype is None else in_type(batch, dtype)
+        return batch if dtype is None else cast_floating(batch, dtype)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
         """The names of the parameters with weight decay. None if they can be found in the sharded model."""
@@ -286,7 +286,7 @@ class ReplicasStrategy(Strategy):
         resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler)
 
 
-def in_type(batch: Any, dtype: torch.dtype) -> Any:
+def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
     """A batch with its floating-point tensors in one type."""
 
     def converted(value: Any) -> Any:

@@ -16,7 +16,7 @@ from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_ove
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimization import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
-from hftrainer.reporting.metrics import mean_loss, metric_named
+from hftrainer.reporting.metrics import get_metric, mean_loss
 from hftrainer.training.component import Component
 
 
@@ -115,7 +115,7 @@ class ControlActions(Component):
             metrics = trainer.accelerator.processes.from_main(lambda: own)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
         if needs_metric(trainer.lr_scheduler) and steps_schedule:
-            trainer.lr_scheduler.step(metric_named(metrics, trainer.args.metric_for_best_model or "loss"))
+            trainer.lr_scheduler.step(get_metric(metrics, trainer.args.metric_for_best_model or "loss"))
         return metrics
 
     def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
@@ -144,7 +144,7 @@ class ControlActions(Component):
         state = self.trainer.state
         if args.metric_for_best_model is None:
             return False
-        value = metric_named(metrics, args.metric_for_best_model)
+        value = get_metric(metrics, args.metric_for_best_model)
         if state.best_metric is None:
             state.best_metric = -math.inf if args.greater_is_better else math.inf
         if not (value > state.best_metric if args.greater_is_better else value < state.best_metric):

@@ -164,10 +164,10 @@ class LoaderFactory(Component):
             given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
             kept = self.trainer._signature_columns
             if isinstance(error, TypeError):
-                collators.explain_call(error, self.trainer.model, given)
+                collators.explain_call_error(error, self.trainer.model, given)
             elif kept is not None and self.trainer.args.remove_unused_columns:
                 if isinstance(error, KeyError):
-                    collators.explain_removed(error, given, kept)
+                    collators.explain_removed_column(error, given, kept)
                 collators.note_removed(error, given, kept)
             raise
 

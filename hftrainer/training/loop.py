@@ -400,7 +400,7 @@ class TrainingLoop:
             with self.control_sync.abort_evaluation_on_signal():
                 method(*positional, **keywords)
         if self.components.search is not None and self.trial is not None:
-            self.components.search.after_saving(self.trainer)
+            self.components.search.send_pending_report(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 

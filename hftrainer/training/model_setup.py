@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def checked_pair(optimizers: Any) -> tuple[Any, Any]:
+def check_pair(optimizers: Any) -> tuple[Any, Any]:
     """The Trainer's `optimizers`, if it is a pair of objects.
 
     Raises:
@@ -137,14 +137,14 @@ class ModelSetup(Component):
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),
-            "_loss_shifts_labels": inspection.shifts_labels(model) or self._smooths_unknown(model),
+            "_loss_shifts_labels": inspection.shifts_labels(model) or self._needs_shifted_smoothing(model),
             "label_names": inspection.find_labels(inspected) if names is None else names,
             "can_return_loss": inspection.can_return_loss(inspected),
             "_signature_columns": None,
             "label_smoother": self._make_label_smoother(),
         }
 
-    def _smooths_unknown(self, model: nn.Module) -> bool:
+    def _needs_shifted_smoothing(self, model: nn.Module) -> bool:
         """Whether label smoothing shifts the labels of a model that transformers does not know to be causal."""
         if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.unwrap_peft(model)):
             return False
@@ -224,7 +224,7 @@ class ModelSetup(Component):
         known = self.components.strategy.decay_parameter_names(model)
         return self.components.policy.decay_parameter_names(model) if known is None else known
 
-    def group_of(self, param: Any) -> Any:
+    def find_group(self, param: Any) -> Any:
         """The parameter group that holds `param`; for None, the parameters of each group."""
         groups = self.components.require_optimizer().param_groups
         if param is None:
@@ -257,7 +257,7 @@ class ModelSetup(Component):
             if folder is not None:
                 trainer._load_from_checkpoint(folder)
 
-        with self._keeping_count_of_flos():
+        with self._preserve_flos_count():
             self.components.strategy.prepare_model(trainer, load)
         freezes = self.components.engine.freeze_before_training(trainer.model)
         # As in v4. v5 calls only the two other methods, so scripts for v5 override one of those.
@@ -278,11 +278,11 @@ class ModelSetup(Component):
 
     def prepare_for_evaluation(self) -> None:
         """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
-        with self._keeping_count_of_flos():
+        with self._preserve_flos_count():
             self.components.strategy.prepare_evaluation(self.trainer)
 
     @contextlib.contextmanager
-    def _keeping_count_of_flos(self) -> Iterator[None]:
+    def _preserve_flos_count(self) -> Iterator[None]:
         """Count the model's operations before the block shards it, and keep that count afterwards."""
         if not self.components.strategy.shards:
             yield

@@ -158,7 +158,7 @@ class TrainingRunner(Component):
             trial: the hyperparameter trial, if any.
             ignore_keys: outputs of the model that evaluation leaves out.
         """
-        with self._running():
+        with self._training_context():
             start = InitialStateSnapshot(self.trainer) if self.trainer.args.auto_find_batch_size else None
             while True:
                 try:
@@ -180,7 +180,7 @@ class TrainingRunner(Component):
                 self._halve_batches(start)
 
     @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
+    def _training_context(self) -> Iterator[None]:
         """Apply the arguments to the model and handle signals in the block; release the run's objects afterwards."""
         trainer = self.trainer
         components = self.components
@@ -349,7 +349,7 @@ class TrainingRunner(Component):
         seconds = {"waiting for data": waited, **run.seconds}
         for sentence in summary.finished(state, metric, metrics, seconds, steps, share):
             tell(sentence)
-        if checkpoint := summary.how_to_resume(
+        if checkpoint := summary.make_resume_hint(
             run.checkpoints_written, is_complete=state.global_step >= state.max_steps
         ):
             tell(checkpoint)
@@ -416,27 +416,27 @@ class InitialStateSnapshot:
                 "set per_device_train_batch_size yourself instead of auto_find_batch_size."
             )
         self._model = trainer.model
-        self._tensors = {name: _copied(tensor) for name, tensor in self._changing().items()}
+        self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}
         self._scaler = trainer.accelerator.scaler
         self._scale = None if self._scaler is None else self._scaler.state_dict()
         self.stateful = trainer.optimizer, trainer.lr_scheduler
-        self._others = [(each, nested_apply(_copied, each.state_dict())) for each in self.stateful if each is not None]
+        self._others = [(each, nested_apply(_to_cpu, each.state_dict())) for each in self.stateful if each is not None]
         self._random = rng_state()
         if torch.cuda.is_available():  # the model may be on several devices
             self._random["cuda"] = torch.cuda.get_rng_state_all()
 
-    def _changing(self) -> dict[str, torch.Tensor]:
+    def _tensors_to_restore(self) -> dict[str, torch.Tensor]:
         trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
         return {**trained, **dict(self._model.named_buffers())}
 
     def restore(self) -> None:
         """Restore the state."""
         with torch.no_grad():
-            for name, tensor in self._changing().items():
+            for name, tensor in self._tensors_to_restore().items():
                 tensor.copy_(self._tensors[name])
         self._model.zero_grad()
         for thing, state in self._others:
-            thing.load_state_dict(nested_apply(_copied, state))
+            thing.load_state_dict(nested_apply(_to_cpu, state))
         if self._scaler is not None and self._scale is not None:
             # Initialize the scaler, if that has not been done yet, and discard the state of the failed step.
             self._scaler.scale(next(self._model.parameters()).new_zeros(()))
@@ -445,7 +445,7 @@ class InitialStateSnapshot:
         restore_rng_state(self._random)
 
 
-def _copied(leaf: Any) -> Any:
+def _to_cpu(leaf: Any) -> Any:
     return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 

@@ -103,7 +103,7 @@ class CheckpointSaver(Component):
                 self.trainer.args.metric_for_best_model,
             )
             return
-        reason = self.trainer.accelerator.processes.from_main(lambda: resume.why_not_loaded(best))
+        reason = self.trainer.accelerator.processes.from_main(lambda: resume.unloadable_reason(best))
         if reason is None:
             self.trainer._load_best_model()
         else:
@@ -143,7 +143,7 @@ class CheckpointSaver(Component):
             trainer.control.should_save |= due
 
         trainer.control.should_save = False
-        self.components.checkpoint_writer.when_done(announce)
+        self.components.checkpoint_writer.call_after(announce)
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
@@ -161,7 +161,7 @@ class CheckpointSaver(Component):
         """Load the weights of a checkpoint into the model, sharded or not; with `best`, at the end of a run."""
         load = self.components.strategy.load_best if best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.unwrapped_model)
-        incompatible = load(peers.uncompiled(model), folder, only_trainable=has_adapters)
+        incompatible = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
         if incompatible is not None:
             self.trainer._issue_warnings_after_load(incompatible)
 
@@ -183,7 +183,7 @@ class CheckpointSaver(Component):
             "samples in the data": schedule.num_examples,
             "max_steps": schedule.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
-            "accelerator_config": self.components.resolved.accelerator_config.of_data(),
+            "accelerator_config": self.components.resolved.accelerator_config.data_settings(),
         }
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
@@ -192,7 +192,7 @@ class CheckpointSaver(Component):
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
         """Yields the keywords for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
-        model = peers.uncompiled(self.trainer.model)
+        model = peers.unwrap_compiled(self.trainer.model)
         if internal and strategy.only_parts:
             yield None  # checkpoints hold a shard from each rank
             return
@@ -226,7 +226,7 @@ class CheckpointSaver(Component):
         else:
             if (self.components.checkpoint_writer.defers_writes or on_device) and weights is None:
                 # Pass the weights, so that the writer copies them: training changes the model's own meanwhile.
-                weights = peers.uncompiled(self.trainer.model).state_dict()
+                weights = peers.unwrap_compiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call(write, weights)
         processing_class = self.trainer.processing_class
         if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
@@ -239,7 +239,7 @@ class CheckpointSaver(Component):
 
     @contextlib.contextmanager
     def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
-        """Write the checkpoint of this step, completely or not at all; yields the same as `_writing`.
+        """Write the checkpoint of this step, completely or not at all; yields the same as `_write_on_all_ranks`.
 
         Args:
             trial: the hyperparameter trial, if any.
@@ -264,12 +264,12 @@ class CheckpointSaver(Component):
         def on_failure() -> None:
             self.trainer.state.best_model_checkpoint = earlier_best
 
-        with self._writing(path, on_written, on_failure) as fill:
+        with self._write_on_all_ranks(path, on_written, on_failure) as fill:
             yield fill
         if self.components.checkpoint_writer.failed:
             on_failure()
         if self.trainer.args.push_to_hub:
-            self.components.checkpoint_writer.when_done(functools.partial(self.trainer._push_from_checkpoint, path))
+            self.components.checkpoint_writer.call_after(functools.partial(self.trainer._push_from_checkpoint, path))
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
@@ -277,12 +277,12 @@ class CheckpointSaver(Component):
         """Write a checkpoint of this step that we do not rotate, announce or upload."""
         self.trainer.store_flos()
         self.wait()
-        with self._writing(path, on_written=lambda: None, on_failure=lambda: None) as fill:
+        with self._write_on_all_ranks(path, on_written=lambda: None, on_failure=lambda: None) as fill:
             fill()
         self.wait()
 
     @contextlib.contextmanager
-    def _writing(
+    def _write_on_all_ranks(
         self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]
     ) -> Iterator[Callable[[], None]]:
         """Write a checkpoint on all ranks, which know afterwards whether it failed.

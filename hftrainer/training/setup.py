@@ -23,9 +23,9 @@ from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
 from hftrainer.arguments.validation import (
     check_accelerator_config,
+    check_number_types,
     check_values,
     set_accumulation_steps,
-    texts_for_numbers,
 )
 from hftrainer.callbacks.handler import CallbackHandler, make_callback, pop_matching
 from hftrainer.callbacks.progress import choose_progress_callback
@@ -301,7 +301,7 @@ class TrainerSetup(Component):
         resolved = self.components.resolved
         set_accumulation_steps(resolved)  # DeepSpeed's configuration needs the accumulation steps
         is_ours = isinstance(args, TrainingArguments)
-        if is_ours and (texts := list(texts_for_numbers(args))):
+        if is_ours and (texts := list(check_number_types(args))):
             raise WrongObject("\n".join(texts))
         if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
             raise InvalidArgument("\n".join(found))

@@ -25,7 +25,7 @@ from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument
 from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
-from hftrainer.trainer_pt_utils import rebuilt
+from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.trainer_utils import speed_metrics
 from hftrainer.training.component import Component
 
@@ -293,7 +293,7 @@ class TrainingSteps(Component):
     def prepare_input(self, data: Any) -> Any:
         """The data on the device. For a container, `Trainer._prepare_input` prepares each item."""
         if not isinstance(data, torch.Tensor) and isinstance(data, (dict, list, tuple, Mapping)):
-            return rebuilt(data, self.trainer._prepare_input)
+            return rebuild_container(data, self.trainer._prepare_input)
         return self.components.strategy.cast(to_device(data, self.trainer.accelerator.device), self.trainer.model)
 
     # ---- The loss ----------------------------------------------------------------------------------------------

@@ -244,4 +244,4 @@ class ControlSync:
             if isinstance(callback, ProgressCallback):
                 callback.close()  # otherwise Python redraws the bar at exit, below the last message
         says_it = self.trainer.is_world_process_zero()
-        listener.leave(summary.how_to_resume(self.run.checkpoints_written, is_complete=False) if says_it else "")
+        listener.leave(summary.make_resume_hint(self.run.checkpoints_written, is_complete=False) if says_it else "")

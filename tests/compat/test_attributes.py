@@ -190,7 +190,7 @@ def test_what_a_subclass_sets_survives_a_new_model(tmp_path):
         trainer, _ = build(library_name, "bert", tmp_path / library_name, **given)
         return [{name: getattr(trainer, name) for name in KEPT} for _ in range(2) if trainer.train()]
 
-    reads_once = followed.policy_of(followed.installed_release()).reads_batch_size_once
+    reads_once = followed.make_policy(followed.installed_release()).reads_batch_size_once
     assert alike(run, assert_equal)[1] == KEPT | ({} if reads_once else {"_train_batch_size": 4})
 
 

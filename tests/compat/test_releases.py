@@ -437,7 +437,7 @@ def test_the_case_of_a_difference_shows_it(observe, monkeypatch, kind, decision)
         observe(name, "theirs")  # which writes what is resumed from
     found = []
     for policy in (kind, later):
-        monkeypatch.setattr(followed, "policy_of", lambda release, policy=policy: policy(kind.until))
+        monkeypatch.setattr(followed, "make_policy", lambda release, policy=policy: policy(kind.until))
         with installed():
             found.append(observe(name, str(len(found))))
     with pytest.raises(AssertionError):

@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import launch
 
-from hftrainer.arguments.accelerate import VARIABLES, check_launched, find_variable, unknown_variables
+from hftrainer.arguments.accelerate import VARIABLES, check_launch_variables, find_unknown_variables, find_variable
 from tests.support.parity import build
 
 #: Options of which no process that is launched sees anything but its rank, its devices and the script's arguments.
@@ -130,8 +130,8 @@ def test_accepted(monkeypatch, tmp_path):
     for name, value in {"SAGEMAKER_DISTRIBUTED_TYPE": "NO", "TORCH_DEVICE": "cpu", "MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     trainer, _ = build("hftrainer", "plain", tmp_path)
-    assert list(check_launched(trainer.args.device)) == []
-    assert unknown_variables() == []
+    assert list(check_launch_variables(trainer.args.device)) == []
+    assert find_unknown_variables() == []
 
 
 def test_unknown_ones_are_said(monkeypatch, tmp_path, caplog):

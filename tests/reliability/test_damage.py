@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hftrainer.__main__ import main
-from hftrainer.checkpointing.checks import why_unreadable
+from hftrainer.checkpointing.checks import unreadable_reason
 from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound
@@ -248,12 +248,12 @@ def test_forms(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "vocab.txt").write_text("wörter\n")
     for name in ("old.pt", "vocab.txt"):
-        assert why_unreadable(tmp_path / name) is None
+        assert unreadable_reason(tmp_path / name) is None
     truncate(tmp_path / "old.pt")
     (tmp_path / "vocab.txt").write_bytes("wörter".encode()[:2])
     (tmp_path / "part.distcp").write_bytes(b"\xff\x00")
     (tmp_path / "empty.txt").touch()
-    reasons = {path.name: why_unreadable(path) for path in tmp_path.iterdir()}
+    reasons = {path.name: unreadable_reason(path) for path in tmp_path.iterdir()}
     assert "cannot be read" in reasons.pop("old.pt")
     assert reasons.pop("empty.txt") == "is empty"
     assert set(reasons.values()) == {"is not text, and its format cannot be checked"}

@@ -15,4 +15,4 @@ def deepspeed_installed(monkeypatch):
 @pytest.fixture(autouse=True)
 def nobody_to_meet(monkeypatch):
     """The launchers of these tests are made up: their variables name processes that are not there."""
-    monkeypatch.setattr(TrainingArguments, "_connect_launched", lambda self: None)
+    monkeypatch.setattr(TrainingArguments, "_join_process_group", lambda self: None)

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.seed import isolate_rng
 
-from hftrainer_lightning.private_api.trainer import around_lightning
+from hftrainer_lightning.private_api.trainer import quiet_lightning
 
 if TYPE_CHECKING:
     from hftrainer.training.planner import TrialSteps
@@ -76,7 +76,7 @@ def _run(
 ) -> None:
     """Fit until the finder is done. Lightning restores model and optimizer; this restores the random states."""
     finder._early_exit = True  # makes Lightning's Tuner skip training after the search
-    with isolate_rng(), around_lightning(), warnings.catch_warnings():
+    with isolate_rng(), quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
         trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
         level = _LIGHTNING.level

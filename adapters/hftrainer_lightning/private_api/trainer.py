@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from hftrainer.parallel.process_group import device_mesh
 
 
-class _Interrupted(BaseException):
+class _CarriedInterrupt(BaseException):
     """Carries a KeyboardInterrupt past Lightning, which would exit the process and leave Ctrl-C ignored."""
 
     def __init__(self, original: KeyboardInterrupt) -> None:
@@ -44,7 +44,7 @@ def _carry_keyboard_interrupts() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        raise _Interrupted(interrupt) from None
+        raise _CarriedInterrupt(interrupt) from None
 
 
 class TrainerWithoutSignals(pl.Trainer):
@@ -82,7 +82,7 @@ _HIDDEN_WARNINGS = (
 
 
 @contextlib.contextmanager
-def around_lightning() -> Iterator[None]:
+def quiet_lightning() -> Iterator[None]:
     """Hide Lightning's tips and advertisements, but not its warnings and errors.
 
     Raises the original KeyboardInterrupt that `TrainerWithoutSignals` has carried past Lightning.
@@ -99,7 +99,7 @@ def around_lightning() -> Iterator[None]:
             for message in _HIDDEN_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
-    except _Interrupted as carried:
+    except _CarriedInterrupt as carried:
         raise carried.original from None
     finally:
         for logger in loggers:

@@ -39,7 +39,7 @@ def test_differences_are_those_of_the_release():
     assert [name for name in followed.from_text("5.15").differences() if "num_items" in name] == ["num_items"]
     integer, python_int = (followed.from_text(release).differences()["num_items"] for release in ("4.50", "4.49"))
     assert (integer, python_int) == ("num_items_in_batch is an integer", "num_items_in_batch is a Python int")
-    between = [release for release in RELEASES if "gradient_divisor" in followed.policy_of(release).differences()]
+    between = [release for release in RELEASES if "gradient_divisor" in followed.make_policy(release).differences()]
     assert list(map(str, between)) == ["5.2", "5.3", "5.4", "5.5"]
 
 
