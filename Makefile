@@ -51,7 +51,8 @@ $(VENV)/.docs: $(CONSTRAINTS) | $(VENV)/bin/python
 $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@echo "Installing TRL, sentence-transformers, setfit and Ray ..."
 	@$(PIP) -e '.[transformers,ray]' -r $<
-	@$(PIP) --no-deps colpali-engine==0.3.18 torchvision==0.28.0  # which ask for an older PEFT and a torch with CUDA
+	@$(PIP) --no-deps colpali-engine==0.3.18  # which asks for an older PEFT
+	@$(PIP) --no-deps --target $(VENV)/torchvision torchvision==0.28.0  # only tests that can do without its operators find it
 	@touch $@
 
 # DeepSpeed compiles nothing while it is installed, and looks at the torch that is there.

@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
-        usage="%(prog)s [--html] [--json] [--out FILE.png] OUTPUT_DIR ...\n"
+        usage="%(prog)s [--html] [--json] [--out FILE] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--json] --study STORAGE [--study-name NAME] [--output DIR]",
         description="Write a picture, and show it: in a notebook below the cell; on a terminal in the viewer of the "
         "desktop; without a desktop, the first, last, lowest and highest value of each curve. Nothing is shown if "
@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--html", action="store_true", help="write interactive pages too")
     parser.add_argument(
         "--out",
-        metavar="FILE.png",
-        help="the file for runs; default: training.png, or of several comparison.png in the first",
+        metavar="FILE",
+        help="the file for runs, .png, .svg or .pdf; default: training.png, or of several comparison.png in the first",
     )
     parser.add_argument(
         "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"

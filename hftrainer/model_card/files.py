@@ -13,7 +13,7 @@ from hftrainer.compat.messages import log_once
 from hftrainer.errors import MissingPackage
 from hftrainer.model_card import contents
 from hftrainer.reporting.metrics import write_atomically
-from hftrainer.reporting.plot import draw_png, lines_of
+from hftrainer.reporting.plot import draw_picture, lines_of
 
 if TYPE_CHECKING:
     from hftrainer.callbacks.state import TrainerState
@@ -56,11 +56,11 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
     path = folder / PLOT_NAME
     if not force and path.exists() and time.time() - path.stat().st_mtime < _SECONDS_BETWEEN_PLOTS:
         return PLOT_NAME
-    lines = list(lines_of(state))
+    lines = lines_of(state)
     if not any(len(line.steps) > 1 for line in lines):
         return None
     try:
-        write_atomically(str(path), functools.partial(draw_png, lines))
+        write_atomically(str(path), functools.partial(draw_picture, lines, title=folder.name))
     except MissingPackage as error:
         log_once(logger, f"The model card has no plot of the training run. {error}", logging.INFO)
         return None

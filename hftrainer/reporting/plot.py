@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import logging
+import math
 import os
 import statistics
 import sys
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage
 
 logger = logging.getLogger(__name__)
 
-#: Panel → the entries of log lines that it shows; 'metrics' shows all others.
+#: Panel → the entries of log lines that it shows; 'metrics' shows all others, in a panel per order of magnitude.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
@@ -65,13 +64,13 @@ def read_run(folder: str) -> TrainerState:
 
 
 def curves(state: TrainerState) -> Curves:
-    """Panel → label → optimizer steps and values."""
+    """Panel → label → optimizer steps and values. A number that is not finite is NaN, a gap in its curve."""
     found: Curves = {panel: {} for panel in PANELS}
     for step, name, value in logged(state):
         if name != "epoch" and _is_number(value):
             steps, values = found[_panel_of(name)].setdefault(name, ([], []))
             steps.append(step)
-            values.append(value)
+            values.append(value if _is_finite(value) else math.nan)
     return found
 
 
@@ -86,7 +85,11 @@ def logged(state: TrainerState) -> Iterator[tuple[float, str, Any]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    return abs(value) <= sys.float_info.max
 
 
 def _panel_of(name: str) -> str:
@@ -98,41 +101,86 @@ def _panel_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of one run; `best` is the index of its best value, if that is known."""
+    """One curve of one run.
+
+    Attributes:
+        panel: where it is drawn.
+        name: the name of what was logged.
+        steps: optimizer steps.
+        values: the values, of which some may be NaN.
+        best: the index of the best value, if that is known.
+        run: what tells the run from others in the plot; empty for one run.
+        colour: that of the run, or in a plot of one run that of the curve.
+        dash: number of the style of its line.
+    """
 
     panel: str
-    label: str
+    name: str
     steps: list[float]
     values: list[float]
-    colour: str
-    dash: int = 0
     best: int | None = None
+    run: str = ""
+    colour: str = COLOURS[0]
+    dash: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name, with the run if there are several."""
+        return f"{self.run}: {self.name}" if self.run else self.name
+
+    @property
+    def finite(self) -> list[float]:
+        """The values that are finite."""
+        return [value for value in self.values if _is_finite(value)]
+
+    @property
+    def first_gap(self) -> float | None:
+        """The first step whose value is not finite."""
+        return next((step for step, value in zip(self.steps, self.values, strict=True) if not _is_finite(value)), None)
 
 
-def lines(folders: list[str]) -> Iterator[Line]:
+def lines(folders: list[str]) -> list[Line]:
     """The curves of runs: one run has a colour per curve; several have a colour per run and a dash per curve."""
     parts = [Path(os.path.realpath(folder)).parts for folder in folders]
     # The shortest suffix of each path that is unique.
     depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
-    of_runs = [list(lines_of(read_run(folder))) for folder in folders]
-    if len(of_runs) == 1:
-        yield from of_runs[0]
-        return
-    # A curve has the same dash in all runs.
-    names = {(line.panel, line.label): None for found in of_runs for line in found}
-    of_panel = {panel: [name for place, name in names if place == panel] for panel in PANELS}
-    for number, (path, found) in enumerate(zip(parts, of_runs, strict=True)):
-        for line in found:
-            label, colour = f"{Path(*path[-depth:])}: {line.label}", COLOURS[number % len(COLOURS)]
-            yield replace(line, label=label, colour=colour, dash=of_panel[line.panel].index(line.label) % 4)
+    runs = [str(Path(*path[-depth:])) if len(folders) > 1 else "" for path in parts]
+    states = [read_run(folder) for folder in folders]
+    return _with_styles(line for run, state in zip(runs, states, strict=True) for line in lines_of(state, run))
 
 
-def lines_of(state: TrainerState) -> Iterator[Line]:
-    """The curves of one run, each in a separate colour."""
-    colours = itertools.cycle(COLOURS)
-    for panel, found in curves(state).items():
-        for name, (steps, values) in found.items():
-            yield Line(panel, name, steps, values, next(colours), best=_best(state, name, steps, values))
+def lines_of(state: TrainerState, run: str = "") -> list[Line]:
+    """The curves of one run."""
+    return _with_styles(
+        Line(panel, name, steps, values, _best(state, name, steps, values), run)
+        for panel, found in curves(state).items()
+        for name, (steps, values) in found.items()
+    )
+
+
+def _with_styles(found: Iterable[Line]) -> list[Line]:
+    """The curves with their colours and dashes, and metrics of another order of magnitude in another panel."""
+    drawn = list(found)
+    largest: dict[str, float] = {}
+    for line in drawn:
+        if line.panel == "metrics":
+            largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
+    of_panel: dict[str, list[str]] = {}
+    for index, line in enumerate(drawn):
+        if largest.get(line.name, 0.0) > 1:
+            drawn[index] = line = replace(
+                line, panel=f"metrics up to {10 ** math.ceil(math.log10(largest[line.name])):,}"
+            )
+        names_shown = of_panel.setdefault(line.panel, [])
+        if line.name not in names_shown:
+            names_shown.append(line.name)
+    runs = list(dict.fromkeys(line.run for line in drawn))
+    for index, line in enumerate(drawn):
+        place = of_panel[line.panel].index(line.name)
+        number, dash = (runs.index(line.run), place) if len(runs) > 1 else (place, place // len(COLOURS))
+        drawn[index] = replace(line, colour=COLOURS[number % len(COLOURS)], dash=dash % 4)
+    order = ["loss", *sorted(panel for panel in of_panel if panel.startswith("metrics")), "learning rate"]
+    return sorted(drawn, key=lambda line: order.index(line.panel) if line.panel in order else len(order))
 
 
 def _best(state: TrainerState, name: str, steps: list[float], values: list[float]) -> int | None:
@@ -141,80 +189,131 @@ def _best(state: TrainerState, name: str, steps: list[float], values: list[float
         return None
     if state.best_global_step in steps:
         return steps.index(state.best_global_step)
-    return values.index(min(values)) if name.endswith("_loss") else None
+    finite = [value for value in values if _is_finite(value)]
+    return values.index(min(finite)) if finite and name.endswith("_loss") else None
 
 
-def _needs_log_scale(panel: str, drawn: list[Line]) -> bool:
+def _needs_log_scale(drawn: list[Line]) -> bool:
     """Whether a few large gradient norms would flatten all others."""
-    norms = [value for line in drawn if line.panel == panel == "gradient norm" for value in line.values]
+    norms = [value for line in drawn if line.panel == "gradient norm" for value in line.finite]
     return bool(norms) and min(norms) > 0 and max(norms) > 20 * statistics.median(norms)
 
 
-def draw_png(drawn: list[Line], path: str) -> None:
-    """Write the panels as a PNG, without pyplot, so that no window or notebook shows the figure."""
-    per_panel = Counter(line.panel for line in drawn)
-    rows = -(-sum(count for count in per_panel.values() if count > 1) // 4)  # of the legend, below the panels
-    height = 7 + 0.25 * rows
-    figure = load("matplotlib.figure").Figure(figsize=(11, height))
-    bottom = (0.56 + 0.25 * rows) / height
-    # tight_layout is slow.
-    figure.subplots_adjust(left=0.1, right=0.98, bottom=bottom, top=0.95, wspace=0.25, hspace=0.3)
-    of_panel = dict(zip(PANELS, figure.subplots(2, 2).flat, strict=True))
+def _by_panel(drawn: list[Line]) -> dict[str, list[Line]]:
+    panels: dict[str, list[Line]] = {}
     for line in drawn:
-        style = {"linestyle": ["-", "--", ":", "-."][line.dash], "color": line.colour, "linewidth": 1.3}
+        panels.setdefault(line.panel, []).append(line)
+    return panels
+
+
+def _gap(drawn: list[Line]) -> tuple[float, str] | None:
+    """The first step of a panel at which a value is not finite, and its curve."""
+    return min(((step, line.label) for line in drawn if (step := line.first_gap) is not None), default=None)
+
+
+def draw_picture(drawn: list[Line], path: str, title: str) -> None:
+    """Write the panels as PNG, SVG or PDF, without pyplot, so that no window or notebook shows the figure."""
+    panels = _by_panel(drawn)
+    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    height = 3.6 * rows + 0.9
+    figure = load("matplotlib.figure").Figure(figsize=(5.5 * columns, height))
+    # tight_layout is slow.
+    margins = {"left": 0.18 / columns, "right": 0.98, "bottom": 0.85 / height, "top": 1 - 0.75 / height}
+    figure.subplots_adjust(**margins, wspace=0.25, hspace=0.35)
+    figure.suptitle(title)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    first, last = (choose(step for line in drawn for step in line.steps) for choose in (min, max))
+    margin = (last - first) / 40 or 1
+    for axis, (panel, shown) in zip(axes, panels.items(), strict=False):
+        _draw_panel(axis, panel, shown)
+        axis.set_xlim(first - margin, last + margin)
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    runs = {line.run: line.colour for line in drawn if line.run}
+    handles = [load("matplotlib.lines").Line2D([], [], color=colour, label=run) for run, colour in runs.items()]
+    if handles:
+        figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
+    dashes = ["-", "--", ":", "-."]
+    of_run = {"color": "black"} if shown[0].run else {}
+    named: dict[str, Any] = {}
+    for line in shown:
         mark = "o" if len(line.steps) < 30 else None
-        axis = of_panel[line.panel]
-        axis.plot(line.steps, line.values, label=line.label, marker=mark, markersize=3, **style)
+        style = {"color": line.colour, "linestyle": dashes[line.dash], "linewidth": 1.3}
+        axis.plot(line.steps, line.values, marker=mark, markersize=3, **style)
+        proxy = load("matplotlib.lines").Line2D
+        named.setdefault(line.name, proxy([], [], label=line.name, **style | of_run))
         if line.best is not None:
-            axis.scatter(line.steps[line.best], line.values[line.best], marker="*", s=90, color=line.colour, zorder=3)
-    for panel, axis in of_panel.items():
-        axis.set_title(panel)
-        if _needs_log_scale(panel, drawn):
-            axis.set_yscale("log")
-        axis.set_xlabel("optimizer step")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        if len(axis.lines) == 1:
-            axis.set_ylabel(axis.lines[0].get_label())
-        elif not axis.lines:
-            axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes, color="gray")
-    if rows:
-        shown = [curve for axis in of_panel.values() if len(axis.lines) > 1 for curve in axis.lines]
-        figure.legend(handles=shown, loc="lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=120, format="png")
+            star = {"marker": "*", "s": 90, "zorder": 3}
+            axis.scatter(line.steps[line.best], line.values[line.best], color=line.colour, **star)
+            named["best"] = proxy(
+                [], [], label="best", marker="*", markersize=9, linestyle="", **{"color": line.colour} | of_run
+            )
+    if gap := _gap(shown):
+        axis.axvline(gap[0], color="red", linestyle=":")
+        message = f"{gap[1]} is not finite at step {gap[0]:g}"
+        axis.text(0.5, 0.02, message, color="red", fontsize=8, ha="center", transform=axis.transAxes)
+    axis.set_title(panel, fontsize=11)
+    axis.set_xlabel("optimizer step")
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    axis.grid(alpha=0.3)
+    if _needs_log_scale(shown):
+        axis.set_yscale("log")
+    if len(named) == 1:
+        axis.set_ylabel(*named)
+    else:
+        axis.legend(handles=list(named.values()), fontsize=7, ncols=-(-len(named) // 9), framealpha=0.6)
 
 
 def describe(drawn: list[Line]) -> str:
-    """A text table: the steps of each curve, and its first, last, lowest and highest value."""
-    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest")]
+    """A text table: the steps of each curve, its first, last, lowest and highest value, and how many are not finite."""
+    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest", "not finite")]
     for line in drawn:
-        values = (line.values[0], line.values[-1], min(line.values), max(line.values))
-        rows.append((line.label, f"{line.steps[0]:g} to {line.steps[-1]:g}", *(f"{value:.4g}" for value in values)))
+        finite = line.finite or [math.nan]
+        values = (line.values[0], line.values[-1], min(finite), max(finite))
+        gaps = str(len(line.values) - len(line.finite) or "")
+        rows.append(
+            (line.label, f"{line.steps[0]:g} to {line.steps[-1]:g}", *(f"{value:.4g}" for value in values), gaps)
+        )
+    if not any(gaps for *_, gaps in rows[1:]):
+        rows = [row[:-1] for row in rows]
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     aligned = ([label.ljust(first), *map(str.rjust, cells, widths)] for label, *cells in rows)
-    return "\n".join("  ".join(cells) for cells in aligned)
+    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
 
 
-def draw_html(drawn: list[Line], path: str) -> None:
-    """Write the panels as an interactive HTML page that works offline."""
+def draw_html(drawn: list[Line], path: str, title: str) -> None:
+    """Write the panels, one below the other, as an interactive HTML page that works offline."""
     subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
-    figure = subplots.make_subplots(rows=2, cols=2, subplot_titles=list(PANELS), vertical_spacing=0.12)
-    for line in drawn:
-        number = list(PANELS).index(line.panel)
-        style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
-        sizes = [12 if index == line.best else 4 for index in range(len(line.steps))]
-        shapes = ["star" if index == line.best else "circle" for index in range(len(line.steps))]
-        marker = {"size": sizes, "symbol": shapes}
-        trace = objects.Scatter(
-            x=line.steps, y=line.values, name=line.label, mode="lines+markers", line=style, marker=marker
-        )
-        figure.add_trace(trace, row=number // 2 + 1, col=number % 2 + 1)
-    figure.update_xaxes(title_text="optimizer step")
-    for number, panel in enumerate(PANELS):
-        if _needs_log_scale(panel, drawn):
-            figure.update_yaxes(type="log", row=number // 2 + 1, col=number % 2 + 1)
-    figure.update_layout(height=820, template="plotly_white")
-    figure.write_html(path, include_plotlyjs=True)
+    panels = _by_panel(drawn)
+    spacing = 0.25 / len(panels)
+    figure = subplots.make_subplots(
+        rows=len(panels), cols=1, subplot_titles=list(panels), shared_xaxes="all", vertical_spacing=spacing
+    )
+    for row, (panel, shown) in enumerate(panels.items(), 1):
+        for line in shown:
+            style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
+            sizes = [12 if index == line.best else 4 for index in range(len(line.steps))]
+            shapes = ["star" if index == line.best else "circle" for index in range(len(line.steps))]
+            group = line.run or panel
+            trace = objects.Scatter(
+                **{"x": line.steps, "y": line.values, "name": line.name, "mode": "lines+markers", "line": style},
+                **{"marker": {"size": sizes, "symbol": shapes}, "legendgroup": group, "legendgrouptitle_text": group},
+            )
+            figure.add_trace(trace, row=row, col=1)
+        if gap := _gap(shown):
+            message = f"{gap[1]} is not finite at step {gap[0]:g}"
+            figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, annotation_text=message, row=row, col=1)
+        if _needs_log_scale(shown):
+            figure.update_yaxes(type="log", row=row, col=1)
+    figure.update_xaxes(showticklabels=True)
+    figure.update_xaxes(title_text="optimizer step", row=len(panels), col=1)
+    legend = {"orientation": "h", "y": -0.2 / len(panels)}
+    figure.update_layout(title=title, height=300 * len(panels) + 200, template="plotly_white", legend=legend)
+    figure.write_html(path, include_plotlyjs=True, config={"responsive": True})
 
 
 def load(module: str) -> Any:
@@ -236,24 +335,25 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
     Args:
         folders: output folders, each with a `trainer_state.json` or a checkpoint.
         html: also write an HTML page.
-        out: the PNG to write; the page has its name with '.html'. Default: `training.png` in the folder, or
-            `comparison.png` in the first of several.
+        out: the PNG, SVG or PDF to write; the page has its name with '.html'. Default: `training.png` in the folder,
+            or `comparison.png` in the first of several.
 
     Raises:
         InvalidArgument: for a folder without a run; the error names it.
         MissingPackage: when matplotlib is missing, or plotly for the page.
     """
     name = "training.png" if len(folders) == 1 else "comparison.png"
-    png = Path(out) if out is not None else Path(folders[0]) / name
-    if png.suffix.lower() != ".png":
-        raise InvalidArgument(f"--out {png}: give a file that ends in .png.")
-    drawn = list(lines(folders))
-    png.parent.mkdir(parents=True, exist_ok=True)
-    draw_png(drawn, str(png))
-    written = [str(png)]
+    picture = Path(out) if out is not None else Path(folders[0]) / name
+    if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise InvalidArgument(f"--out {picture}: give a file that ends in .png, .svg or .pdf.")
+    drawn = lines(folders)
+    title = Path(os.path.realpath(folders[0])).name if len(folders) == 1 else f"{len(folders)} runs"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    draw_picture(drawn, str(picture), title)
+    written = [str(picture)]
     if html:
-        page = png.with_suffix(".html")
-        draw_html(drawn, str(page))
+        page = picture.with_suffix(".html")
+        draw_html(drawn, str(page), title)
         written.append(str(page))
     return written
 
@@ -279,12 +379,12 @@ class PlotCallback(TrainerCallback):
         """Draw the run's log."""
         if not state.is_world_process_zero:
             return
-        drawn = list(lines_of(state))
+        drawn = lines_of(state)
         if not drawn:
             logger.warning("PlotCallback: the log of the run has nothing to draw; see logging_steps.")
             return
         os.makedirs(args.output_dir, exist_ok=True)
         path = os.path.join(args.output_dir, "training.png")
-        draw_png(drawn, path)
+        draw_picture(drawn, path, os.path.basename(os.path.realpath(args.output_dir)))
         if is_in_notebook():
             show_in_notebook(path)

@@ -22,9 +22,13 @@ from typing import Any
 
 
 def declare_operators() -> None:
-    """Declare two operators that nothing here calls: a CPU lacks them, the registry has torchvision for CUDA."""
+    """Find torchvision, and declare two operators that nothing here calls: a CPU lacks them, and so it is kept apart.
+
+    The registry has torchvision for CUDA. In the environment it would end all imports that look for it.
+    """
     import torch
 
+    sys.path.append(os.path.join(sys.prefix, "torchvision"))
     if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -54,7 +54,7 @@ def test_picture_and_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (930, 1320)  # 840, and 30 for each line of the legend
+    assert imread(written[0]).shape[:2] == (972, 1320)  # two rows of panels
     page = Path(written[1]).read_text()
     assert "eval_accuracy" in page and "<script src=" not in page  # nothing to fetch
     assert all(Path(run).name in page for run in runs)
@@ -71,12 +71,12 @@ def test_colours_dashes_and_the_best(tmp_path):
         state = {"log_history": history, "best_global_step": 4 if run == "a" else None}
         (tmp_path / run / "trainer_state.json").write_text(json.dumps(state))
     alone = {line.label: line for line in lines([str(tmp_path / "a")])}
-    assert len({line.colour for line in alone.values()}) == 3
+    assert alone["loss"].colour != alone["eval_loss"].colour
     assert {name: line.best for name, line in alone.items()} == {"loss": None, "eval_loss": 1, "eval_f1": 1}
-    both = list(lines([str(tmp_path / "a"), str(tmp_path / "b")]))
+    both = lines([str(tmp_path / "a"), str(tmp_path / "b")])
     dashes = {line.label: line.dash for line in both}
     assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
-    assert both[3].best == 0  # the lowest loss, where no step is known as the best
+    assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
 
 
 def test_command_line(runs, tmp_path, capsys):
@@ -94,7 +94,7 @@ def test_nothing_to_draw(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
     with pytest.raises(InvalidArgument, match="has nothing to draw"):
         plot([str(tmp_path)])
-    with pytest.raises(InvalidArgument, match=r"ends in \.png"):
+    with pytest.raises(InvalidArgument, match=r"ends in \.png, \.svg or \.pdf"):
         plot([str(tmp_path)], out="picture.gif")
 
 
@@ -105,14 +105,45 @@ def test_missing_packages(runs, tmp_path, monkeypatch, package, html):
         plot(runs, html=html, out=str(tmp_path / "a.png"))
 
 
-def test_values_that_are_no_numbers(runs):
-    state = read_run(runs[0])
-    state.log_history = [
-        {"loss": float("nan"), "note": "text", "flag": True, "step": 1},
-        {"loss": 1.0, "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2},
+def write_log(folder, log):
+    folder.mkdir(exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    return str(folder)
+
+
+def test_values_that_are_no_numbers(tmp_path):
+    log = [
+        {"loss": 2.0, "note": "text", "flag": True, "step": 1},
+        {"loss": float("nan"), "eval_matrix": [[1]], "eval_runtime": 3.0, "step": 2},
+        {"loss": float("inf"), "step": 3},
     ]
-    assert curves(state)["loss"] == {"loss": ([2], [1.0])}
-    assert curves(state)["metrics"] == {}
+    (line,) = lines([write_log(tmp_path, log)])
+    assert (line.name, line.steps, line.finite, line.first_gap) == ("loss", [1, 2, 3], [2.0], 2)
+    header, row = describe([line]).splitlines()
+    assert header.endswith("highest  not finite") and row.endswith("nan       2        2           2")
+
+
+def texts_of(path):
+    return re.findall(r"<!-- (.*?) -->", Path(path).read_text())
+
+
+def test_a_loss_that_is_not_finite_is_marked(tmp_path):
+    log = [{"loss": float("nan") if step > 4 else 1.0, "step": step} for step in range(1, 9)]
+    plot([write_log(tmp_path / "run", log)], html=True, out=str(tmp_path / "a.svg"))
+    assert "loss is not finite at step 5" in texts_of(tmp_path / "a.svg")
+    assert "loss is not finite at step 5" in (tmp_path / "a.html").read_text()
+
+
+def test_metrics_of_other_sizes_have_panels_of_their_own(tmp_path):
+    metrics = {
+        **{f"eval_f1_{number}": number / 20 for number in range(12)},
+        "eval_tokens": 54_321,
+        "eval_perplexity": 7,
+    }
+    drawn = lines([write_log(tmp_path, [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])])
+    panels = list(dict.fromkeys(line.panel for line in drawn))
+    assert panels == ["loss", "metrics", "metrics up to 10", "metrics up to 100,000", "gradient norm"]
+    assert len({(line.colour, line.dash) for line in drawn if line.panel == "metrics"}) == 12
 
 
 def make_plotted(tmp_path, **settings):
@@ -209,8 +240,8 @@ def test_an_outlier_among_gradient_norms(tmp_path, largest, scales):
 
 
 def test_text():
-    rising = Line("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0], "", 0)
-    flat = Line("metrics", "longer", [2.0, 4.0], [5.0, 5.0], "", 0)
+    rising = Line("loss", "a", [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 2.0, 7.0])
+    flat = Line("metrics", "longer", [2.0, 4.0], [5.0, 5.0])
     assert describe([rising, flat]).splitlines() == [
         "         steps  first  last  lowest  highest",
         "a       1 to 4      0     7       0        7",
