@@ -14,19 +14,21 @@ _MEANT: dict[str, str] = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "adam": "adamw_torch",
     "adamw": "adamw_torch",
+    "accelerator": "use_cpu",
     "batch_size": "per_device_train_batch_size",
     "device": "use_cpu",
     "epochs": "num_train_epochs",
     "gradient_clip_val": "max_grad_norm",
     "lr": "learning_rate",
     "max_epochs": "num_train_epochs",
+    "precision": "bf16",
 }
 
 
 def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a sentence about an unknown name: the known one that is probably meant, or else `otherwise`."""
     choices, text = list(known), str(name)
-    near = [_MEANT[text]] if _MEANT.get(text) in choices else difflib.get_close_matches(text, choices, n=1)
+    near = [_MEANT[text]] if _MEANT.get(text) in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else otherwise
 
 

@@ -31,7 +31,7 @@ from hftrainer.data import collators
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, save_rng_state
-from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnknownArgument, suggest
+from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnknownArgument
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
@@ -45,7 +45,7 @@ from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, T
 from hftrainer.training.components import Components
 from hftrainer.training.model_setup import check_pair
 from hftrainer.training.run import RunAttribute
-from hftrainer.training.setup import check_objects
+from hftrainer.training.setup import check_objects, describe_unknown
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -177,8 +177,7 @@ class Trainer(EarlierMethods):
     ) -> None:
         if unknown:
             known = list(inspect.signature(Trainer.__init__).parameters)[1:-1]
-            sentences = (f"Trainer has no argument {name!r}{suggest(name, known)}" for name in unknown)
-            raise UnknownArgument("; ".join(sentences))
+            raise UnknownArgument("; ".join(describe_unknown(name, known) for name in unknown))
         check_objects(args, model)
         self._hftrainer = components = Components(self, optimizers)
         if args is None:

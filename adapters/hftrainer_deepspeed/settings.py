@@ -210,9 +210,9 @@ def _check_sections(raw: dict[str, Any]) -> None:
         if name in raw and not isinstance(raw[name], dict)
     ]
     if "zero_optimization" not in raw:
+        misspelled = next((f"; {key!r} is misspelled." for key in raw if suggest(key, ["zero_optimization"])), ".")
         found.append(
-            "deepspeed: zero_optimization is missing: write at least {'stage': 0}, which partitions nothing"
-            + suggest("zero_optimization", raw, ".")
+            f"deepspeed: zero_optimization is missing: write at least {{'stage': 0}}, which shards nothing{misspelled}"
         )
     elif isinstance(raw["zero_optimization"], dict):
         stage = raw["zero_optimization"].get("stage", 0)

@@ -21,7 +21,7 @@ from hftrainer.arguments.choices import DebugOption, IntervalStrategy, SaveStrat
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
-from hftrainer.parallel.config_files import describe_text
+from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load
 from hftrainer.releases import followed
 
@@ -247,20 +247,20 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
 
 
-#: Arguments that are numbers, listed at import: transformers' HfArgumentParser later replaces the fields' types.
-_NUMBERS = [
-    name
-    for name, field in BaseArguments.__dataclass_fields__.items()
-    if field.type in ("int", "float", "int | None", "float | None")
-]
+#: The types of arguments, noted at import: transformers' HfArgumentParser later replaces them in the fields.
+_TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseArguments.__dataclass_fields__.items()}
 
 
-def check_number_types(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each argument that is text but must be a number."""
-    for name in _NUMBERS:
+def check_types(args: BaseArguments) -> Iterator[str]:
+    """A sentence for each number or boolean that is text, and each fraction where only whole numbers make sense."""
+    for name, kind in _TYPES.items():
         value = getattr(args, name, None)
-        if isinstance(value, str):
+        if isinstance(value, str) and kind in ("int", "float"):
             yield f"{name}={value!r} {describe_text(value) or 'is text: give a number'}."
+        elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
+            yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
+        elif isinstance(value, float) and value % 1 and kind == "int":
+            yield f"{name}={value!r}: give a whole number."
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:
@@ -311,10 +311,15 @@ def _check_best_model(args: BaseArguments) -> Iterator[str]:
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
         return
     if args.eval_strategy != args.save_strategy:
+        evaluation, saving = spelled(args.eval_strategy), spelled(args.save_strategy)
         yield (
-            "load_best_model_at_end needs each checkpoint evaluated, but "
-            f"eval_strategy={spelled(args.eval_strategy)!r} and save_strategy={spelled(args.save_strategy)!r} differ: "
-            "set both the same, or save_strategy='best'."
+            f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={evaluation!r} and "
+            f"save_strategy={saving!r} differ: "
+            + (
+                f"set eval_strategy={saving!r}."
+                if evaluation == "no"
+                else "set both the same, or save_strategy='best'."
+            )
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
         yield (

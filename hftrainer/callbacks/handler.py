@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import itertools
@@ -61,6 +62,13 @@ class CallbackHandler(TrainerCallback):
                 f"callbacks: {given} handles no event, such as on_step_end: pass a TrainerCallback or a Lightning "
                 "callback"
             )
+        for name in dir(kind) if issubclass(kind, TrainerCallback) else ():
+            if (
+                name.startswith("on_")
+                and name not in EVENTS
+                and (near := difflib.get_close_matches(name, EVENTS, 1, 0.9))
+            ):
+                logger.warning("%s.%s is never called; did you mean %s?", kind.__name__, name, near[0])
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()

@@ -163,7 +163,9 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
         check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
         if missing := (_SETTINGS & group.keys()) - saved.keys():
-            raise KeyError(f"param_groups lacks {min(missing)}, as after a change of optim")
+            raise ValueError(
+                f"it was written with another optim, whose groups lack {min(missing)!r}: set optim as before"
+            )
         if saved.get("fused") and saved.get("differentiable"):
             raise ValueError("param_groups has fused and differentiable")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -71,7 +71,8 @@ def describe(folder: str) -> dict[str, Any]:
 
     state_file = os.path.join(folder, names.TRAINER_STATE_NAME)
     if not os.path.isfile(state_file):
-        raise CheckpointNotFound(f"{folder} is not a checkpoint: it lacks {names.TRAINER_STATE_NAME}.")
+        reason = f"it lacks {names.TRAINER_STATE_NAME}" if os.path.isdir(folder) else "the folder does not exist"
+        raise CheckpointNotFound(f"{folder} is not a checkpoint: {reason}.")
     try:
         state = TrainerState.load_from_json(state_file)
     except ValueError as error:

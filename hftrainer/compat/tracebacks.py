@@ -84,7 +84,7 @@ def add_note(error: BaseException, text: str) -> None:
 
 def shapes(value: Any) -> str:
     """The contents of a batch, for a message: types and shapes by key."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:
         return ", ".join(f"{name}: {shapes(each)}" for name, each in value.items())
     if isinstance(value, tuple):
         return f"({', '.join(map(shapes, value))})"

@@ -21,6 +21,7 @@ from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delet
 from hftrainer.checkpointing.progress import load_progress
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
@@ -129,7 +130,11 @@ class TrainingRunner(Component):
     def _load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from the checkpoint."""
         if not self.components.strategy.shards:  # a sharded model loads its shards later
-            self.trainer._load_from_checkpoint(folder)
+            try:
+                self.trainer._load_from_checkpoint(folder)
+            except RuntimeError as error:  # torch's, of other shapes
+                add_note(error, f"This happened while the weights of {folder} were loaded: is it the same model?")
+                raise
         finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
         if finds or not self.components.policy.resumes_with_batch_size_of_arguments:
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
@@ -246,7 +251,7 @@ class TrainingRunner(Component):
         if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
             self._resume_finished_run(loop, folder, trial)
         else:
-            with loop.step_details.recording_outputs(trainer.model), devices.error_hints():
+            with loop.step_details.recording_outputs(trainer.model), devices.error_hints(), _note_steps(trainer.state):
                 self.components.engine.fit(
                     loop,
                     model,
@@ -396,6 +401,17 @@ class TrainingRunner(Component):
             torch.compiler.reset()  # else the code compiled for this model stays in memory
         gc.collect()
         devices.empty_cache()
+
+
+@contextlib.contextmanager
+def _note_steps(state: TrainerState) -> Iterator[None]:
+    """Add to an error that says nothing of the batch how far the run was."""
+    try:
+        yield
+    except Exception as error:
+        if not getattr(error, "__notes__", ()):
+            add_note(error, f"This happened after {state.global_step} of {state.max_steps} optimizer steps.")
+        raise
 
 
 class InitialStateSnapshot:

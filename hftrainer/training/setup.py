@@ -23,7 +23,7 @@ from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
 from hftrainer.arguments.validation import (
     check_accelerator_config,
-    check_number_types,
+    check_types,
     check_values,
     set_accumulation_steps,
 )
@@ -35,7 +35,7 @@ from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument, WrongObject
+from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument, WrongObject, suggest
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -301,7 +301,7 @@ class TrainerSetup(Component):
         resolved = self.components.resolved
         set_accumulation_steps(resolved)  # DeepSpeed's configuration needs the accumulation steps
         is_ours = isinstance(args, TrainingArguments)
-        if is_ours and (texts := list(check_number_types(args))):
+        if is_ours and (texts := list(check_types(args))):
             raise WrongObject("\n".join(texts))
         if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
             raise InvalidArgument("\n".join(found))
@@ -362,6 +362,9 @@ class TrainerSetup(Component):
             )
         if not callable(trainer.data_collator):
             raise InvalidArgument(f"data_collator must be callable, got {type(trainer.data_collator).__name__}.")
+        if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
+            name = trainer.data_collator.__name__
+            raise InvalidArgument(f"data_collator is the class {name}: pass an object, {name}(...).")
         if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
             check_dataset(trainer.train_dataset, "training")
             raise InvalidArgument(
@@ -380,6 +383,12 @@ def _is_of_lightning(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(adapter().is_lightning_callback(callback))
+
+
+def describe_unknown(name: str, known: list[str]) -> str:
+    """A sentence about a keyword that the Trainer does not have; it may be an argument of TrainingArguments."""
+    of_arguments = suggest(name, TrainingArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
+    return f"Trainer has no argument {name!r}{suggest(name, known, of_arguments)}"
 
 
 def check_objects(args: Any, model: Any) -> None:

@@ -18,7 +18,7 @@ from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords
+from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.compat.tracebacks import add_note, shapes
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
@@ -65,8 +65,8 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     )
 
 
-def check_loss(loss: Any) -> torch.Tensor:
-    """The loss, if it is a tensor of shape `()`.
+def check_loss(loss: Any, remedy: str = REMEDY) -> torch.Tensor:
+    """The loss, if it is a tensor of shape `()`. `remedy` is the end of the error.
 
     Raises:
         InvalidArgument: when it is anything else.
@@ -74,7 +74,7 @@ def check_loss(loss: Any) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.ndim == 0:
         return loss
     shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise InvalidArgument(f"The loss must be a tensor with one number, but is {shown}: {REMEDY}")
+    raise InvalidArgument(f"The loss must be a tensor with one number, but is {shown}: {remedy}")
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -318,7 +318,10 @@ class TrainingSteps(Component):
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()
         loss, parts = split_losses(loss)
-        loss = check_loss(loss)
+        own = (
+            f"{type(trainer).__name__}.compute_loss must return the loss, or with return_outputs=True (loss, outputs)."
+        )
+        loss = check_loss(loss, own if is_overridden(trainer, "compute_loss") else REMEDY)
         divisor = self.components.policy.loss_divisor(self.run.accumulation, trainer.args)
         if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
             divisor = 1

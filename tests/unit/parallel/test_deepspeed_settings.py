@@ -162,7 +162,7 @@ def test_contradictions_name_both(config, settings, named):
     ("config", "words"),
     [
         ('{"bf16": {}}', "zero_optimization is missing"),
-        ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimisation'?"),
+        ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is misspelled"),
         ([1], r"deepspeed=\[1\]: give a dict"),
     ],
 )
