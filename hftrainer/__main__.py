@@ -32,7 +32,10 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command-line arguments; default `sys.argv[1:]`.
     """
     parser = make_parser()
-    first = next(iter(sys.argv[1:] if words is None else words), "-")
+    first = next(iter(sys.argv[1:] if words is None else words), "")
+    if not first:
+        parser.print_help()
+        return
     if hint := suggest(first, COMMANDS) if first not in COMMANDS and not first.startswith("-") else "":
         parser.error(f"{first!r} is not a command{hint}")
     options, remaining = parser.parse_known_args(words)

@@ -128,7 +128,11 @@ class RunProgress:
             effect = POSITION_SETTINGS[name]
             logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], effect)
         if moved := [name for name in changed if name not in _SAME_SAMPLES]:
-            logger.warning("Samples may be repeated or skipped until the end of this epoch: %s.", ", ".join(moved))
+            logger.warning(
+                "Samples may be repeated or skipped in this epoch, and the steps left may not read all epochs: %s.%s",
+                ", ".join(moved),
+                " elastic=True keeps the samples of a step." if not now["elastic"] and set(moved) & {*_OF_STEP} else "",
+            )
         if not skips_data or set(changed) - _HARMLESS:
             self.data = None
 

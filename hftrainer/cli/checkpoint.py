@@ -10,6 +10,9 @@ from typing import Any
 
 from hftrainer.cli.parser import Parser
 
+#: What the table shows in rows of other names.
+_IN_OTHER_ROWS = ("damage", "step", "max_steps", "epoch", "bytes")
+
 
 def add(commands: Any) -> None:
     """Add the subcommand."""
@@ -40,9 +43,20 @@ def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(found, indent=2))
     else:
-        width = max(map(len, found))
-        print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items() if value is not None))
-    parser.exit(0 if found["whole"] == "yes" else 1)
+        print(_table(found))
+    parser.exit(0 if found["damage"] is None else 1)
+
+
+def _table(found: dict[str, Any]) -> str:
+    shown = {
+        "whole": "yes" if found["damage"] is None else f"no: {found['damage']}",
+        "optimizer step": f"{found['step']} of {found['max_steps']}",
+        "epoch": f"{found['epoch'] or 0:.4g}",
+        "size": f"{found['bytes'] / 1e6:,.1f} MB",
+        **{name.replace("_", " "): value for name, value in found.items() if name not in _IN_OTHER_ROWS},
+    }
+    width = max(map(len, shown))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items() if value is not None)
 
 
 def _accept(folder: str, *, as_json: bool) -> None:
@@ -56,7 +70,7 @@ def _accept(folder: str, *, as_json: bool) -> None:
 
 
 def describe(folder: str) -> dict[str, Any]:
-    """A description of a checkpoint and its run, by title; None for values that it does not record.
+    """A description of a checkpoint and its run; None for values that it does not record.
 
     Raises:
         CheckpointNotFound: for a folder that is not a checkpoint.
@@ -83,19 +97,32 @@ def describe(folder: str) -> dict[str, Any]:
     size = sum((Path(folder) / name).stat().st_size for name in list_files(Path(folder)))
     kind, resumes_on = _strategy(folder)
     return {
-        "whole": "yes" if damage is None else f"no: {damage}",
-        "optimizer step": f"{state.global_step} of {state.max_steps}",
+        "damage": damage,
+        "step": state.global_step,
+        "max_steps": state.max_steps,
         "epoch": state.epoch,
-        "samples of the epoch that are read": None if progress is None else progress.samples,
-        "global batch": None if progress is None else progress.global_batch,
+        "bytes": size,
+        "samples_read_in_epoch": None if progress is None else progress.samples,
+        "global_batch": None if progress is None else progress.global_batch,
         "processes": settings.get("world_size"),
-        "samples of a micro-batch": settings.get("per_device_train_batch_size"),
-        "accumulation steps": settings.get("gradient_accumulation_steps"),
+        "per_device_train_batch_size": settings.get("per_device_train_batch_size"),
+        "gradient_accumulation_steps": settings.get("gradient_accumulation_steps"),
         "transformers": _release(folder),
-        "size": f"{size / 1e6:,.1f} MB",
         "weights": kind,
-        "resumes on": resumes_on,
+        "resumes_on": resumes_on if damage is None else None,
+        "lacks": _lacks(folder, progress is not None),
     }
+
+
+def _lacks(folder: str, has_position: bool) -> str | None:
+    """What a run that resumes starts anew."""
+    from hftrainer.checkpointing import names
+
+    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.WHOLES["optimizer"], "latest")
+    lacks = [] if has_position else ["the position in the data"]
+    if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
+        lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")
+    return " and ".join(lacks) or None
 
 
 def _strategy(folder: str) -> tuple[str, str]:

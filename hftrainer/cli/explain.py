@@ -98,9 +98,10 @@ def _arguments_of_script(
 ) -> tuple[TrainingArguments, str | None]:
     """The arguments of the script's first Trainer, or its last arguments and the error that ended it."""
     os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before these libraries are imported
-    from hftrainer.cli.run import run_script
+    from hftrainer.cli.run import check_script, run_script
     from hftrainer.training_args import TrainingArguments
 
+    check_script(parser, script, as_module=as_module)
     made, failure = _patch_trainer_to_stop(), None
     try:
         with contextlib.redirect_stdout(sys.stderr):  # the explanation alone is on stdout

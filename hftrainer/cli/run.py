@@ -51,7 +51,15 @@ def _run(parser: Parser, options: argparse.Namespace) -> None:
         launch(parser, options.words)
     if not script:
         parser.error("give a script")
+    check_script(parser, script, as_module=as_module)
     run_script(script, arguments, as_module=as_module)
+
+
+def check_script(parser: Parser, script: str, *, as_module: bool) -> None:
+    """End with an error unless the script is a file; modules are found later."""
+    if not as_module and not os.path.isfile(script):
+        kind = "is no file" if os.path.exists(script) else "does not exist"
+        parser.fail(f"the script {script!r} {kind}: give the path of a file, or -m and a module")
 
 
 def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> None:
@@ -73,10 +81,6 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
         sys.path[0] = os.getcwd()
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        if not os.path.isfile(target):
-            raise SystemExit(
-                f"hftrainer: the script {target!r} does not exist: give the path of a file, or -m and a module"
-            )
         sys.path[0] = os.path.dirname(os.path.abspath(target))
         runpy.run_path(target, run_name="__main__")
 

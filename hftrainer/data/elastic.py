@@ -163,10 +163,10 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
     sizes = _divisors(global_batch // processes) if global_batch % processes == 0 else []
     numbers = _divisors(global_batch // batch_size) if global_batch % batch_size == 0 else []
     possible = [f"per_device_train_batch_size of {_listed(sizes)}"] if sizes else []
-    possible += [f"{_listed(numbers)} processes"] if numbers else []
+    possible += [f"{_listed(numbers)} process{'es' * (numbers != [1])}"] if numbers else []
     raise InvalidArgument(
         f"elastic=True: a step of this run has {global_batch} samples, and those of {processes} x "
-        f"per_device_train_batch_size={batch_size} do not divide them. Use {' or '.join(possible) or 'other numbers'}."
+        f"per_device_train_batch_size={batch_size} do not divide them. Use {', or '.join(possible) or 'other numbers'}."
     )
 
 

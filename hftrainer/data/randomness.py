@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import logging
 import os
 import pickle
@@ -16,6 +17,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
+from hftrainer.compat.messages import log_once
 from hftrainer.compat.reading import fitting, load_torch_file
 from hftrainer.data.samplers import BatchSamplerWrapper
 from hftrainer.parallel import devices
@@ -171,7 +173,9 @@ def save_rng_state(path: str) -> None:
 def load_rng_state(path: str) -> None:
     """Restore the random states in `path`; if the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
-        logger.warning("%s not found: training resumes with other random numbers than an uninterrupted run.", path)
+        others = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "rng_state*.pth"))
+        reason = "The number of processes has changed, each has random states" if others else f"{path} not found"
+        log_once(logger, f"{reason}: training resumes with other random numbers than an uninterrupted run.")
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = load_torch_file(path)

@@ -14,6 +14,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepts, takes
 from hftrainer.compat.tracebacks import add_note, shapes
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import drop_all_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
@@ -135,9 +136,8 @@ class TorchMetrics:
                 self.collection.update(*arguments)
         except Exception as error:
             given = shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
-            add_note(
-                error, f"The metrics were given {given}; TorchMetrics(metrics, adapter=...) gives them something else."
-            )
+            instead = "need less memory" if devices.is_out_of_memory(error) else "are something else"
+            add_note(error, f"The metrics were given {given}, which with TorchMetrics(metrics, adapter=...) {instead}.")
             raise
 
     def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
@@ -175,6 +175,9 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetri
     """
     if isinstance(compute_metrics, TorchMetrics):
         return compute_metrics
+    if isinstance(compute_metrics, type) and hasattr(compute_metrics, "compute"):
+        name = compute_metrics.__name__
+        raise InvalidArgument(f"compute_metrics is the class {name}: pass an object, {name}(...).")
     if peers.is_torchmetric(compute_metrics) or isinstance(compute_metrics, Mapping):
         return TorchMetrics(compute_metrics)
     if compute_metrics is not None and not callable(compute_metrics):

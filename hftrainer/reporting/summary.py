@@ -14,11 +14,14 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.parallel import devices
 
 
-def resumed(folder: str, state: TrainerState) -> str:
-    """A message that says where a run resumes, or that the run is already complete."""
+def resumed(folder: str, state: TrainerState, epochs: float) -> str:
+    """A message that says where a run of some epochs resumes, or that it has no steps left."""
     where = f"Resuming from {folder}: step {state.global_step:,} of {state.max_steps:,}, epoch {state.epoch or 0:.4g}."
     if state.global_step < state.max_steps:
         return where
+    if (state.epoch or 0) < epochs - 0.01:
+        left = f"No step is left, though {epochs - (state.epoch or 0):.3g} epochs are: a step has more samples now."
+        return f"{where} {left} elastic=True keeps the samples of a step; a larger max_steps trains on."
     return f"{where} That run is complete, so nothing is trained: a larger max_steps or num_train_epochs trains on."
 
 

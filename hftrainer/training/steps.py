@@ -306,6 +306,8 @@ class TrainingSteps(Component):
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
+        if trainer.args.elastic and trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            self._require_division(model, inputs, num_items_in_batch)
         accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -329,6 +331,24 @@ class TrainingSteps(Component):
             if part is not None:
                 self.run.logged_metrics.add(name, part / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
+
+    def _require_division(self, model: nn.Module, inputs: Any, items: Any) -> None:
+        """At a run's first batch: do not count items for a model that does not divide its loss by them.
+
+        Classifiers such as BERT's accept `num_items_in_batch`, and return the mean of a micro-batch. transformers adds
+        these means up, so that the loss depends on the number of micro-batches and processes.
+        """
+        if self.run.divides_items is not None or not isinstance(inputs, Mapping):
+            return
+        was_training = model.training
+        model.eval()  # no random number is drawn
+        with torch.no_grad():
+            once, twice = (
+                extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
+            )
+        model.train(was_training)
+        self.run.divides_items = bool(self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int()).item())
+        self.trainer.model_accepts_loss_kwargs = self.run.divides_items
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""

@@ -135,7 +135,7 @@ class SignalListener:
         if self.received == signal.SIGINT:
             interrupt = KeyboardInterrupt()
             if last_words:
-                add_note(interrupt, last_words)
+                add_note(interrupt, f"[hftrainer] {last_words}")
             raise interrupt
         if last_words:
             tell(last_words)

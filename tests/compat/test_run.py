@@ -62,7 +62,7 @@ def test_exceptions_and_exit_codes_pass_through(tmp_path, run, processes):
     done = run(tmp_path, "-m", "hftrainer", "run", path, "--epochs", "3", "-m")
     assert done.returncode == 7
     assert done.stdout.strip() == "['--epochs', '3', '-m'] __main__"
-    assert run(tmp_path, "-m", "hftrainer", "run", "absent.py").returncode == 1
+    assert run(tmp_path, "-m", "hftrainer", "run", "absent.py").returncode == 2
 
 
 def test_modules(tmp_path, run):

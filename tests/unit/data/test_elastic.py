@@ -11,12 +11,14 @@ import torch
 from datasets import Dataset
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 
+from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from tests.support.tiny import language_data, make_bert, make_llama, text_data, without_dropout
 
 #: `make soak` makes more of them.
 RUNS = int(os.environ.get("FUZZ", "4"))
@@ -207,10 +209,27 @@ def test_the_accumulation_follows():
     with pytest.raises(InvalidArgument) as refused:
         accumulation_steps(24, 5, 2)
     assert "per_device_train_batch_size of 1, 2, 3, 4, 6 or 12." in str(refused.value)
-    with pytest.raises(InvalidArgument, match="batch_size of 1 or 3 or 1, 2, 3 or 6 processes"):
+    with pytest.raises(InvalidArgument, match="batch_size of 1 or 3, or 1, 2, 3 or 6 processes"):
         accumulation_steps(12, 2, 4)
     with pytest.raises(InvalidArgument, match="Use other numbers"):
         accumulation_steps(4, 8, 3)
+
+
+@pytest.mark.parametrize(("make_model", "make_data"), [(make_bert, text_data), (make_llama, language_data)])
+def test_a_loss_does_not_depend_on_the_micro_batches(tmp_path, make_model, make_data):
+    """A classifier, which accepts `num_items_in_batch` and ignores it, and a language model with items to predict."""
+    losses = []
+    for size in (8, 4, 2):
+        args = TrainingArguments(
+            str(tmp_path / str(size)),
+            **{"elastic": True, "max_steps": 4, "logging_steps": 1, "use_cpu": True, "save_strategy": "no"},
+            **{"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "disable_tqdm": True},
+        )
+        trainer = Trainer(without_dropout(make_model)().double(), args, train_dataset=make_data())
+        trainer.train()
+        losses.append([line[key] for line in trainer.state.log_history[:-1] for key in ("loss", "grad_norm")])
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], abs=1e-6)  # the sum of losses that is logged is in float32
 
 
 class Pairs(BatchSampler):
