@@ -21,6 +21,7 @@ def on_files(files: Files, config: Any) -> Files:
     body = differences.partition("\n## ")[2]
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
+    arguments = re.sub(r"(?m)^\| `(\w+)` \|", r'| <span id="\1"></span>`\1` |', arguments)
     head = '---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>'
     pages = {
         "differences.md": f"# Where it differs\n\n{measure}\n\n## {body}",
@@ -37,6 +38,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Include ARCHITECTURE.md in its page, and make links to files of the repository links to pages of the site."""
+    if page.file.src_uri.startswith(("packages/", "internals/")) or page.file.src_uri == "changelog.md":
+        page.meta["search"] = {"boost": 0.2}  # below the guides
     top = "../" * page.file.src_uri.count("/")
     if page.file.src_uri == "internals/index.md":
         markdown = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").replace("](docs/", f"]({top}")

@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 22_740, "modules": 165, "packages": 24, "lines of tests": 35_000}
+LIMITS = {"lines of code": 22_950, "modules": 165, "packages": 24, "lines of tests": 35_100}
 LONGEST, LONGER = 500, {"hftrainer/trainer.py": 1_200}  # lines of a file; files that may have more
 LAYOUT = {getattr(tokenize, name) for name in ("ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
