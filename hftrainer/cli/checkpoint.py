@@ -79,14 +79,16 @@ def describe(folder: str) -> dict[str, Any]:
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.files import list_files
-    from hftrainer.checkpointing.folder import CheckpointFolder
+    from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
     from hftrainer.checkpointing.progress import load_progress
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
     state_file = os.path.join(folder, names.TRAINER_STATE_NAME)
     if not os.path.isfile(state_file):
         reason = f"it lacks {names.TRAINER_STATE_NAME}" if os.path.isdir(folder) else "the folder does not exist"
-        raise CheckpointNotFound(f"{folder} is not a checkpoint: {reason}.")
+        newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
+        hint = f"; the newest one in it is {newest}" if newest else ""
+        raise CheckpointNotFound(f"{folder} is not a checkpoint: {reason}{hint}.")
     try:
         state = TrainerState.load_from_json(state_file)
     except ValueError as error:

@@ -18,7 +18,8 @@ def add(commands: Any) -> None:
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
         usage="%(prog)s [--html] [--json] [--out FILE] OUTPUT_DIR ...\n"
-        "       %(prog)s [--html] [--json] --study STORAGE [--study-name NAME] [--output DIR]",
+        "       %(prog)s [--html] [--json] --study STORAGE\n"
+        "           [--study-name NAME] [--output DIR]",
         description="Write a picture, and show it: in a notebook below the cell; on a terminal in the viewer of the "
         "desktop; without a desktop, the first, last, lowest and highest value of each curve. Nothing is shown if "
         "the output is a pipe or a file.",

@@ -19,14 +19,16 @@ _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s 
 #: torchrun's options for how machines find each other. Without any, one machine uses a free port.
 _RENDEZVOUS = {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
 _HELP = """\
-Run an unmodified Trainer script on Lightning. All that follows SCRIPT is its own.
+Run an unmodified Trainer script on Lightning. What follows SCRIPT is its own.
 
   -m            run a module, as python -m does
-  --nproc N     this many processes, started by torchrun: a number, or auto, cpu, gpu
-  --tpu         a process for each TPU core of this machine; on a pod, run this on each host
+  --nproc N     number of processes that torchrun starts, or auto, cpu, gpu
+  --tpu         a process for each TPU core of this machine; on a pod, run this
+                on each host
   --num-cores N with --tpu: 1 core, or all of this machine
 
-Torchrun's options are taken too, such as --nnodes and --rdzv-endpoint: torchrun --help lists them.
+Torchrun's options are taken too, such as --nnodes and --rdzv-endpoint:
+torchrun --help lists them.
 """
 #: torchrun's names of the options that say which program to start.
 _SCRIPT = ("module", "training_script", "training_script_args")
@@ -91,7 +93,8 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename.startswith(ours):
         first = first.tb_next
-    traceback.print_exception(kind, error, first or trace)
+    has_no_frame = isinstance(error, (SyntaxError, ImportError))  # the script itself cannot be read or found
+    traceback.print_exception(kind, error, first if first or has_no_frame else trace)
 
 
 def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:

@@ -22,7 +22,6 @@ RUNS = {
 }
 #: `make soak` makes more of them.
 RANDOM_RUNS = int(os.environ.get("FUZZ", "2"))
-EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end", "on_save")
 
 
 def random_run(draw):
@@ -33,7 +32,10 @@ def random_run(draw):
         size = draw.choice([size for size in (1, 2, 4, 8) if GLOBAL_BATCH % (size * count) == 0])
         strategy = draw.choice(["replicas", "fsdp"]) if count > 1 else "replicas"
         step = draw.randrange(step + 1, 15) if step < 13 and draw.random() < 0.8 else None
-        killed = (step, draw.choice(EVENTS), draw.choice([None, *range(count)]))
+        events = ["on_step_begin", "on_pre_optimizer_step", "on_step_end"]
+        events += ["on_substep_end"] if size * count < GLOBAL_BATCH else []
+        events += ["on_save"] if step is not None and step % 2 == 0 else []
+        killed = (step, draw.choice(events), draw.choice([None, *range(count)]))
         parts.append((count, size, strategy, killed if step is not None else None))
     return parts
 
@@ -52,8 +54,8 @@ def samples_of_steps(folder):
 def run(processes, folder, parts, library="hftrainer", kind="map-style"):
     """Train all parts; returns the weights and the log lines of the last."""
     for number, (count, size, strategy, killed) in enumerate(parts):
-        # Only the first part says how large a step is.
-        accumulation = 1 if number else GLOBAL_BATCH // (count * size)
+        # Only the first part that has saved says how large a step is.
+        accumulation = 1 if [*folder.glob("checkpoint-*")] else GLOBAL_BATCH // (count * size)
         given = folder, number, size, accumulation, strategy, killed, library, kind
         if killed is None:
             return processes.run_ranks(train_part, count, *given)[0]

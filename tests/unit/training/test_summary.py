@@ -48,6 +48,7 @@ def test_a_run_that_can_go_on(tmp_path, said):
             control.should_training_stop = state.global_step == 3
 
     train(tmp_path, callbacks=[Stop()], **SAVED)
+    assert "Stopped at step 3 of 4, by a callback or a limit of time." in said()
     assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2; {GOES_ON}"
 
 
@@ -65,6 +66,16 @@ def test_where_the_time_went():
     spent, speed = summary.finished(state, None, metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
+
+
+def test_no_step_is_left_though_epochs_are(tmp_path, said):
+    """After 12 steps of 8 samples, 2.4 epochs, a run of 3 epochs with 19 samples a step has 6."""
+    saved = {**SAVED, "max_steps": -1, "num_train_epochs": 3, "save_steps": 12, "per_device_train_batch_size": 8}
+    train(tmp_path, **saved)
+    before = len(said())
+    train(tmp_path, str(tmp_path / "checkpoint-12"), **{**saved, "per_device_train_batch_size": 19})
+    (line,) = said()[before:]
+    assert "step 12 of 6, epoch 2.4. No step is left, though 0.6 epochs are" in line and "elastic=True" in line
 
 
 def test_resumed_and_complete(tmp_path, said):
@@ -107,4 +118,7 @@ def test_after_ctrl_c(tmp_path, processes):
     script.write_text(textwrap.dedent(SCRIPT.format(folder=str(tmp_path / "out"))))
     done = subprocess.run([sys.executable, script], env=processes.environment(), capture_output=True, text=True)
     *_, last = done.stderr.strip().splitlines()
-    assert last == f"Last checkpoint: {tmp_path}/out/checkpoint-2; {GOES_ON}" and "KeyboardInterrupt" in done.stderr
+    assert (
+        last == f"[hftrainer] Last checkpoint: {tmp_path}/out/checkpoint-2; {GOES_ON}"
+        and "KeyboardInterrupt" in done.stderr
+    )
