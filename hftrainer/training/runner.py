@@ -251,7 +251,8 @@ class TrainingRunner(Component):
         if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
             self._resume_finished_run(loop, folder, trial)
         else:
-            with loop.step_details.recording_outputs(trainer.model), devices.error_hints(), _note_steps(trainer.state):
+            recording = loop.step_details.recording_outputs(trainer.model)
+            with _note_steps(trainer.state), recording, devices.error_hints():
                 self.components.engine.fit(
                     loop,
                     model,
