@@ -8,7 +8,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,41 +146,45 @@ def lines(folders: list[str]) -> list[Line]:
     depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
     runs = [str(Path(*path[-depth:])) if len(folders) > 1 else "" for path in parts]
     states = [read_run(folder) for folder in folders]
-    return _with_styles(line for run, state in zip(runs, states, strict=True) for line in lines_of(state, run))
+    return _with_styles([line for run, state in zip(runs, states, strict=True) for line in _plain_lines(state, run)])
 
 
-def lines_of(state: TrainerState, run: str = "") -> list[Line]:
+def lines_of(state: TrainerState) -> list[Line]:
     """The curves of one run."""
-    return _with_styles(
-        Line(panel, name, steps, values, _best(state, name, steps, values), run)
-        for panel, found in curves(state).items()
-        for name, (steps, values) in found.items()
-    )
+    return _with_styles(list(_plain_lines(state, "")))
 
 
-def _with_styles(found: Iterable[Line]) -> list[Line]:
-    """The curves with their colours and dashes, and metrics of another order of magnitude in another panel."""
-    drawn = list(found)
-    largest: dict[str, float] = {}
-    for line in drawn:
-        if line.panel == "metrics":
-            largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
-    of_panel: dict[str, list[str]] = {}
-    for index, line in enumerate(drawn):
-        if largest.get(line.name, 0.0) > 1:
-            drawn[index] = line = replace(
-                line, panel=f"metrics up to {10 ** math.ceil(math.log10(largest[line.name])):,}"
-            )
-        names_shown = of_panel.setdefault(line.panel, [])
-        if line.name not in names_shown:
-            names_shown.append(line.name)
+def _plain_lines(state: TrainerState, run: str) -> Iterator[Line]:
+    for panel, found in curves(state).items():
+        for name, (steps, values) in found.items():
+            yield Line(panel, name, steps, values, _best(state, name, steps, values), run)
+
+
+def _with_styles(found: list[Line]) -> list[Line]:
+    """The curves with their colours and dashes, in the order of the panels."""
+    drawn = _split_metrics(found)
     runs = list(dict.fromkeys(line.run for line in drawn))
+    places: dict[str, dict[str, int]] = {}
     for index, line in enumerate(drawn):
-        place = of_panel[line.panel].index(line.name)
+        of_panel = places.setdefault(line.panel, {})
+        place = of_panel.setdefault(line.name, len(of_panel))
         number, dash = (runs.index(line.run), place) if len(runs) > 1 else (place, place // len(COLOURS))
         drawn[index] = replace(line, colour=COLOURS[number % len(COLOURS)], dash=dash % 4)
-    order = ["loss", *sorted(panel for panel in of_panel if panel.startswith("metrics")), "learning rate"]
-    return sorted(drawn, key=lambda line: order.index(line.panel) if line.panel in order else len(order))
+    return drawn
+
+
+def _split_metrics(found: list[Line]) -> list[Line]:
+    """The curves by panel; metrics above 1 have a panel for each order of magnitude."""
+    largest: dict[str, float] = {}
+    for line in found:
+        if line.panel == "metrics":
+            largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
+    powers = {name: math.ceil(math.log10(value)) for name, value in largest.items() if value > 1}
+    titles = {
+        name: f"metrics up to {f'{10**power:,}' if power < 10 else f'1e{power}'}" for name, power in powers.items()
+    }
+    ordered = sorted(found, key=lambda line: (list(PANELS).index(line.panel), powers.get(line.name, 0)))
+    return [replace(line, panel=titles.get(line.name, line.panel)) for line in ordered]
 
 
 def _best(state: TrainerState, name: str, steps: list[float], values: list[float]) -> int | None:

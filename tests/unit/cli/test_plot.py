@@ -140,10 +140,14 @@ def test_metrics_of_other_sizes_have_panels_of_their_own(tmp_path):
         "eval_tokens": 54_321,
         "eval_perplexity": 7,
     }
-    drawn = lines([write_log(tmp_path, [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])])
+    drawn = lines([write_log(tmp_path / "one", [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])])
     panels = list(dict.fromkeys(line.panel for line in drawn))
     assert panels == ["loss", "metrics", "metrics up to 10", "metrics up to 100,000", "gradient norm"]
     assert len({(line.colour, line.dash) for line in drawn if line.panel == "metrics"}) == 12
+    other = write_log(tmp_path / "other", [{"step": 1, "eval_f1_0": 30.0, "eval_tokens": 1e300}])
+    both = lines([str(tmp_path / "one"), other])
+    assert {line.panel for line in both if line.name == "eval_f1_0"} == {"metrics up to 100"}
+    assert {line.panel for line in both if line.name == "eval_tokens"} == {"metrics up to 1e300"}
 
 
 def make_plotted(tmp_path, **settings):
