@@ -46,8 +46,6 @@ _SECTIONS = (
     *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "amp"),
     *("checkpoint", "activation_checkpointing"),
 )
-#: Devices of the parts that a GPU has no room for.
-_OFFLOADS = (None, "none", "cpu", "nvme", AUTO)
 #: Name parts of optimizers that need whole parameters or a train mode; DeepSpeed passes flat shards.
 _NEEDS_WHOLE_PARAMETERS = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
 #: Settings of accelerate's files that DeepSpeed's file has too.
@@ -220,7 +218,7 @@ def _check_sections(raw: dict[str, Any]) -> None:
             found.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
         for name in _RENAMED.values():
             offload = raw["zero_optimization"].get(name)
-            if isinstance(offload, dict) and (device := offload.get("device")) not in _OFFLOADS:
+            if isinstance(offload, dict) and not isinstance(device := offload.get("device"), (str, type(None))):
                 found.append(f"deepspeed: zero_optimization.{name}.device={device!r}: choose 'cpu', 'nvme' or 'none'.")
     for name in ("optimizer", "scheduler"):
         if isinstance(raw.get(name), dict) and "type" not in raw[name]:
