@@ -65,8 +65,8 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     )
 
 
-def check_loss(loss: Any, remedy: str = REMEDY) -> torch.Tensor:
-    """The loss, if it is a tensor of shape `()`. `remedy` is the end of the error.
+def check_loss(loss: Any, remedy: Callable[[], str]) -> torch.Tensor:
+    """The loss, if it is a tensor of shape `()`. `remedy` makes the end of the error.
 
     Raises:
         InvalidArgument: when it is anything else.
@@ -74,7 +74,7 @@ def check_loss(loss: Any, remedy: str = REMEDY) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.ndim == 0:
         return loss
     shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise InvalidArgument(f"The loss must be a tensor with one number, but is {shown}: {remedy}")
+    raise InvalidArgument(f"The loss must be a tensor with one number, but is {shown}: {remedy()}")
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -320,10 +320,7 @@ class TrainingSteps(Component):
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()
         loss, parts = split_losses(loss)
-        own = (
-            f"{type(trainer).__name__}.compute_loss must return the loss, or with return_outputs=True (loss, outputs)."
-        )
-        loss = check_loss(loss, own if is_overridden(trainer, "compute_loss") else REMEDY)
+        loss = check_loss(loss, self._remedy)
         divisor = self.components.policy.loss_divisor(self.run.accumulation, trainer.args)
         if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
             divisor = 1
@@ -331,6 +328,11 @@ class TrainingSteps(Component):
             if part is not None:
                 self.run.logged_metrics.add(name, part / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
+
+    def _remedy(self) -> str:
+        if not is_overridden(self.trainer, "compute_loss"):
+            return REMEDY
+        return f"{type(self.trainer).__name__}.compute_loss must return the loss, or (loss, outputs) if it is asked to."
 
     def _require_division(self, model: nn.Module, inputs: Any, items: Any) -> None:
         """At a run's first batch: do not count items for a model that does not divide its loss by them.
