@@ -170,6 +170,13 @@ class CheckpointFolder:
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
 
+    @property
+    def why_no_checkpoint(self) -> str | None:
+        """Why the folder is not a checkpoint at all; None if it has a trainer state."""
+        if (self.path / names.TRAINER_STATE_NAME).is_file():
+            return None
+        return f"it lacks {names.TRAINER_STATE_NAME}" if self.path.is_dir() else "the folder does not exist"
+
     def accept(self) -> Inspection:
         """Accept the checkpoint in its current state: check that its files can be read, and write a new manifest.
 
@@ -180,9 +187,8 @@ class CheckpointFolder:
             CheckpointNotFound: for a folder that is not a checkpoint, or that lacks weights.
             DamagedCheckpoint: for a file that cannot be read; the error names it.
         """
-        if not (self.path / names.TRAINER_STATE_NAME).is_file():
-            lacks = f"it lacks {names.TRAINER_STATE_NAME}" if self.path.is_dir() else "the folder does not exist"
-            raise CheckpointNotFound(f"{self.path} is not a checkpoint: {lacks}; name a checkpoint-xxx folder.")
+        if (reason := self.why_no_checkpoint) is not None:
+            raise CheckpointNotFound(f"{self.path} is not a checkpoint: {reason}; name a checkpoint-xxx folder.")
         found = self.inspect()
         for name in list_files(self.path):
             path = self.path / name

@@ -84,8 +84,7 @@ def describe(folder: str) -> dict[str, Any]:
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 
     state_file = os.path.join(folder, names.TRAINER_STATE_NAME)
-    if not os.path.isfile(state_file):
-        reason = f"it lacks {names.TRAINER_STATE_NAME}" if os.path.isdir(folder) else "the folder does not exist"
+    if (reason := CheckpointFolder(folder).why_no_checkpoint) is not None:
         newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
         hint = f"; the newest one in it is {newest}" if newest else ""
         raise CheckpointNotFound(f"{folder} is not a checkpoint: {reason}{hint}.")

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
-from hftrainer.data.samplers import StreamWrapper, settings_of
+from hftrainer.data.samplers import StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)
@@ -78,8 +78,7 @@ class WholeBatchSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
         self.epoch = epoch
-        if callable(getattr(self.sampler, "set_epoch", None)):
-            self.sampler.set_epoch(epoch)
+        set_epoch(self.sampler, epoch)
 
 
 class WholeBatchStream(StreamWrapper):
@@ -104,8 +103,7 @@ class WholeBatchStream(StreamWrapper):
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()
         beginning, self._beginning = self._beginning, None
-        if callable(getattr(beginning, "set_epoch", None)):
-            beginning.set_epoch(self.epoch)
+        set_epoch(beginning, self.epoch)
         return whole_batches(self.dataset, self.size, self.drop_last, beginning)
 
     def __len__(self) -> int:

@@ -178,8 +178,7 @@ class PreparedDataLoader(DataLoader[Any]):
         inner = inner.innermost if isinstance(inner, samplers.BatchSamplerWrapper) else inner
         parts: tuple[Any, ...] = inner, getattr(inner, "sampler", None), self.dataset
         for part in parts:
-            if callable(getattr(part, "set_epoch", None)):
-                part.set_epoch(epoch)
+            samplers.set_epoch(part, epoch)
 
     def skip_first(self, batches: int) -> None:
         """Skip the first batches of the next iteration, in the sampler if there is one."""

@@ -15,7 +15,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.reading import fitting
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import DATA_STATE, RandomSources, WorkerBatch
-from hftrainer.data.samplers import SkippingBatchSampler
+from hftrainer.data.samplers import SkippingBatchSampler, set_epoch
 
 
 @dataclass
@@ -235,6 +235,5 @@ class EpochReader:
 
 
 def _set_epoch(loader: Any, epoch: int) -> Any:
-    if callable(getattr(loader, "set_epoch", None)):
-        loader.set_epoch(epoch)
+    set_epoch(loader, epoch)
     return loader

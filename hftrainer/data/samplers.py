@@ -378,6 +378,12 @@ def check_split(size: int | None, processes: int) -> None:
         )
 
 
+def set_epoch(part: Any, epoch: int) -> None:
+    """Set the epoch of the next iteration in a sampler, dataset or loader that has `set_epoch`."""
+    if callable(getattr(part, "set_epoch", None)):
+        part.set_epoch(epoch)
+
+
 class StreamWrapper(IterableDataset[Any]):
     """A stream that passes on samples of another one, and has its attributes.
 
@@ -397,8 +403,7 @@ class StreamWrapper(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration in the stream."""
         self.epoch = epoch
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(epoch)
+        set_epoch(self.dataset, epoch)
 
     def seed_generator(self) -> None:
         """Seed the stream's generator, if that is what the epoch's order depends on."""

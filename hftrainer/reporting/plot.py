@@ -211,8 +211,9 @@ def _by_panel(drawn: list[Line]) -> dict[str, list[Line]]:
 
 
 def _gap(drawn: list[Line]) -> tuple[float, str] | None:
-    """The first step of a panel at which a value is not finite, and its curve."""
-    return min(((step, line.label) for line in drawn if (step := line.first_gap) is not None), default=None)
+    """The first step of a panel at which a value is not finite, and a sentence that names the curve."""
+    gaps = ((step, line.label) for line in drawn if (step := line.first_gap) is not None)
+    return next(((step, f"{label} is not finite at step {step:g}") for step, label in sorted(gaps)), None)
 
 
 def draw_picture(drawn: list[Line], path: str, title: str) -> None:
@@ -258,8 +259,7 @@ def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
             )
     if gap := _gap(shown):
         axis.axvline(gap[0], color="red", linestyle=":")
-        message = f"{gap[1]} is not finite at step {gap[0]:g}"
-        axis.text(0.5, 0.02, message, color="red", fontsize=8, ha="center", transform=axis.transAxes)
+        axis.text(0.5, 0.02, gap[1], color="red", fontsize=8, ha="center", transform=axis.transAxes)
     axis.set_title(panel, fontsize=11)
     axis.set_xlabel("optimizer step")
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
@@ -309,8 +309,7 @@ def draw_html(drawn: list[Line], path: str, title: str) -> None:
             )
             figure.add_trace(trace, row=row, col=1)
         if gap := _gap(shown):
-            message = f"{gap[1]} is not finite at step {gap[0]:g}"
-            figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, annotation_text=message, row=row, col=1)
+            figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, annotation_text=gap[1], row=row, col=1)
         if _needs_log_scale(shown):
             figure.update_yaxes(type="log", row=row, col=1)
     figure.update_xaxes(showticklabels=True)
