@@ -126,6 +126,27 @@ class DataCollatorWithPadding:
         return batch
 
 
+#: Collators that draw no random numbers, by the names that they have here and in transformers.
+_WITHOUT_DRAWS = (
+    "default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForTokenClassification"
+)  # fmt: skip
+
+
+def draws_nothing(collate_fn: Any) -> bool:
+    """Whether a collator is known to draw no random numbers."""
+    if isinstance(collate_fn, RemoveColumnsCollator):
+        collate_fn = collate_fn.data_collator
+    kind = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
+    return kind.__name__ in _WITHOUT_DRAWS and kind.__module__ in (__name__, "transformers.data.data_collator")
+
+
+def holds_samples(dataset: Any) -> bool:
+    """Whether a dataset holds its samples, rather than making them when asked."""
+    if peers.is_map_style_dataset(dataset):
+        return bool(dataset.format["type"] != "custom")
+    return type(dataset) in (list, tuple) and all(type(sample) is dict for sample in dataset)
+
+
 # ---- Columns of datasets, and keys of samples ------------------------------------------------------------------------
 
 

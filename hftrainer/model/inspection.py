@@ -194,9 +194,6 @@ def _as_list(value: Any) -> list[Any]:
 # The walks below run at every step. torch's own walks build a name for each module, which takes longer than the
 # computation if modules are many and small.
 
-#: Methods of `nn.Module` that a model may override to choose the parameters that it exposes.
-_PARAMETER_METHODS = ("parameters", "named_parameters", "named_modules")
-
 
 def is_training(model: nn.Module) -> bool:
     """Whether the model and all modules in it are in training mode."""
@@ -210,9 +207,18 @@ def is_training(model: nn.Module) -> bool:
     return True
 
 
+def _chooses_parameters(kind: type[nn.Module]) -> bool:
+    """Whether a model's class chooses the parameters that it exposes."""
+    return not (
+        kind.parameters is nn.Module.parameters
+        and kind.named_parameters is nn.Module.named_parameters
+        and kind.named_modules is nn.Module.named_modules
+    )
+
+
 def parameters(model: nn.Module) -> list[nn.Parameter]:
     """`model.parameters()`, in the same order."""
-    if any(getattr(type(model), name) is not getattr(nn.Module, name) for name in _PARAMETER_METHODS):
+    if _chooses_parameters(type(model)):
         return list(model.parameters())
     found: dict[int, nn.Parameter] = {}
     seen: set[int] = set()
@@ -221,17 +227,26 @@ def parameters(model: nn.Module) -> list[nn.Parameter]:
         module = left.pop()
         if module is not None and id(module) not in seen:
             seen.add(id(module))
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    found.setdefault(id(parameter), parameter)
-            left.extend(reversed(module._modules.values()))
+            if module._parameters:
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        found.setdefault(id(parameter), parameter)
+            if module._modules:
+                left.extend(reversed(module._modules.values()))
     return list(found.values())
 
 
 def clear_gradients(model: nn.Module) -> None:
     """`model.zero_grad()`."""
-    if "zero_grad" in vars(model) or type(model).zero_grad is not nn.Module.zero_grad:
+    kind = type(model)
+    if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _chooses_parameters(kind):
         model.zero_grad()
         return
-    for parameter in parameters(model):
-        parameter.grad = None
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None:
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+            left.extend(module._modules.values())

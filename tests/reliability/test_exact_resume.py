@@ -12,7 +12,7 @@ import hftrainer
 from hftrainer import Trainer, default_data_collator
 from tests.support.checkpoints import make_trainer
 from tests.support.parity import EVALUATED, assert_same_weights, comparable, with_own_step
-from tests.support.tiny import plain_data, tokenizer
+from tests.support.tiny import Plain, plain_data, tokenizer
 
 #: Generator → what is drawn from it. NumPy keeps every other normal number for the next call.
 DRAWS = {"torch": lambda: torch.randn(8), "numpy": lambda: float(np.random.randn()), "python": random.random}
@@ -55,6 +55,18 @@ class StatefulStream(AugmentedStream):
 
     def load_state_dict(self, state):
         self.done = state["done"]
+
+
+class Drawing(Plain):
+    """A model that draws from all generators in training, as dropout and masks of spectra do."""
+
+    def forward(self, x, labels=None):
+        return super().forward(x + sum(draw() for draw in DRAWS.values()) if self.training else x, labels)
+
+
+def held():
+    """Samples in memory: reading them draws nothing."""
+    return plain_data(22)
 
 
 def grouped(count=22):
@@ -109,6 +121,8 @@ SETTINGS = {
     "plain": {},
     "evaluating": {"steps": [2, 5, 6, 7], **EVALUATED},
     "accumulated, evaluating": {**THREE, **EVALUATED},
+    "in memory": {"make_data": held, "trainer": {"model_init": Drawing}},
+    "in memory, accumulated": {"make_data": held, "trainer": {"model_init": Drawing}, **THREE},
     "by epoch": {"steps": STATES, "eval_strategy": "epoch", "logging_strategy": "epoch"},
     "last batch dropped": {"dataloader_drop_last": True, "max_steps": 7, **THREE},
     "sequential": {"steps": STATES, "train_sampling_strategy": "sequential", "logging_first_step": True},
@@ -164,13 +178,14 @@ SAMPLERS = {
 }
 
 
+@pytest.mark.parametrize("make_data", [Augmented, held])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_own_sampler(tmp_path, name):
+def test_own_sampler(tmp_path, name, make_data):
     class Own(Trainer):
         def _get_train_sampler(self, train_dataset=None):
             return SAMPLERS[name](self.train_dataset)
 
-    resumed_from_each(tmp_path, [2, 6, 8], trainer_class=Own)
+    resumed_from_each(tmp_path, [2, 6, 8], trainer_class=Own, make_data=make_data, trainer={"model_init": Drawing})
 
 
 @pytest.mark.parametrize(("prepared", "workers"), [(False, 0), (False, 2), (True, 2)])
