@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -45,7 +46,13 @@ def main(words: Sequence[str] | None = None) -> None:
     elif remaining:
         known = [name for action in options.parser._actions for name in action.option_strings]
         options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{suggest(remaining[0], known)}")
-    options.execute(options.parser, options)
+    try:
+        options.execute(options.parser, options)
+    except BrokenPipeError:  # what reads the output, such as `head`, has ended
+        if options.command == "run":
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        sys.exit(1)
 
 
 if __name__ == "__main__":

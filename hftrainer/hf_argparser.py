@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import enum
 import json
@@ -27,6 +28,25 @@ def string_to_bool(value: str | bool) -> bool:
     return flag
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows each option in one spelling, and long lists of choices in its text, which is wrapped."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [each for each in action.option_strings if "-" not in each[2:]] or action.option_strings
+        if self._is_long(action):
+            shown.metavar = "NAME"
+        return super()._format_action_invocation(shown)
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = super()._get_help_string(action)
+        return f"{text} One of {', '.join(map(str, action.choices or ()))}." if self._is_long(action) else text
+
+    @staticmethod
+    def _is_long(action: argparse.Action) -> bool:
+        return len(", ".join(map(str, action.choices or ()))) > 40
+
+
 class HfArgumentParser(argparse.ArgumentParser):
     """A parser whose options are the fields of dataclasses.
 
@@ -40,7 +60,7 @@ class HfArgumentParser(argparse.ArgumentParser):
     """
 
     def __init__(self, dataclass_types: Any = (), **kwargs: Any) -> None:
-        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        kwargs.setdefault("formatter_class", _Help)
         super().__init__(**kwargs)
         self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         for kind in self.dataclass_types:

@@ -178,7 +178,7 @@ class Trainer(EarlierMethods):
         if unknown:
             known = list(inspect.signature(Trainer.__init__).parameters)[1:-1]
             raise UnknownArgument("; ".join(describe_unknown(name, known) for name in unknown))
-        check_objects(args, model)
+        check_objects(args, model, processing_class)
         self._hftrainer = components = Components(self, optimizers)
         if args is None:
             args = TrainingArguments("tmp_trainer")

@@ -119,9 +119,13 @@ class CurrentArguments:
     weight_decay: float = arg(
         0.0, "Decoupled weight decay, not of biases and normalization layers.", "4.1", "trainer_optimizer", minimum=0
     )
-    adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", "trainer_optimizer")
-    adam_beta2: float = arg(0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", "trainer_optimizer")
-    adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", "trainer_optimizer")
+    adam_beta1: float = arg(
+        0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, maximum=1
+    )
+    adam_beta2: float = arg(
+        0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, maximum=1
+    )
+    adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", "trainer_optimizer", minimum=0)
     max_grad_norm: float = arg(
         1.0, "Clip the gradient's 2-norm over all parameters to this; 0 or None disables it.", "4.1", "training.loop"
     )
@@ -129,7 +133,13 @@ class CurrentArguments:
         True, "`num_items_in_batch` over all processes.", "4.48", "trainer: num_items_in_batch", earlier={"4.53": False}
     )
     label_smoothing_factor: float = arg(
-        0.0, "Probability mass taken from the label, below 1.", "4.15", "trainer_pt_utils.LabelSmoother", read_once=True
+        0.0,
+        "Probability mass taken from the label, below 1.",
+        "4.15",
+        "trainer_pt_utils.LabelSmoother",
+        minimum=0,
+        maximum=1,
+        read_once=True,
     )
     neftune_noise_alpha: float | None = arg(
         None, "Scale of NEFTune's noise on the embeddings.", "4.40", "model.changes", read_once=True
@@ -190,7 +200,11 @@ class CurrentArguments:
     # ---- From dataset to batch --------------------------------------------------------------------------------------
 
     seed: int = arg(
-        42, "Seed of Python, NumPy and torch, set when the Trainer is built.", "4.1", "trainer_utils.set_seed"
+        42,
+        "Seed of Python, NumPy and torch, set when the Trainer is built.",
+        "4.1",
+        "trainer_utils.set_seed",
+        minimum=0,
     )
     data_seed: int | None = arg(
         None, "Seed of the data order; None: torch's seed when training starts.", "4.30", "data.loaders", read_once=True

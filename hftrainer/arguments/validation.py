@@ -234,17 +234,19 @@ def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
 
 
 def check_ranges(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each number that is too small, or is not a number."""
+    """A sentence for each number that is too small or too large, or is not a number."""
     for name, about in ARGUMENTS.items():
         if about.minimum is None:
             continue
         value = getattr(args, name)
-        if isinstance(value, (int, float)) and not value < about.minimum:
+        is_large = about.maximum is not None and isinstance(value, (int, float)) and value > about.maximum
+        if isinstance(value, (int, float)) and not (value < about.minimum or is_large):
             continue
         if (reason := describe_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
         else:
-            yield f"{name}={value!r}: give a number of at least {about.minimum:g}. {about.help}"
+            most = "" if about.maximum is None else f", and at most {about.maximum:g}"
+            yield f"{name}={value!r}: give a number of at least {about.minimum:g}{most}. {about.help}"
 
 
 #: The types of arguments, noted at import: transformers' HfArgumentParser later replaces them in the fields.
@@ -261,6 +263,8 @@ def check_types(args: BaseArguments) -> Iterator[str]:
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
         elif isinstance(value, float) and value % 1 and kind == "int":
             yield f"{name}={value!r}: give a whole number."
+        elif value is None and name in ("num_train_epochs", "max_steps"):
+            yield f"{name}=None: give a number."
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:

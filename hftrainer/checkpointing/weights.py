@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import json
 import logging
@@ -46,7 +47,7 @@ def save_weights(
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
     if peers.is_transformers_model(model) or peers.is_peft(model):
-        with _without_distributed_config(model):
+        with _without_distributed_config(model), _without_progress_bar():
             _save_pretrained(model, folder, state_dict, safe)
         return
     logger.info("The model has no save_pretrained: saving its state dict.")
@@ -70,6 +71,20 @@ def _without_distributed_config(model: Any) -> Iterator[None]:
         yield
     finally:
         config.distributed_config = loaded
+
+
+@contextlib.contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """Hide the bar of `save_pretrained`, which would leave a line on the terminal for each checkpoint."""
+    library = importlib.import_module("transformers.utils.logging")
+    if not library.is_progress_bar_enabled():
+        yield
+        return
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.enable_progress_bar()
 
 
 def save_configs(model: Any, folder: str) -> None:

@@ -51,21 +51,31 @@ _SMALL = {
         "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
     ),
 }
+#: Entry of the report → what the text says instead.
+_LABELS = {
+    "used": "a Trainer uses",
+    "number": "how many",
+    "processes by": "processes are started by",
+    "lightning": "no launcher, so by Lightning where several are asked for",
+}
 
 
 def _text(report: dict[str, Any]) -> str:
     """The report of `examine`, as text."""
     launchers, disks, missing = report["launchers"].items(), report["disks"].items(), report["missing"].items()
+    devices = report["devices"].items()
     lines = {
+        "Result": [f"A Trainer {'can train' if report['ready'] else 'cannot train'} here."],
+        "Problems": report["problems"] or ["none was found"],
+        "Devices": [f"{_LABELS.get(name, name)}: {_LABELS.get(value, value)}" for name, value in devices if value != 0],
         "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
-        "Devices": [f"{name}: {value}" for name, value in report["devices"].items()],
         "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
         "Free space": [f"{at}: {_gb(on['free'])} of {_gb(on['total'])} at {on['path']}" for at, on in disks],
         "Optional packages that are missing, by feature": [
-            f"{what}: {gap['install']}  # {', '.join(gap['packages'])}" for what, gap in missing
+            f"{what.partition(' [')[0]}, for lack of {', '.join(gap['packages'])}: {gap['install']}"
+            for what, gap in missing
         ],
         "Environment variables": [f"{name}: {text}" for name, text in report["environment"].items()],
-        "Problems": report["problems"] or ["none was found"],
     }
     shown = {title: found for title, found in lines.items() if found or title == "Devices"}
     return "\n\n".join("\n  ".join([title, *found]) for title, found in shown.items())

@@ -44,7 +44,11 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         values = [sample["label_ids"] for sample in samples]
         batch["labels"] = _labels(values, values[0][0])
     for key, value in first.items():
-        if key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
+        if isinstance(value, str) and key == "labels":
+            log_once(
+                logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs their numbers."
+            )
+        elif key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
             batch[key] = _stacked(key, [sample[key] for sample in samples])
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}

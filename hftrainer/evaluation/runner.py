@@ -152,6 +152,11 @@ class EvaluationRunner(Component):
                     is_alone = "return_outputs" not in keywords
                     outputs = model(**inputs) if is_alone and not loss_only else ()
                     loss = trainer.compute_loss(model, inputs, **keywords)
+                if not is_alone and not (isinstance(loss, tuple) and len(loss) == 2):
+                    raise InvalidArgument(
+                        f"{type(trainer).__name__}.compute_loss returned a {type(loss).__name__} for "
+                        "return_outputs=True, as evaluations call it: return (loss, outputs) then."
+                    )
                 loss, outputs = (loss, outputs) if is_alone else loss
                 loss = _mean(loss)
                 logits = select_predictions(outputs, ignore_keys, has_loss=True)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hftrainer.compat import peers
-from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage
+from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage, suggest
 from hftrainer.hf_argparser import string_to_bool
 from hftrainer.training_args import TrainingArguments
 
@@ -109,10 +109,18 @@ def compile_model(model: nn.Module, args: Any) -> None:
     Args:
         model: the model.
         args: has the arguments `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
+
+    Raises:
+        InvalidArgument: for a backend that torch does not have.
     """
     backend = _compile_backend(args)
     if backend is None or model._compiled_call_impl is not None:
         return
+    if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
+        usual = f": use one of {', '.join(torch.compiler.list_backends())}."
+        raise InvalidArgument(
+            f"torch_compile_backend={backend!r} is not a backend of torch{suggest(backend, known, usual)}"
+        )
     dynamic = _dynamo("USE_DYNAMIC")
     model.compile(
         backend=backend,
@@ -123,7 +131,7 @@ def compile_model(model: nn.Module, args: Any) -> None:
 
 
 def _compile_backend(args: Any) -> str | None:
-    backend = (args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND").lower()
+    backend = ((args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND")).lower()
     return None if backend in ("", "no") else backend
 
 

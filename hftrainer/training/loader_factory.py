@@ -289,6 +289,11 @@ def check_dataset(dataset: Any, description: str) -> None:
             "per_device_train_batch_size or per_device_eval_batch_size; or override get_train_dataloader or "
             "get_eval_dataloader to return it."
         )
+    if kind == "DataFrame":
+        raise InvalidArgument(
+            f"The {description} dataset is a DataFrame: pass a list of its rows, frame.to_dict('records'), or "
+            "datasets.Dataset.from_pandas(frame)."
+        )
     if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
         of_lightning = "; of a LightningDataModule, the datasets inside" if hasattr(dataset, "train_dataloader") else ""
         raise InvalidArgument(

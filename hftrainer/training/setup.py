@@ -391,11 +391,11 @@ def describe_unknown(name: str, known: list[str]) -> str:
     return f"Trainer has no argument {name!r}{suggest(name, known, of_arguments)}"
 
 
-def check_objects(args: Any, model: Any) -> None:
-    """Refuse objects that scripts often pass by mistake as training arguments or as the model.
+def check_objects(args: Any, model: Any, processing_class: Any) -> None:
+    """Refuse objects that scripts often pass by mistake as training arguments, model or tokenizer.
 
     Raises:
-        WrongObject: for a class, a string or a dict in place of either.
+        WrongObject: for a class, a string or a dict in place of one of them.
     """
     if isinstance(args, type):
         raise WrongObject(f"args is the class {args.__name__}: pass an object, {args.__name__}('folder', ...).")
@@ -408,6 +408,9 @@ def check_objects(args: Any, model: Any) -> None:
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
     if isinstance(model, str):
         raise WrongObject(f"model={model!r}: load it first, as with AutoModel.from_pretrained({model!r}).")
+    if isinstance(processing_class, str):
+        how = f"AutoTokenizer.from_pretrained({processing_class!r})"
+        raise WrongObject(f"processing_class={processing_class!r}: load it first, as with {how}.")
 
 
 def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:

@@ -64,6 +64,13 @@ def test_unknown_arguments(settings, message):
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
         ({"debug": "overflow"}, ["debug"]),
         ({"optim": "adam"}, ["'adamw_torch'"]),
+        (
+            {"adam_beta1": 2.0, "adam_beta2": -1},
+            ["adam_beta1=2.0: give a number of at least 0, and at most 1", "beta2=-1"],
+        ),
+        ({"label_smoothing_factor": 1.5}, ["label_smoothing_factor=1.5: give a number"]),
+        ({"seed": None}, ["seed=None: give a number of at least 0"]),
+        ({"num_train_epochs": None}, ["num_train_epochs=None: give a number"]),
         ({"optim": ["adam"]}, ["optim: ['adam'] is not a valid OptimizerNames"]),
         ({"log_level": "loud"}, ["log_level"]),
         ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
@@ -154,6 +161,11 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
         (WrongObject, {"model": "a-model"}, r"load it first, as with AutoModel\.from_pretrained\('a-model'\)"),
         (
+            WrongObject,
+            {"processing_class": "a-model"},
+            r"load it first, as with AutoTokenizer\.from_pretrained\('a-mod",
+        ),
+        (
             InvalidArgument,
             {"model": OfLightning()},
             r"(?s)OfLightning is a LightningModule, .* pass the module inside it.*\n- training_step: a forward .*"
@@ -207,6 +219,11 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
         ({"settings": SCHEDULE}, r"\['cycles'\] unknown, it takes \['last_epoch', 'num_cycles'\]"),
         ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
         (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
+        ({**METRICS, "compute_metrics": None}, "metric_for_best_model='acuracy': without compute_metrics"),
+        (
+            {"settings": {"torch_compile_backend": "inductr"}},
+            "'inductr' is not a backend of torch; did you mean 'inductor'",
+        ),
         ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
         ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
         (
@@ -218,6 +235,7 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
             {"train_dataset": [{"text": "a", "labels": 0}]},
             "has no 'x', which Plain.forward needs; the samples have tex",
         ),
+        ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
         ({"train_dataset": ROWS}, r"have pixels, category; the model takes label.*, x\."),
         *(
             ({"model": Returns(make_output)}, message)
@@ -250,6 +268,24 @@ def test_evaluation_without_data(make_args):
         Trainer(make_plain(), make_args()).evaluate()
     with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
         Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
+
+
+def test_a_loss_without_its_outputs(make_args):
+    class Alone(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            return model(**inputs)["loss"]
+
+    with pytest.raises(
+        InvalidArgument, match=r"Alone.compute_loss returned a Tensor .*: return \(loss, outputs\) then"
+    ):
+        Alone(make_plain(), make_args(), eval_dataset=plain_data(8)).evaluate()
+
+
+def test_labels_that_are_texts(make_args, caplog):
+    samples = [{**sample, "labels": "cat"} for sample in plain_data(8)]
+    with pytest.raises(InvalidArgument, match="returned no loss"):
+        Trainer(make_plain(), make_args(), train_dataset=samples).train()
+    assert "'labels' is dropped: its values are texts, such as 'cat'" in caplog.text
 
 
 def test_a_metric_that_does_not_fit(make_args):

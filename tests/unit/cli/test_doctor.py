@@ -63,7 +63,7 @@ def test_what_is_missing_and_the_command(installed, capsys):
     del installed["matplotlib"]
     status, text = run(capsys)
     assert status == 0
-    assert "plots in model cards [plot]: pip install 'hftrainer[plot]'  # matplotlib" in text
+    assert "plots in model cards, for lack of matplotlib: pip install 'hftrainer[plot]'" in text
     installed["lightning"] = "2.7.1"
     status, text = run(capsys)
     assert status == 1
