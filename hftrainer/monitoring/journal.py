@@ -1,0 +1,91 @@
+"""The journal of a run: what happened when, one JSON object a line, in its folder. `watch` and `plot` read it.
+
+Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps done). The events are:
+
+- `begin`: `train()` began; `max_steps`, `world_size`, `device`, `pid`, `host`, and `resumed_from`, a folder or null.
+- `log`: `logs`, a line of `log_history`.
+- `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward, optimizer),
+  'data' (waiting for it), 'evaluation' and 'saving'; together the whole time. Written at log lines, saves and the end.
+- `phase`: what the run does from now on: 'training', 'evaluation' or 'saving'.
+- `checkpoint`: a checkpoint is complete, in `folder`.
+- `warning`: `text`.
+- `end`: `reason`, such as 'complete', 'stopped' or the name of an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+NAME = "journal.jsonl"
+#: The activities of an interval.
+ACTIVITIES = ("steps", "data", "evaluation", "saving")
+
+
+class Journal:
+    """Appends events to the journal of a run.
+
+    Args:
+        folder: the run's `output_dir`; None writes nothing, as on the other ranks.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self._path = None if folder is None else os.path.join(folder, NAME)
+
+    def write(self, event: str, step: int, **values: Any) -> None:
+        """Append an event. If that fails, as on a full disk, a warning says so, and no further one is written."""
+        if self._path is None:
+            return
+        line = json.dumps({"time": round(time.time(), 3), "event": event, "step": step, **values}, default=str)
+        try:
+            os.makedirs(os.path.dirname(self._path), exist_ok=True)
+            with open(self._path, "a+b") as file:
+                # After a kill, the last line may be incomplete.
+                is_whole = not file.tell() or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
+                file.write((b"" if is_whole else b"\n") + line.encode() + b"\n")
+        except OSError as error:
+            logger.warning("The journal cannot be written, and is not continued: %s", error)
+            self._path = None
+
+
+def read_events(folder: str) -> list[dict[str, Any]]:
+    """The events in a run's folder, in order; none without a journal. Lines that a kill cut off are left out."""
+    events = []
+    try:
+        with open(os.path.join(folder, NAME), encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(event, dict) and {"time", "event", "step"} <= event.keys():
+                    events.append(event)
+    except FileNotFoundError:
+        return []
+    return events
+
+
+def without_undone(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events, without those of steps that a later start from an earlier checkpoint has undone."""
+    kept: list[dict[str, Any]] = []
+    for event in events:
+        if event["event"] == "begin":
+            kept = [each for each in kept if each["event"] == "begin" or each["step"] <= event["step"]]
+        kept.append(event)
+    return kept
+
+
+def goodput(events: list[dict[str, Any]]) -> float | None:
+    """The time of the steps that count, divided by all time since the first start; None before the first interval."""
+    intervals = [event for event in without_undone(events) if event["event"] == "interval"]
+    if not intervals:
+        return None
+    useful = sum(event["seconds"]["steps"] + event["seconds"]["data"] for event in intervals)
+    elapsed: float = events[-1]["time"] - next(event["time"] for event in events if event["event"] == "begin")
+    return useful / elapsed if elapsed > 0 else None
