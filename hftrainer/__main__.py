@@ -6,12 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hftrainer.cli import checkpoint, diff, doctor, explain, plot, run
+from hftrainer.cli import ask, checkpoint, diff, doctor, explain, plot, run
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
 from hftrainer.errors import suggest
 
-COMMANDS = {"run": run, "explain": explain, "doctor": doctor, "diff": diff, "plot": plot, "checkpoint": checkpoint}
+_MODULES = (run, explain, doctor, diff, plot, checkpoint, ask)
+#: Subcommand → its module.
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> Parser:

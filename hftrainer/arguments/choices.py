@@ -32,6 +32,28 @@ def spelled(choice: Any) -> str:
     return str(getattr(choice, "value", choice))
 
 
+#: What `observe` measures.
+OBSERVED = ("speed", "time", "memory", "mfu", "warnings", "journal")
+
+
+def observed(value: Any) -> frozenset[str]:
+    """What the value of `observe` names: all for True, nothing for False, else words, as text or as a list.
+
+    Raises:
+        InvalidArgument: for an unknown word.
+    """
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or False)
+    words = text.replace(",", " ").split()
+    if words in (["True"], ["true"]):
+        return frozenset(OBSERVED)
+    if words in (["False"], ["false"]):
+        return frozenset()
+    if unknown := [word for word in words if word not in OBSERVED]:
+        hint = suggest(unknown[0], OBSERVED, f": it takes {', '.join(OBSERVED)}, or True.")
+        raise InvalidArgument(f"observe has no part {unknown[0]!r}{hint}")
+    return frozenset(words)
+
+
 def token_counting_mode(value: str | bool) -> str:
     """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases hold True or False."""
     return value if isinstance(value, str) else "all" if value else "no"

@@ -292,6 +292,17 @@ class CurrentArguments:
     include_num_input_tokens_seen: str | bool = arg(
         "no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40", "trainer: log"
     )
+    observe: None | str | bool | list[str] = arg(
+        False,
+        "Measure the run: True, or some of 'speed' (tokens and samples a second, seconds of a step), 'time' (shares of "
+        "waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (of slow steps and slow data) and "
+        "'journal' (the file that `watch` reads). Log lines get the values of their interval.",
+        OURS,
+        "monitoring.observer",
+        bare=True,
+        several=True,
+        read_once=True,
+    )
     report_to: None | str | list[str] = arg(
         "none", "Trackers to write to.", "4.15", "integrations", read_once=True, earlier={"4.57": "all"}
     )
@@ -314,6 +325,9 @@ class CurrentArguments:
         "Optimizer steps between evaluations; below 1 a fraction of all; None: `logging_steps`.",
         "4.1",
         "trainer_callback",
+    )
+    eval_minutes: float | None = arg(
+        None, "Evaluate also when so many minutes have passed since the last evaluation.", OURS, "monitoring.requests"
     )
     eval_delay: float = arg(
         0,
@@ -354,6 +368,9 @@ class CurrentArguments:
     )
     save_steps: float = arg(
         500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.", "4.1", "trainer_callback"
+    )
+    save_minutes: float | None = arg(
+        None, "Save also when so many minutes have passed since the last save.", OURS, "monitoring.requests"
     )
     save_total_limit: int | None = arg(
         None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1", "checkpointing.folder"

@@ -17,7 +17,14 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import DebugOption, IntervalStrategy, SaveStrategy, spelled, token_counting_mode
+from hftrainer.arguments.choices import (
+    DebugOption,
+    IntervalStrategy,
+    SaveStrategy,
+    observed,
+    spelled,
+    token_counting_mode,
+)
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
@@ -296,6 +303,13 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
+    try:
+        observed(args.observe)
+    except InvalidArgument as error:
+        yield str(error)
+    for name in ("save_minutes", "eval_minutes"):
+        if (minutes := getattr(args, name)) is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
+            yield f"{name}={minutes!r}: give a number of minutes above 0, or None."
     if isinstance(args.label_names, str):
         yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
 

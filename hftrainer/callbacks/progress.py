@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.choices import observed
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback
@@ -92,6 +94,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             shown = _format_logs(logs, args, above_bar=True)
             line = str({name: self._shortened(value) for name, value in shown.items()})
+            if observed(getattr(args, "observe", False)):
+                line = readable(logs or {}, state)
+                self.training_bar.set_postfix({"loss": f"{logs['loss']:.4g}"} if "loss" in (logs or {}) else {})
             self.training_bar.write(wrapped(line, sys.stdout))
 
     def _shortened(self, value: Any) -> Any:
@@ -118,7 +123,38 @@ class PrinterCallback(TrainerCallback):
         if state.is_local_process_zero:
             from tqdm import tqdm
 
-            tqdm.write(wrapped(str(_format_logs(logs, args)), sys.stdout))
+            observes = observed(getattr(args, "observe", False))
+            line = readable(logs or {}, state) if observes else str(_format_logs(logs, args))
+            tqdm.write(wrapped(line, sys.stdout))
+
+
+#: Value of an observed run → how a line for people shows it.
+_READABLE: dict[str, Callable[[float], str]] = {
+    "learning_rate": "lr {:.2e}".format,
+    "tokens_per_second": "{:>9,.0f} tokens/s".format,
+    "samples_per_second": "{:>8,.1f} samples/s".format,
+    "step_seconds": "{:>8.4g} s/step".format,
+    "data_wait": "{:>4.0%} waiting".format,
+    "eval_share": "{:>4.0%} evaluating".format,
+    "save_share": "{:>4.0%} saving".format,
+    "peak_memory_mb": "{:>8,.0f} MB".format,
+    "mfu": "{:>6.1%} MFU".format,
+    "epoch": "epoch {:<6.4g}".format,
+}
+
+
+def readable(logs: Mapping[str, Any], state: Any) -> str:
+    """A log line for people: the step first, values rounded and in columns. `log_history` keeps the numbers."""
+    width = len(f"{state.max_steps:,}")
+    parts = [f"{state.global_step:>{width},}/{state.max_steps:,}"]
+    for name, value in logs.items():
+        if name == "total_flos":
+            continue
+        if not isinstance(value, (int, float)):
+            parts.append(f"{name} {value}")
+        else:
+            parts.append(_READABLE[name](value) if name in _READABLE else f"{name} {value:<9.4g}")
+    return "  ".join(parts).rstrip()
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:

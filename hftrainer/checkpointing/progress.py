@@ -70,6 +70,7 @@ class RunProgress:
         learning_rate: learning rate of the last step.
         evaluation_workers: evaluation sets whose workers have drawn their seed.
         data: what `EpochReader.state_dict` returned; None before the first micro-batch.
+        since_evaluation: seconds since the last evaluation, for `eval_minutes`.
     """
 
     settings: dict[str, Any]
@@ -85,6 +86,7 @@ class RunProgress:
     learning_rate: float | None
     evaluation_workers: list[str | None]
     data: dict[str, Any] | None
+    since_evaluation: float = 0.0
 
     def resume_position(self, micro_batches: int) -> tuple[int, int] | None:
         """Finished epochs, and finished micro-batches of the next epoch; None if unknown.

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import reprlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -256,7 +257,10 @@ class PreparedDataLoader(DataLoader[Any]):
         ahead = next(iterator, _NOTHING)
         while ahead is not _NOTHING:
             batch, is_filler = ahead
+            start = time.perf_counter()
             batch = to_device(batch, self.device, self.non_blocking)
+            if self.log is not None:
+                self.log.transferring += time.perf_counter() - start
             ahead = next(iterator, _NOTHING)
             is_last = ahead is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
@@ -330,9 +334,20 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _open(self, start: _IterationStart) -> Iterator[Any]:
         """Open the data. With a log, new workers send their random states with each batch."""
-        if not self.num_workers or (self.persistent_workers and self._iterator is not None):
+        if self.persistent_workers and self._iterator is not None:
             return super().__iter__()
         given = self.collate_fn, self.worker_init_fn, self.generator
+        if self.num_workers:
+            self._prepare_workers(start)
+        elif self.log is not None and self.log.times_collator:
+            self.collate_fn = self.log.timed(self.collate_fn)
+        try:
+            return super().__iter__()
+        finally:
+            self.collate_fn, self.worker_init_fn, self.generator = given
+
+    def _prepare_workers(self, start: _IterationStart) -> None:
+        """Set what new workers get, until they have been made."""
         if start.worker_seed is not None:
             self.generator = torch.Generator()
             with fitting(DATA_STATE):
@@ -343,10 +358,6 @@ class PreparedDataLoader(DataLoader[Any]):
                 init_worker, self.worker_init_fn, collator, dict(start.worker_states)
             )
             self.log.begin_workers(self.generator, draws_seed=start.worker_seed is None)
-        try:
-            return super().__iter__()
-        finally:
-            self.collate_fn, self.worker_init_fn, self.generator = given
 
 
 _NOTHING: Any = object()

@@ -47,6 +47,9 @@ class ReadingLog:
 
     Attributes:
         waited: seconds that the run has waited for batches.
+        collating: those of them in the collator, if `times_collator`; only without loading processes.
+        transferring: seconds in which batches were moved to the device.
+        times_collator: whether the collator is timed.
     """
 
     def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
@@ -54,7 +57,8 @@ class ReadingLog:
         self.count = 0
         self.before: dict[str, Any] | None = None
         self.stream: Any = None
-        self.waited = self._asked = 0.0
+        self.waited = self.collating = self.transferring = self._asked = 0.0
+        self.times_collator = False
         self.worker_seed: torch.Tensor | None = None
         self.draws_seed = False
         self._workers, self._keeps_workers = loader.num_workers, loader.persistent_workers
@@ -97,6 +101,18 @@ class ReadingLog:
         if not self._reads_rounds:
             return self.count_batch(made)
         return [self.count_batch(batch, is_first=index == 0) for index, batch in enumerate(made)]
+
+    def timed(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The collator, timed."""
+
+        def collate(samples: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return collate_fn(samples)
+            finally:
+                self.collating += time.perf_counter() - start
+
+        return collate
 
     def count_batch(self, made: Any, *, is_first: bool = True) -> Any:
         """Count a batch, and record the states that its worker sent with it; returns the batch alone.
@@ -179,8 +195,10 @@ class EpochReader:
         self.loader = loader
         self._sources = RandomSources(loader=loader)
         self._opened: dict[str, Any] | None = None
+        self._waited = 0.0
+        self._log: ReadingLog | None = None
         if isinstance(loader, PreparedDataLoader):
-            loader.log = ReadingLog(loader, self._sources)
+            self._log = loader.log = ReadingLog(loader, self._sources)
 
     def open(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch; when resuming, only the remaining ones."""
@@ -190,22 +208,40 @@ class EpochReader:
         elif saved is not None:
             self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
         self._opened = self._sources.capture()
-        if isinstance(self.loader, PreparedDataLoader) and self.loader.log is not None:
-            self.loader.log.begin_epoch()
+        if self._log is not None:
+            self._log.begin_epoch()
         if resume_point is None:
-            return iter(_set_epoch(self.loader, epoch))
+            iterator = iter(_set_epoch(self.loader, epoch))
+            return iterator if self._log is not None else self._timed(iterator)
         if isinstance(self.loader, PreparedDataLoader):
             self.loader.resume_at(resume_point.position, saved, resume_point.restore_random)
             return iter(_set_epoch(self.loader, epoch))
         iterator = self._resume_plain_loader(epoch, resume_point.position, saved)
         if saved is not None and resume_point.position:
             resume_point.restore_random()
-        return iterator
+        return self._timed(iterator)
 
-    @property
-    def waited(self) -> float:
-        """Seconds that the run has waited for batches, without their transfer to the device."""
-        return self.loader.log.waited if isinstance(self.loader, PreparedDataLoader) and self.loader.log else 0.0
+    def waits(self) -> dict[str, float]:
+        """What the run has waited for to get its batches → seconds."""
+        if self._log is None:
+            return {"the script's loader": self._waited}
+        transfer = {"the transfer to the device": self._log.transferring}
+        if self.loader.num_workers:
+            return {"the loading processes": self._log.waited, **transfer}
+        return {"the dataset": self._log.waited - self._log.collating, "data_collator": self._log.collating, **transfer}
+
+    def time_collator(self) -> None:
+        """Time the collator too."""
+        if self._log is not None:
+            self._log.times_collator = True
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of a loader of the script, with the time that each takes added to `waits`."""
+        start = time.perf_counter()
+        for batch in batches:
+            self._waited += time.perf_counter() - start
+            yield batch
+            start = time.perf_counter()
 
     def close(self) -> None:
         """End persistent workers: the next run has its own loader.
@@ -240,9 +276,8 @@ class EpochReader:
         """The state for a checkpoint, in tensors and plain values."""
         self._sources.find_generators()
         state = {"opened": self._opened, "held": self._sources.generator_states(), "loader": None, "exhausted": False}
-        if isinstance(self.loader, PreparedDataLoader):
-            assert self.loader.log is not None
-            return state | {"exhausted": self.loader.position.is_last} | self.loader.log.state_dict()
+        if self._log is not None:
+            return state | {"exhausted": self.loader.position.is_last} | self._log.state_dict()
         return state | {"loader": self.loader.state_dict() if is_stateful(self.loader) else None}
 
 

@@ -4,8 +4,9 @@ Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps 
 
 - `begin`: `train()` began; `max_steps`, `world_size`, `device`, `pid`, `host`, and `resumed_from`, a folder or null.
 - `log`: `logs`, a line of `log_history`.
-- `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward, optimizer),
-  'data' (waiting for it), 'evaluation' and 'saving'; together the whole time. Written at log lines, saves and the end.
+- `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward,
+  optimizer), 'data' (waiting for it), 'evaluation' and 'saving'; together the whole time. Written at log lines, at the
+  begin and end of phases, and at the end.
 - `phase`: what the run does from now on: 'training', 'evaluation' or 'saving'.
 - `checkpoint`: a checkpoint is complete, in `folder`.
 - `warning`: `text`.
@@ -18,7 +19,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Journal:
     """
 
     def __init__(self, folder: str | None) -> None:
+        self.folder = folder
         self._path = None if folder is None else os.path.join(folder, NAME)
 
     def write(self, event: str, step: int, **values: Any) -> None:
@@ -71,10 +72,22 @@ def read_events(folder: str) -> list[dict[str, Any]]:
     return events
 
 
-def without_undone(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events, without those of steps that a later start from an earlier checkpoint has undone."""
+def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events since the first start of the last run: a start from scratch after one that ended begins another."""
+    first, reason = 0, None
+    for index, event in enumerate(events):
+        if event["event"] == "begin":
+            first = index if reason in ("complete", "stopped") and event.get("resumed_from") is None else first
+            reason = None
+        elif event["event"] == "end":
+            reason = event.get("reason")
+    return events[first:]
+
+
+def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events of the last run, without those of steps that a later start from an earlier checkpoint has undone."""
     kept: list[dict[str, Any]] = []
-    for event in events:
+    for event in of_last_run(events):
         if event["event"] == "begin":
             kept = [each for each in kept if each["event"] == "begin" or each["step"] <= event["step"]]
         kept.append(event)
@@ -87,5 +100,5 @@ def goodput(events: list[dict[str, Any]]) -> float | None:
     if not intervals:
         return None
     useful = sum(event["seconds"]["steps"] + event["seconds"]["data"] for event in intervals)
-    elapsed: float = events[-1]["time"] - next(event["time"] for event in events if event["event"] == "begin")
+    elapsed: float = events[-1]["time"] - of_last_run(events)[0]["time"]
     return useful / elapsed if elapsed > 0 else None

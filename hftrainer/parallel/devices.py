@@ -106,6 +106,11 @@ def memory_peak() -> int | None:
     return None if module in (None, torch.mps) else int(module.max_memory_allocated())
 
 
+def has_memory_peak() -> bool:
+    """Whether `memory_peak` is measured."""
+    return _module_in_use() not in (None, torch.mps)
+
+
 def reset_memory_peak() -> None:
     """Start a new measurement of the peak."""
     if (module := _module_in_use()) not in (None, torch.mps):

@@ -58,6 +58,22 @@ def finished(
         yield f"Best {evaluation_key(metric)}: {state.best_metric:.6g}{at}{kept}."
 
 
+def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:
+    """Lines that say where the time of a run went.
+
+    Args:
+        runtime: seconds of the run.
+        seconds: activity besides steps → seconds.
+        share: the share of the time since the first start that went into steps that count; None if unknown.
+    """
+    parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
+    yield "Where the time went:"
+    for name, spent in parts.items():
+        yield f"  {name:30}{_time(spent):>12}{spent / runtime:>7.1%}"
+    if share is not None:
+        yield f"  goodput (steps that count, of all time since the first start): {share:.1%}"
+
+
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
     """A message with the newest remaining checkpoint of a run, and how to resume from it; empty if none remains."""
     left = [folder for folder in folders if os.path.isdir(folder)]
@@ -77,12 +93,14 @@ def _time(seconds: float) -> str:
 
 def _memory() -> str:
     """The peak of this process's memory, and of its tensors on an accelerator."""
-    found = []
-    if sys.platform != "win32":
-        import resource
+    peaks = {"": peak_process_memory(), " of tensors on the accelerator": devices.memory_peak()}
+    return ", ".join(f"{peak / 1e9:.3g} GB{what}" for what, peak in peaks.items() if peak) or "unknown"
 
-        unit = 1 if sys.platform == "darwin" else 1024
-        found.append(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.3g} GB")
-    if (peak := devices.memory_peak()) is not None:
-        found.append(f"{peak / 1e9:.3g} GB of tensors on the accelerator")
-    return ", ".join(found) or "unknown"
+
+def peak_process_memory() -> int:
+    """The highest memory of this process so far, in bytes; 0 on Windows."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

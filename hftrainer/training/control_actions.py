@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping
@@ -45,7 +46,7 @@ class ControlActions(Component):
             self._sync_control_flags()
         metrics = None
         if trainer.control.should_evaluate:
-            with self.run.timing("in evaluations"):
+            with self._phase("evaluation"):
                 metrics = trainer._evaluate(trial, ignore_keys)
             if loop is not None:
                 loop.evaluated = metrics
@@ -57,10 +58,14 @@ class ControlActions(Component):
             # Until v4.45 it took the metrics. Do not pass them through **kwargs: an inner override may not accept them.
             save = trainer._save_checkpoint
             takes_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
-            with self.run.timing("saving"):
+            with self._phase("saving"):
                 save(model, trial, **({"metrics": metrics} if takes_metrics else {}))
                 self.components.saver.call_on_save()
             self._sync_control_flags()
+
+    def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Time the block, and report it to what observes the run."""
+        return self.run.timing(name) if self.run.loop is None else self.run.loop.phase(name)
 
     def _sync_control_flags(self) -> None:
         """Synchronize the control flags of all ranks."""
@@ -82,6 +87,8 @@ class ControlActions(Component):
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= further
+        if run.loop is not None and run.loop.observer is not None:
+            logs |= run.loop.observer.values()
         run.total_loss += summed
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()

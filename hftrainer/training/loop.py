@@ -27,6 +27,7 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
+from hftrainer.training.observation import count_batch, make_observer, make_requests
 from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
 
@@ -77,6 +78,8 @@ class TrainingLoop:
         self.loss_sum = LossSum(trainer, self.run)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
+        self.observer = make_observer(self.components, self)
+        self.requests = make_requests(self.components, self)
         self._is_stepping = False  # inside an optimizer step, which may have changed the weights
         self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # those that have not run yet
@@ -112,7 +115,7 @@ class TrainingLoop:
         self.components.strategy.run_recorded_operations()
         self.components.announce("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abort_evaluation_on_signal(), self.run.timing("in evaluations"):
+            with self.control_sync.abort_evaluation_on_signal(), self.phase("evaluation"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
@@ -262,6 +265,8 @@ class TrainingLoop:
         window = self.micro_batches.window
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.is_last
+        if self.observer is not None:
+            self.observer.begin_micro_batch()
         if window.is_first:
             self.components.announce("on_step_begin")
 
@@ -283,6 +288,8 @@ class TrainingLoop:
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
         self.loss_sum.add(loss)
+        if self.observer is not None:
+            self.observer.end_micro_batch(*count_batch(self.trainer, inputs))
         if self.step_details.requested:
             self.step_details.add(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
@@ -334,6 +341,8 @@ class TrainingLoop:
         self._is_stepping = self._has_uncounted_step = False
         self.between_steps = True
         self.components.announce("on_step_end", **self.step_details.pop())
+        if self.requests is not None:
+            self.requests.poll(self.trainer.control, state.global_step)
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
@@ -421,7 +430,25 @@ class TrainingLoop:
             learning_rate=self.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else self.reader.state_dict(),
+            since_evaluation=0.0 if self.requests is None else self.requests.since_evaluation,
         )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block, an 'evaluation' or 'saving', and report it to what observes the run."""
+        with contextlib.nullcontext() if self.observer is None else self.observer.phase(name), self.run.timing(name):
+            yield
+        if self.requests is not None:
+            self.requests.note(name)
+
+    def close(self, reason: str) -> None:
+        """End the run's data, its journal and its traces. `reason` is why it ends, for the journal."""
+        self.reader.close()
+        if self.requests is not None:
+            self.requests.close()
+        if self.observer is not None:
+            self.observer.close(reason)
+            self.trainer.remove_callback(self.observer)
 
     # ---- A separate pass over the data -------------------------------------------------------------------------
 

@@ -207,6 +207,7 @@ class TrainingRunner(Component):
         components = self.components
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
+        reason = ""
         saves = components.saver.should_save_on_interrupt()
         self.run.signal_listener = SignalListener(saves, launched=trainer.args.world_size > 1)
         try:
@@ -222,13 +223,15 @@ class TrainingRunner(Component):
                 if self.run.signal_listener.received is not None:
                     self.run.signal_listener.leave()
         except BaseException as error:
+            reason = type(error).__name__
             components.checkpoint_writer.wait_ignoring_errors()
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
                 components.uploads.finish(is_urgent=lambda: True)  # a search goes on with the next trial instead
             raise
         finally:
             if self.run.loop is not None:
-                self.run.loop.reader.close()
+                is_stopped = trainer.state.global_step < trainer.state.max_steps
+                self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
             self.run.past = self.run.loop = None
             trainer.is_in_train = False
             if watcher is not None:
@@ -238,6 +241,8 @@ class TrainingRunner(Component):
         """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
+        if self.run.loop is not None:
+            self.run.loop.close("out of memory")
         self._release()
         for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
             shutil.rmtree(folder)
@@ -354,23 +359,27 @@ class TrainingRunner(Component):
         else:
             trainer._finish_current_push()
         if trial is None and trainer.is_world_process_zero():
-            self._summarize(metrics, self.run.loop.reader.waited)
+            self._summarize(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
             trainer.neftune_hook_handle.remove()
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
-    def _summarize(self, metrics: Mapping[str, float], waited: float) -> None:
+    def _summarize(self, metrics: Mapping[str, float], loop: TrainingLoop) -> None:
         """Print a summary of the run."""
         run, state, metric = self.run, self.trainer.state, self.trainer.args.metric_for_best_model
         steps = state.global_step - run.initial_step
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        seconds = {"waiting for data": waited, **run.seconds}
+        waited, evaluating = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
+        seconds = {"waiting for data": waited, "in evaluations": evaluating, "saving": run.seconds.get("saving", 0.0)}
         for sentence in summary.finished(state, metric, metrics, seconds, steps, share):
             tell(sentence)
+        if loop.observer is not None:
+            for line in summary.time_table(float(metrics["train_runtime"]), seconds, loop.observer.goodput()):
+                tell(line)
         if checkpoint := summary.make_resume_hint(
             run.checkpoints_written, is_complete=state.global_step >= state.max_steps
         ):

@@ -1,0 +1,37 @@
+"""`python -m hftrainer ask`: lets a live run save, evaluate, stop, or trace its next steps."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from hftrainer.cli.parser import Parser
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "ask",
+        help="let a live run save, evaluate, stop, or trace its next steps",
+        description="Ask the run that writes to OUTPUT_DIR. All its processes do it after the same optimizer step. "
+        "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run gives no answer.",
+    )
+    parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
+    parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run is to do")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
+    parser.set_defaults(execute=_ask, parser=parser)
+
+
+def _ask(parser: Parser, options: argparse.Namespace) -> None:
+    from hftrainer.monitoring.requests import ask
+
+    if not os.path.isdir(options.folder):
+        parser.fail(f"{options.folder} is not a folder: give the output_dir of a run.")
+    answer = ask(options.folder, options.request, options.timeout)
+    if answer is None:
+        parser.fail(
+            f"no answer within {options.timeout:g} s: the run has ended, or a step takes longer (--timeout).", status=1
+        )
+    print(f"{options.request}: {answer}")
+    parser.exit(1 if answer.startswith("refused") else 0)

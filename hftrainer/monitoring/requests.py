@@ -1,0 +1,159 @@
+"""Requests to a live run: files in its folder, which `python -m hftrainer ask` writes, and intervals in minutes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+#: The folder of requests, in the run's folder. A request is a file with its name; `<name>.done` is the answer.
+FOLDER = ".requests"
+#: Request → the control flag that it sets.
+FLAGS = {"save": "should_save", "evaluate": "should_evaluate", "stop": "should_training_stop"}
+REQUESTS = (*FLAGS, "profile")
+_FLAG_OF_PHASE = {"saving": FLAGS["save"], "evaluation": FLAGS["evaluate"]}
+#: Seconds between two looks into the folder.
+_PERIOD = 1.0
+_PROFILED_STEPS = 10
+
+
+class Requests:
+    """Sets the control flags that somebody asks for, and those of `save_minutes` and `eval_minutes`.
+
+    The main process has it; all ranks act at the same step, as for any flag that one of them sets.
+
+    Args:
+        folder: the run's `output_dir`.
+        save_minutes: minutes between two saves, or None.
+        eval_minutes: minutes between two evaluations, or None.
+        since_evaluation: seconds of a resumed run that its last evaluation was before its checkpoint.
+        can_evaluate: whether there is an evaluation set.
+        saves: whether the run saves checkpoints, so that 'stop' saves one.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        save_minutes: float | None,
+        eval_minutes: float | None,
+        since_evaluation: float,
+        *,
+        can_evaluate: bool,
+        saves: bool,
+    ) -> None:
+        self._folder = Path(folder, FOLDER)
+        self._minutes = {"saving": save_minutes, "evaluation": eval_minutes}
+        now = time.monotonic()
+        self._last = {"saving": now, "evaluation": now - since_evaluation}
+        self._can_evaluate, self._saves = can_evaluate, saves
+        self._next_look = now
+        self._profile: _Profile | None = None
+        for left in self._found():  # of a run that has ended
+            left.unlink(missing_ok=True)
+
+    @property
+    def since_evaluation(self) -> float:
+        """Seconds since the last evaluation."""
+        return time.monotonic() - self._last["evaluation"]
+
+    def note(self, phase: str) -> None:
+        """Note that an 'evaluation' or 'saving' has ended now."""
+        self._last[phase] = time.monotonic()
+
+    def poll(self, control: Any, step: int) -> None:
+        """Set the flags that are due after an optimizer step."""
+        now = time.monotonic()
+        for phase, minutes in self._minutes.items():
+            if minutes is not None and now - self._last[phase] >= 60 * minutes:
+                setattr(control, _FLAG_OF_PHASE[phase], True)
+        if self._profile is not None and self._profile.end_step(step):
+            self._profile = None
+        if now >= self._next_look:
+            self._next_look = now + _PERIOD
+            for path in self._found():
+                self._grant(path, control, step)
+
+    def _found(self) -> list[Path]:
+        return [path for name in REQUESTS if (path := self._folder / name).exists()]
+
+    def _grant(self, path: Path, control: Any, step: int) -> None:
+        """Do what a file asks for, and answer."""
+        name, answer = path.name, f"at step {step}"
+        if name == "evaluate" and not self._can_evaluate:
+            answer = "refused: the run has no eval_dataset"
+        elif name == "profile":
+            answer = (
+                f"the next {_PROFILED_STEPS} steps, from step {step + 1}, are traced to {path.parent.parent}/profile"
+            )
+            self._profile = self._profile or _Profile(path.parent.parent / "profile", step)
+        else:
+            setattr(control, FLAGS[name], True)
+            control.should_save |= name == "stop" and self._saves
+        logger.warning("Asked for %r: %s.", name, answer)
+        with contextlib.suppress(OSError):  # on a full disk, the answer is missing
+            path.with_suffix(".done").write_text(json.dumps({"step": step, "answer": answer}))
+        path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """End a trace that is not complete."""
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+
+class _Profile:
+    """A trace of the next steps, by torch's profiler, as a file for Perfetto or chrome://tracing."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder, self._last = folder, step + _PROFILED_STEPS
+        self._first = step + 1
+        self._profiler = torch.profiler.profile(record_shapes=True)
+        self._profiler.start()
+
+    def end_step(self, step: int) -> bool:
+        """Write the trace after the last of the steps; returns whether it was that one."""
+        if step < self._last:
+            return False
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Write the trace."""
+        self._profiler.stop()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"steps-{self._first}.json.gz"
+        self._profiler.export_chrome_trace(str(path))
+        logger.warning("The trace is in %s: open it in https://ui.perfetto.dev.", path)
+
+
+def ask(folder: str, request: str, timeout: float, sleep: Callable[[float], None] = time.sleep) -> str | None:
+    """Ask the run in a folder, and return its answer; None if it gave none in time, and the request is withdrawn.
+
+    Args:
+        folder: the run's `output_dir`.
+        request: one of `REQUESTS`.
+        timeout: seconds to wait; a run answers after its optimizer step.
+        sleep: waits between two looks.
+    """
+    path = Path(folder, FOLDER, request)
+    done = path.with_suffix(".done")
+    path.parent.mkdir(exist_ok=True)
+    done.unlink(missing_ok=True)
+    path.touch()
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if done.exists() and not path.exists():
+            answer: str = json.loads(done.read_text())["answer"]
+            done.unlink()
+            return answer
+        sleep(0.2)
+    path.unlink(missing_ok=True)
+    return None
