@@ -292,7 +292,8 @@ class CurrentArguments:
     include_num_input_tokens_seen: str | bool = arg(
         "no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40", "trainer: log"
     )
-    observe: None | str | bool | list[str] = arg(
+    # transformers' parser knows no union with bool.
+    observe: None | str | Literal[True, False] | list[str] = arg(
         False,
         "Measure the run: True, or some of 'speed' (tokens and samples a second, seconds of a step), 'time' (shares of "
         "waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (of slow steps and slow data) and "

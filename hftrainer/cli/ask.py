@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from typing import Any
 
@@ -20,6 +21,7 @@ def add(commands: Any) -> None:
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
     parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run is to do")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(execute=_ask, parser=parser)
 
 
@@ -33,5 +35,5 @@ def _ask(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(
             f"no answer within {options.timeout:g} s: the run has ended, or a step takes longer (--timeout).", status=1
         )
-    print(f"{options.request}: {answer}")
+    print(json.dumps({"answer": answer}) if options.json else f"{options.request}: {answer}")
     parser.exit(1 if answer.startswith("refused") else 0)

@@ -1,4 +1,4 @@
-"""Floating-point operations of the first micro-batch, by torch's counter, and the peak of the hardware."""
+"""Floating-point operations of the first micro-batch, by torch's formulas, and the peak of the hardware."""
 
 from __future__ import annotations
 
@@ -8,46 +8,60 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from hftrainer.plugins import adapter
+
+
+class _Counting(TorchDispatchMode):
+    """Adds up the operations of what runs.
+
+    torch's `FlopCounterMode` splits some operators into others, which changes gradients in the last bit.
+    """
+
+    total = 0
+    in_backward = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # In backward, only activation checkpointing enables gradients, to compute a part of forward again.
+        is_repeated = self.in_backward and torch.is_grad_enabled()
+        if not is_repeated and (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=result)
+        return result
 
 
 class FlopCounter:
     """Counts the operations of one micro-batch, forward and backward, attention included.
 
     The operations run as they would without it, once: their results do not change. But the micro-batch of a compiled
-    model runs uncompiled, since torch compiles nothing while it counts. With activation checkpointing, the second
-    forward pass does not count, as is usual for MFU.
-
-    Args:
-        recomputes: whether activations are computed again in backward.
+    model runs uncompiled, since torch compiles nothing while it counts. What activation checkpointing computes again
+    does not count, as is usual for MFU.
 
     Attributes:
         counted: operations of the first micro-batch on this process; None before it.
     """
 
-    def __init__(self, *, recomputes: bool) -> None:
+    def __init__(self) -> None:
         self.counted: int | None = None
-        self._recomputes = recomputes
-        self._mode: Any = None
+        self._mode: _Counting | None = None
         self._contexts = contextlib.ExitStack()
-        self._forward = 0
 
     def begin(self) -> None:
         """Begin to count, at the first micro-batch."""
         if self.counted is None and self._mode is None:
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
-            self._mode = self._contexts.enter_context(FlopCounterMode(display=False))
+            self._mode = self._contexts.enter_context(_Counting())
 
     def wrap_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that computes a loss, which also notes the operations of the forward pass."""
+        """The function that computes a loss, which also notes that backward follows."""
 
         @functools.wraps(loss)
         def compute(*args: Any, **kwargs: Any) -> Any:
             result = loss(*args, **kwargs)
             if self._mode is not None:
-                self._forward = self._mode.get_total_flops()
+                self._mode.in_backward = True
             return result
 
         return compute
@@ -55,7 +69,7 @@ class FlopCounter:
     def end(self) -> None:
         """End the count, after the backward pass."""
         if self._mode is not None:
-            self.counted = self._mode.get_total_flops() - (self._forward if self._recomputes else 0)
+            self.counted = self._mode.total
             self.stop()
 
     def stop(self) -> None:

@@ -58,7 +58,7 @@ class Observer(TrainerCallback):
         what: what to observe, of `OBSERVED`.
         measured: what is measured elsewhere.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
-        flops: counts the operations of the first micro-batch; None leaves `mfu` out, as on hardware without a known peak.
+        flops: counts the operations of the first micro-batch; None where the peak of the hardware is unknown.
         peak: operations a second of the device; None if unknown.
         journal: where events are written.
         facts: values for the first event.

@@ -26,13 +26,12 @@ def make_observer(components: Components, loop: TrainingLoop) -> Observer | None
         return None
     loop.reader.time_collator()
     peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in what else None
-    recomputes = bool(trainer.args.activation_checkpointing)
     writes = "journal" in what and trainer.is_world_process_zero()
     observer = Observer(
         what,
         Measured(lambda: components.run.seconds, loop.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
-        None if peak is None else FlopCounter(recomputes=recomputes),
+        None if peak is None else FlopCounter(),
         peak,
         Journal(trainer._get_output_dir(loop.trial) if writes else None),
         {

@@ -85,6 +85,7 @@ _GENERATION = "parity/test_seq2seq.py::test_"
 _FIELDS = "unit/arguments/test_fields.py::test_"
 _PLAN = f"{_FIELDS}plan"
 _EVALUATION = "unit/evaluation/test_evaluation.py::test_"
+_MONITORING = "unit/monitoring/"
 _LEGACY = "unit/arguments/test_legacy.py::test_"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
 CASES: dict[str, Case] = {
@@ -173,6 +174,9 @@ CASES: dict[str, Case] = {
     "batch_eval_metrics": _always(True, STEPS),
     "eval_use_gather_object": _shown(True, "distributed/test_evaluation.py::test_gather_object", STEPS),
     "eval_memmap_dir": _alone("here", f"{_EVALUATION}memory_mapped_predictions"),
+    "observe": _alone("speed", f"{_MONITORING}test_observer.py::test_what_log_lines_get"),
+    "save_minutes": _alone(5, f"{_MONITORING}test_requests.py::test_saves_and_evaluations_by_minutes"),
+    "eval_minutes": _alone(5, f"{_MONITORING}test_requests.py::test_saves_and_evaluations_by_minutes"),
     "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
     "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),

@@ -1,0 +1,46 @@
+"""A run in ranks that is observed, and is asked to save, evaluate and stop."""
+
+from pathlib import Path
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.monitoring import requests
+from tests.support.tiny import make_llama
+
+#: Samples of 5 tokens for one rank and 7 for the other, 2 of each in a step.
+LENGTHS = (5, 7)
+
+
+class Asked(TrainerCallback):
+    """Notes the steps after which the rank evaluates and saves; rank 0 asks as a file would, and at once."""
+
+    def __init__(self, requested):
+        self.requested, self.done = dict(requested), []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        request = self.requested.get(state.global_step)
+        if request is not None and args.process_index == 0:
+            folder = Path(args.output_dir, requests.FOLDER)
+            folder.mkdir(exist_ok=True)
+            (folder / request).touch()
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.done.append(("evaluate", state.global_step))
+
+    def on_save(self, args, state, control, **kwargs):
+        self.done.append(("save", state.global_step))
+
+
+def train(folder, requested):
+    """Train two ranks; returns what was done after which step, the last step, and the values of the log lines."""
+    requests._PERIOD = 0.0
+    samples = [
+        {"input_ids": [3] * length, "labels": [3] * length} for _ in range(40) for length in LENGTHS for _ in "ab"
+    ]
+    args = TrainingArguments(
+        str(folder), max_steps=12, logging_steps=4, per_device_train_batch_size=2, use_cpu=True, save_steps=100,
+        train_sampling_strategy="sequential", observe=True, disable_tqdm=True, report_to="none",
+    )  # fmt: skip
+    asked = Asked(requested)
+    trainer = Trainer(make_llama(), args, train_dataset=samples, eval_dataset=samples[:2], callbacks=[asked])
+    trainer.train()
+    return asked.done, trainer.state.global_step, [line for line in trainer.state.log_history if "loss" in line]

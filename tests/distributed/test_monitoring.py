@@ -1,0 +1,24 @@
+"""An observed run in two processes: values over both, and requests that both follow at the same step."""
+
+import pytest
+
+from hftrainer.monitoring.journal import read_events
+from tests.distributed.cases_monitoring import LENGTHS, train
+
+
+def test_tokens_of_both_ranks(tmp_path, processes):
+    (_, _, lines), (_, _, of_other) = processes.run_ranks(train, 2, tmp_path, {})
+    for line, other in zip(lines, of_other, strict=True):
+        for tokens_of in (line, other):  # each has its own clock
+            in_interval = tokens_of["tokens_per_second"] * tokens_of["step_seconds"] * 4
+            assert in_interval == pytest.approx(4 * 2 * sum(LENGTHS))
+    assert [event["step"] for event in read_events(str(tmp_path)) if event["event"] == "log"] == [4, 8, 12, 12]
+
+
+def test_requests_to_both_ranks(tmp_path, processes):
+    """A request is done one step later, when the ranks know that it is one of them that has it."""
+    requested = {2: "save", 5: "evaluate", 8: "stop"}
+    (done, steps, _), (of_other, steps_of_other, _) = processes.run_ranks(train, 2, tmp_path, requested)
+    assert done == of_other == [("save", 3), ("evaluate", 6), ("save", 9)]
+    assert steps == steps_of_other == 9
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-9"]

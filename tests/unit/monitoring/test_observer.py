@@ -1,0 +1,296 @@
+"""`observe`: values of the interval in log lines, the journal, warnings; and training that does not change by it."""
+
+import copy
+import json
+import logging
+import pickle
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import FlopCounterMode
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from hftrainer.arguments.choices import OBSERVED, observed
+from hftrainer.errors import InvalidArgument
+from hftrainer.monitoring.journal import Journal, goodput, read_events, without_undone
+from hftrainer.training import observation
+from tests.support.parity import assert_same_weights
+from tests.support.tiny import language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data, text_data
+
+SPEED = {"samples_per_second", "step_seconds"}
+SHARES = {"data_wait", "eval_share", "save_share"}
+
+
+class Convolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x, labels):
+        logits = self.layers(x.view(-1, 1, 8, 8))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def make_convolution():
+    torch.manual_seed(1)
+    return Convolution()
+
+
+MODELS = {
+    "Llama": (make_llama, language_data(40)),
+    "BERT": (make_bert, text_data(40)),
+    "T5": (make_t5, t5_data(40)),
+    "convolution": (make_convolution, [{"x": torch.randn(64), "labels": i % 3} for i in range(40)]),
+}
+
+
+def train(folder, make_model=make_plain, data=None, callbacks=(), **settings):
+    trainer = settings.pop("trainer", {})
+    defaults = {"max_steps": 6, "logging_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    args = TrainingArguments(str(folder), use_cpu=True, disable_tqdm=True, **{**defaults, **settings})
+    given = {"train_dataset": plain_data(40) if data is None else data, **trainer}
+    trainer = given.pop("trainer_class", Trainer)(make_model(), args, callbacks=list(callbacks), **given)
+    trainer.train()
+    return trainer
+
+
+def of_lines(trainer):
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def test_values_of_the_argument():
+    assert observed(True) == observed(["True"]) == observed("true") == frozenset(OBSERVED)
+    assert observed(False) == observed(None) == observed("False") == observed([]) == frozenset()
+    assert observed("speed,memory") == observed(["speed", "memory"]) == frozenset({"speed", "memory"})
+    with pytest.raises(InvalidArgument, match="observe has no part 'sped'; did you mean 'speed'"):
+        Trainer(make_plain(), TrainingArguments("unused", observe="sped"))
+    for name in ("save_minutes", "eval_minutes"):
+        with pytest.raises(InvalidArgument, match=f"{name}=0: give a number of minutes above 0"):
+            Trainer(make_plain(), TrainingArguments("unused", **{name: 0}))
+
+
+@pytest.mark.parametrize(
+    ("observe", "names"),
+    [(False, set()), (True, {*SPEED, *SHARES, "peak_memory_mb"}), ("speed", SPEED), (["time", "journal"], SHARES)],
+)
+def test_what_log_lines_get(tmp_path, observe, names):
+    trainer = train(tmp_path, observe=observe)
+    assert [line.keys() - {"loss", "grad_norm", "learning_rate", "epoch", "step"} for line in of_lines(trainer)] == [
+        names
+    ] * 3
+    assert (tmp_path / "journal.jsonl").exists() == ("journal" in observed(observe))
+    assert not [each for each in trainer.callback_handler.callbacks if type(each).__name__ == "Observer"]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatch, name, recomputes):
+    """The result does not change by a bit; the operations of the first micro-batch are those counted apart from it."""
+    make_model, data = MODELS[name]
+    if recomputes and name == "convolution":
+        pytest.skip("it has no activation checkpointing")
+    checkpointed = {"activation_checkpointing": recomputes}
+    plain = train(tmp_path / "plain", make_model, data, **checkpointed)
+    made = []
+    monkeypatch.setattr(observation, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(observation, "Observer", lambda *given: made.append(observation_class(*given)) or made[-1])
+    trainer = train(tmp_path / "observed", make_model, data, observe=True, **checkpointed)
+    assert_same_weights(trainer.model.state_dict(), plain.model.state_dict())
+    for line, other in zip(of_lines(trainer), of_lines(plain), strict=True):
+        assert other.items() <= line.items()
+        assert line["mfu"] > 0
+    model = make_model().train()
+    batch = next(iter(plain.get_train_dataloader()))
+    with FlopCounterMode(display=False) as counter:
+        model(**batch)["loss"].backward()
+    assert made[0].flops.counted == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+observation_class = observation.Observer
+
+
+def test_tokens_by_hand(tmp_path):
+    """Each line's tokens, padding included, from its rate and time; the last interval has longer samples."""
+    data = [{"input_ids": [3] * length, "labels": [3] * length} for length in (5,) * 16 + (9,) * 8]
+    trainer = train(tmp_path, make_llama, data, observe=True, train_sampling_strategy="sequential")
+    tokens = [line["tokens_per_second"] * line["step_seconds"] * 2 for line in of_lines(trainer)]
+    assert tokens == pytest.approx([2 * 4 * 5, 2 * 4 * 5, 2 * 4 * 9])
+
+
+class Slow(list):
+    def __getitem__(self, index):
+        time.sleep(0.005)
+        return super().__getitem__(index)
+
+
+class Timed(Trainer):
+    """Measures evaluations, and the time between log lines, by a clock of its own."""
+
+    at, evaluating = 0.0, 0.0
+
+    def training_step(self, *args, **kwargs):
+        time.sleep(0.02)
+        return super().training_step(*args, **kwargs)
+
+    def evaluate(self, *args, **kwargs):
+        start = time.perf_counter()
+        time.sleep(0.05)
+        metrics = super().evaluate(*args, **kwargs)
+        self.evaluating += time.perf_counter() - start
+        return metrics
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:
+            now = time.perf_counter()
+            self.state.measured = [*getattr(self.state, "measured", []), (now - self.at, self.evaluating, dict(logs))]
+            self.at, self.evaluating = now, 0.0
+        super().log(logs, *args, **kwargs)
+
+
+def test_times_by_a_clock_outside(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 12, "observe": True}
+    given = {"eval_dataset": plain_data(16), "trainer_class": Timed, "train_dataset": Slow(plain_data(40))}
+    for whole, evaluating, line in train(tmp_path, trainer=given, **settings).state.measured[1:]:
+        assert line["eval_share"] * whole == pytest.approx(evaluating, rel=0.02)
+        assert line["step_seconds"] * 4 == pytest.approx(whole - evaluating, rel=0.02)
+        assert line["samples_per_second"] * line["step_seconds"] == pytest.approx(4)
+        assert line["data_wait"] * whole > 4 * 4 * 0.005
+
+
+def slowly_collated(samples):
+    time.sleep(0.02)
+    return default_data_collator(samples)
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, 4, collate_fn=slowly_collated)
+
+
+@pytest.mark.parametrize(
+    ("part", "given"),
+    [
+        ("the dataset: raise", {"train_dataset": Slow(plain_data(200))}),
+        ("data_collator: raise", {"data_collator": slowly_collated}),
+        ("the script's loader: let", {"trainer_class": OwnLoader}),
+        ("the loading processes: raise", {"train_dataset": Slow(plain_data(200)), "workers": 1}),
+    ],
+)
+def test_a_warning_names_what_is_slow(tmp_path, caplog, part, given):
+    settings = {
+        "max_steps": 36,
+        "logging_steps": 12,
+        "observe": "warnings",
+        "dataloader_num_workers": given.pop("workers", 0),
+    }
+    train(tmp_path, trainer={"train_dataset": plain_data(200), **given}, **settings)
+    messages = [record.getMessage() for record in caplog.records if "Steps wait for data" in record.getMessage()]
+    assert len(messages) == 1 and f"mostly for {part}" in messages[0]
+
+
+def test_a_slow_step_is_named(tmp_path, caplog):
+    class Once(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 17:
+                time.sleep(1.0)
+
+    train(tmp_path, callbacks=[Once()], max_steps=24, logging_steps=12, observe=True)
+    assert "Step 18 took 1" in caplog.text and "times the median" in caplog.text
+    texts = [event["text"] for event in read_events(str(tmp_path)) if event["event"] == "warning"]
+    assert len(texts) == 1 and texts[0].startswith("Step 18 took")
+
+
+# ---- The journal -----------------------------------------------------------------------------------------------------
+
+
+def test_the_journal_of_a_run(tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "observe": True}
+    trainer = train(tmp_path, trainer={"eval_dataset": plain_data(8)}, **settings)
+    events = read_events(str(tmp_path))
+    assert (events[0]["event"], events[0]["max_steps"], events[0]["resumed_from"]) == ("begin", 6, None)
+    assert (events[-1]["event"], events[-1]["reason"]) == ("end", "complete")
+    logs = [{**event["logs"], "step": event["step"]} for event in events if event["event"] == "log"]
+    assert logs == json.loads(json.dumps(trainer.state.log_history))
+    intervals = [event for event in events if event["event"] == "interval"]
+    assert sum(event["steps"] for event in intervals) == 6
+    whole = sum(sum(event["seconds"].values()) for event in intervals)
+    assert whole == pytest.approx(events[-1]["time"] - events[0]["time"], abs=0.01)
+    assert all(spent >= 0 for event in intervals for spent in event["seconds"].values())
+    assert [event["folder"] for event in events if event["event"] == "checkpoint"] == ["checkpoint-3", "checkpoint-6"]
+    phases = [event["phase"] for event in events if event["event"] == "phase"]
+    assert phases == ["evaluation", "training", "saving", "training"] * 2
+
+
+def test_goodput_over_restarts(tmp_path, monkeypatch):
+    """10 s of steps, of which 4 s were lost; the next start, after 5 s, repeats them; another run does not count."""
+    journal, now = Journal(str(tmp_path)), [0.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+
+    def write(later, *event, **values):
+        now[0] += later
+        journal.write(*event, **values)
+
+    spent = {"evaluation": 0.0, "saving": 0.0, "data": 0.0}
+    write(0, "begin", 0, resumed_from=None)
+    write(6, "interval", 6, steps=6, seconds={"steps": 5.5, **spent, "data": 0.5})
+    write(4, "interval", 10, steps=4, seconds={"steps": 4.0, **spent})
+    write(5, "begin", 6, resumed_from="checkpoint-6")
+    write(4, "interval", 10, steps=4, seconds={"steps": 4.0, **spent})
+    write(1, "end", 10, reason="complete")
+    events = read_events(str(tmp_path))
+    assert goodput(events) == 10 / 20
+    assert [event["step"] for event in without_undone(events) if event["event"] == "interval"] == [6, 10]
+    write(50, "begin", 0, resumed_from=None)
+    write(2, "interval", 2, steps=2, seconds={"steps": 2.0, **spent})
+    assert goodput(read_events(str(tmp_path))) == 1.0
+
+
+def test_a_line_that_a_kill_cut_off(tmp_path):
+    Journal(str(tmp_path)).write("begin", 0)
+    with (tmp_path / "journal.jsonl").open("a") as file:
+        file.write('{"time": 1.0, "eve')
+    Journal(str(tmp_path)).write("end", 1, reason="complete")
+    assert [event["event"] for event in read_events(str(tmp_path))] == ["begin", "end"]
+
+
+def test_a_journal_that_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    journal = Journal(str(tmp_path / "file"))
+    journal.write("begin", 0)
+    journal.write("end", 1)
+    assert caplog.text.count("The journal cannot be written") == 1
+
+
+class Failing:
+    """A collator that calls a function which a copy of it does not have."""
+
+    def __init__(self, function=None):
+        self.function = function
+
+    def __call__(self, samples):
+        return self.function(samples)
+
+    def __reduce__(self):
+        return Failing, ()
+
+
+def test_copies_and_errors(tmp_path):
+    """A copy of a Trainer in the middle of a run holds no observer of it; an error ends the journal with its name."""
+
+    args = TrainingArguments(str(tmp_path), observe=True, use_cpu=True, disable_tqdm=True, save_strategy="no")
+    trainer = Trainer(make_plain(), args, train_dataset=plain_data(8), compute_metrics=None)
+
+    def fail(*_):
+        for made in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+            assert not [each for each in made.callback_handler.callbacks if type(each).__name__ == "Observer"]
+        raise ValueError("enough")
+
+    trainer.data_collator = Failing(fail)
+    with pytest.raises(ValueError, match="enough"):
+        trainer.train()
+    assert read_events(str(tmp_path))[-1]["reason"] == "ValueError"
+    assert not any(type(handler).__name__ == "_JournalHandler" for handler in logging.getLogger("hftrainer").handlers)

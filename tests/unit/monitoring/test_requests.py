@@ -1,0 +1,145 @@
+"""Requests to a live run, and saves and evaluations by minutes."""
+
+import gzip
+import json
+import threading
+
+import pytest
+
+from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer.__main__ import main
+from hftrainer.monitoring import requests
+from hftrainer.monitoring.requests import FOLDER, ask
+from tests.support.tiny import make_plain, plain_data
+
+
+class AsksAt(TrainerCallback):
+    """Asks for something at a step, from another thread, and waits until the file is there."""
+
+    def __init__(self, folder, request, step):
+        self.folder, self.request, self.step = folder, request, step
+        self.answer, self.evaluated, self.asking = None, [], None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.asking = threading.Thread(target=self.ask)
+            self.asking.start()
+            while not (self.folder / FOLDER / self.request).exists():
+                pass
+
+    def ask(self):
+        self.answer = ask(str(self.folder), self.request, 60.0)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated.append(state.global_step)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(requests, "_PERIOD", 0.0)
+
+    def run(request, step=3, **settings):
+        callback = AsksAt(tmp_path, request, step)
+        given = {"eval_dataset": plain_data(8), **settings.pop("trainer", {})}
+        args = TrainingArguments(
+            str(tmp_path), **{"max_steps": 20, "save_steps": 100, "use_cpu": True, "disable_tqdm": True, **settings}
+        )
+        trainer = Trainer(make_plain(), args, train_dataset=plain_data(200), callbacks=[callback], **given)
+        trainer.train()
+        callback.asking.join()
+        return trainer, callback
+
+    return run
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint-*"))
+
+
+def test_save(asked, tmp_path):
+    _, callback = asked("save")
+    assert callback.answer == "at step 3" and checkpoints(tmp_path) == ["checkpoint-20", "checkpoint-3"]
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+def test_evaluate(asked):
+    assert asked("evaluate")[1].evaluated == [3]
+
+
+def test_evaluate_without_data(asked):
+    trainer, callback = asked("evaluate", trainer={"eval_dataset": None})
+    assert callback.answer == "refused: the run has no eval_dataset" and trainer.state.global_step == 20
+
+
+@pytest.mark.parametrize(("strategy", "saved"), [("steps", ["checkpoint-3"]), ("no", [])])
+def test_stop(asked, tmp_path, strategy, saved):
+    trainer, _ = asked("stop", save_strategy=strategy)
+    assert trainer.state.global_step == 3 and checkpoints(tmp_path) == saved
+
+
+@pytest.mark.parametrize(("steps", "last"), [(20, 13), (8, 8)])
+def test_profile(asked, tmp_path, steps, last):
+    asked("profile", max_steps=steps)
+    with gzip.open(tmp_path / "profile" / "steps-4.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    assert sum(event["name"].startswith("Optimizer.step") for event in events) == last - 3
+
+
+def test_a_request_of_before(asked, tmp_path):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "stop").touch()
+    assert asked("save")[0].state.global_step == 20
+
+
+def test_the_command(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", str(tmp_path), "save", "--timeout", "0.3"])
+    assert ended.value.code == 1 and "no answer within 0.3 s" in capsys.readouterr().err
+    assert not list((tmp_path / FOLDER).iterdir())
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", str(tmp_path / "nowhere"), "save"])
+    assert ended.value.code == 2 and "is not a folder" in capsys.readouterr().err
+
+
+class Passes(TrainerCallback):
+    """Lets a minute pass at each step, for the run's clock."""
+
+    def __init__(self, clock):
+        self.clock, self.evaluated = clock, []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.clock[0] += 60
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.evaluated.append(state.global_step)
+
+
+@pytest.fixture
+def run_by_minutes(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(requests.time, "monotonic", lambda: clock[0])
+
+    def run(steps, resume=None, **settings):
+        callback = Passes(clock)
+        args = TrainingArguments(str(tmp_path), max_steps=steps, use_cpu=True, disable_tqdm=True, **settings)
+        given = {"train_dataset": plain_data(200), "eval_dataset": plain_data(8), "callbacks": [callback]}
+        Trainer(make_plain(), args, **given).train(resume_from_checkpoint=resume)
+        return callback.evaluated
+
+    return run
+
+
+def test_saves_and_evaluations_by_minutes(tmp_path, run_by_minutes):
+    evaluated = run_by_minutes(16, save_minutes=4, eval_minutes=5, save_steps=100)
+    assert evaluated == [5, 10, 15]
+    assert checkpoints(tmp_path) == ["checkpoint-12", "checkpoint-16", "checkpoint-4", "checkpoint-8"]
+
+
+def test_minutes_of_a_resumed_run(tmp_path, run_by_minutes):
+    """The evaluation comes as long after the last one as in the run that was interrupted, four minutes after it."""
+    assert run_by_minutes(9, eval_minutes=5, save_steps=9) == [5]
+    assert run_by_minutes(16, resume=True, eval_minutes=5, save_steps=100) == [10, 15]
+
+
+def test_minutes_beside_steps(tmp_path, run_by_minutes):
+    assert run_by_minutes(12, eval_minutes=5, eval_strategy="steps", eval_steps=3, save_strategy="no") == [3, 6, 9, 12]
