@@ -155,7 +155,7 @@ def plain_lightning(data: list, case: Case) -> float:
     return Clock.stop - Clock.start
 
 
-def with_trainer(library: object) -> Callable[[list, Case], float]:
+def with_trainer(library: object, **settings: object) -> Callable[[list, Case], float]:
     class Stopwatch(library.TrainerCallback):  # type: ignore[name-defined]
         def on_epoch_begin(self, args, state, control, **kwargs) -> None:
             Clock.start = time.perf_counter()
@@ -175,6 +175,7 @@ def with_trainer(library: object) -> Callable[[list, Case], float]:
                 disable_tqdm=True,
                 use_cpu=True,
                 ddp_backend="gloo" if WORLD > 1 else None,
+                **settings,
             )
             model = case.model()
             optimizers = make_optimizer(model, case.steps)
@@ -191,6 +192,7 @@ CONTENDERS: dict[str, Callable[[list, Case], float]] = {
     "lightning": plain_lightning,
     "transformers": with_trainer(transformers),
     "hftrainer": with_trainer(hftrainer),
+    "observed": with_trainer(hftrainer, observe=True),
 }
 
 

@@ -17,8 +17,8 @@ def test_tokens_of_both_ranks(tmp_path, processes):
 
 def test_requests_to_both_ranks(tmp_path, processes):
     """A request is done one step later, when the ranks know that it is one of them that has it."""
-    requested = {2: "save", 5: "evaluate", 8: "stop"}
+    requested = {2: "save", 5: "evaluate", 9: "stop"}
     (done, steps, _), (of_other, steps_of_other, _) = processes.run_ranks(train, 2, tmp_path, requested)
-    assert done == of_other == [("save", 3), ("evaluate", 6), ("save", 9)]
-    assert steps == steps_of_other == 9
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-9"]
+    assert done == of_other == [("save", 3), ("evaluate", 6), ("save", 10)]
+    assert steps == steps_of_other == 10
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-3"]
