@@ -31,7 +31,7 @@ CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
 #: Runs stand side by side if each has this many columns.
 NARROWEST = 78
 #: Rows of a chart on a page that is printed once, and the most on a live page.
-ROWS, MOST_ROWS = 6, 12
+ROWS, MOST_ROWS = 6, 20
 #: The bits of the dots in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
