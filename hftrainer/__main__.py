@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hftrainer.cli import ask, checkpoint, diff, doctor, explain, plot, run
+from hftrainer.cli import ask, checkpoint, diff, doctor, explain, plot, run, watch
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
 from hftrainer.errors import suggest
 
-_MODULES = (run, explain, doctor, diff, plot, checkpoint, ask)
+_MODULES = (run, explain, doctor, watch, diff, plot, checkpoint, ask)
 #: Subcommand → its module.
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 

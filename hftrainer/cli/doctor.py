@@ -23,6 +23,7 @@ EXTRAS = {
     "deepspeed": "deepspeed=...",
     "ray": "hyperparameter_search(backend='ray')",
     "plot": "plot, PlotCallback, plots in model cards",
+    "watch": "watch",
     "tensorboard": "report_to='tensorboard'",
     "wandb": "report_to='wandb'",
     "mlflow": "report_to='mlflow'",

@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
         "           [--study-name NAME] [--output DIR]",
         description="Write a picture, and show it: in a notebook below the cell; on a terminal in the viewer of the "
         "desktop; without a desktop, the first, last, lowest and highest value of each curve. Nothing is shown if "
-        "the output is a pipe or a file.",
+        "the output is a pipe or a file. Of several runs, print a table too.",
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--html", action="store_true", help="write interactive pages too")
@@ -62,7 +62,34 @@ def _plot(parser: Parser, options: argparse.Namespace) -> None:
         print(json.dumps({"files": written}, indent=2))
         return
     print("\n".join(written))
+    if len(options.folders) > 1:
+        print(f"\n{_compare(options.folders)}")
     _show(written, options.folders)
+
+
+def _compare(folders: list[str]) -> str:
+    """A table with a row a run."""
+    from hftrainer.cli.watch import duration, number
+    from hftrainer.monitoring.page import WatchedRun
+    from hftrainer.reporting.plot import align, run_names
+
+    pages = [WatchedRun(folder).read() for folder in folders]
+    metrics = list(dict.fromkeys(name for page in pages for name in page["metrics"] if name.startswith("eval_")))[:2]
+    best = [f"best {name}" for name in metrics]
+    rows = [("", "steps", "loss", *best, "samples/s", "tokens/s", "time", "goodput")]
+    for name, page in zip(run_names(folders), pages, strict=True):
+        found, values, goodput = page["metrics"], page["values"], page["goodput"]
+        rates = [values.get(rate, values.get(f"train_{rate}")) for rate in ("samples_per_second", "tokens_per_second")]
+        seconds = page["updated"] - page["started"] if page["started"] else values.get("train_runtime")
+        numbers = (
+            page["step"],
+            found.get("loss", {}).get("last"),
+            *(found.get(each, {}).get("best") for each in metrics),
+        )
+        time = "" if seconds is None else duration(seconds)
+        rows.append((name, *map(number, (*numbers, *rates)), time, "" if goodput is None else f"{goodput:.0%}"))
+    known = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    return align(list(zip(*known, strict=True)))
 
 
 def _show(written: list[str], folders: list[str]) -> None:
@@ -79,7 +106,7 @@ def _show(written: list[str], folders: list[str]) -> None:
 
         for path in pages or written:
             webbrowser.open(Path(path).resolve().as_uri())
-    elif sys.stdout.isatty() and folders:
+    elif sys.stdout.isatty() and len(folders) == 1:
         print(describe(list(lines(folders))))
 
 

@@ -55,21 +55,22 @@ class Journal:
             self._path = None
 
 
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The event in a line of a journal; None if a kill cut the line off."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and {"time", "event", "step"} <= event.keys() else None
+
+
 def read_events(folder: str) -> list[dict[str, Any]]:
     """The events in a run's folder, in order; none without a journal. Lines that a kill cut off are left out."""
-    events = []
     try:
-        with open(os.path.join(folder, NAME), encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and {"time", "event", "step"} <= event.keys():
-                    events.append(event)
+        with open(os.path.join(folder, NAME), "rb") as file:
+            return [event for line in file if (event := parse(line)) is not None]
     except FileNotFoundError:
         return []
-    return events
 
 
 def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

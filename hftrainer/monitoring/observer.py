@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import statistics
@@ -20,8 +21,10 @@ from hftrainer.reporting.summary import peak_process_memory
 
 logger = logging.getLogger(__name__)
 
-#: A step that takes so many times the median is reported.
-_SLOW = 20
+#: A step that takes so many times the median, and so many seconds, is reported.
+_SLOW, _SLOW_SECONDS = 20, 1.0
+#: Seconds between two looks at the memory of the process.
+_SAMPLE_PERIOD = 0.1
 #: Steps from which the median is known.
 _KNOWN = 10
 #: What waits for data → what to do about it.
@@ -83,6 +86,8 @@ class Observer(TrainerCallback):
         self._median: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
+        samples_memory = "memory" in what and not devices.has_memory_peak()
+        self._next_sample = 0.0 if samples_memory else math.inf
         self._begin_interval(self._read())
         self._written = self._begin
 
@@ -192,11 +197,13 @@ class Observer(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Note the time of the step, and the memory."""
-        now, self._step = _in_steps(self._read()), state.global_step
-        self._steps.append(now - self._step_begin)
-        self._step_begin = now
+        now, seconds, self._step = time.perf_counter(), self.measured.seconds(), state.global_step
+        in_steps = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
+        self._steps.append(in_steps - self._step_begin)
+        self._step_begin = in_steps
         self._check_step(self._steps[-1])
-        if "memory" in self.what and not devices.has_memory_peak():
+        if now >= self._next_sample:
+            self._next_sample = now + _SAMPLE_PERIOD
             self._memory = max(self._memory, _process_memory())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -220,7 +227,9 @@ class Observer(TrainerCallback):
     # ---- Warnings ----------------------------------------------------------------------------------------------
 
     def _check_step(self, seconds: float) -> None:
-        if self._median is not None and seconds > _SLOW * self._median and "warnings" in self.what:
+        if self._median is None or "warnings" not in self.what:
+            return
+        if seconds > max(_SLOW * self._median, _SLOW_SECONDS):
             times = seconds / self._median
             logger.warning("Step %d took %.3g s, %.0f times the median.", self._step, seconds, times)
             self._median = None  # no second warning before the next log line

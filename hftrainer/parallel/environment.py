@@ -384,7 +384,11 @@ def _start_time(process: int) -> str:
 
 
 def has_ended(owner: str) -> bool:
-    """Whether a process of this machine has ended; False for processes of other machines."""
+    """Whether a process of this machine has ended; False for processes of other machines.
+
+    Args:
+        owner: what `process_identifier` returned, or host name and process id with a space between them.
+    """
     host, process, start_time = f"{owner} ".split(" ")[:3]
     if host != socket.gethostname() or os.name != "posix":
         return False
@@ -394,7 +398,7 @@ def has_ended(owner: str) -> bool:
         return True
     except PermissionError:  # it runs as another user
         return False
-    return _start_time(int(process)) != start_time
+    return bool(start_time) and _start_time(int(process)) != start_time
 
 
 def is_left_behind(folder: Path, owner: str) -> bool:

@@ -19,11 +19,23 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import checkpoints_newest_first
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.monitoring.journal import read_events, without_undone
 
 logger = logging.getLogger(__name__)
 
 #: Panel → the entries of log lines that it shows; 'metrics' shows all others, in a panel per order of magnitude.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
+#: The panels of what `observe=True` adds to log lines.
+SPEEDS = {
+    "tokens per second": ("tokens_per_second",),
+    "samples per second": ("samples_per_second",),
+    "seconds per step": ("step_seconds",),
+    "share of time": ("data_wait", "eval_share", "save_share"),
+    "model FLOPS utilization": ("mfu",),
+    "peak memory in MB": ("peak_memory_mb",),
+}
+PANELS |= SPEEDS
+_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
@@ -52,12 +64,21 @@ def read_state(folder: str) -> TrainerState:
 
 
 def read_run(folder: str) -> TrainerState:
-    """Like `read_state`, but raises if the log has nothing to draw.
+    """Like `read_state`, with what the run's journal has beyond it; raises if the log has nothing to draw.
 
     Raises:
         InvalidArgument: when there is no run, or its log has nothing to draw.
     """
-    state = read_state(folder)
+    events = without_undone(read_events(folder))
+    try:
+        state = read_state(folder)
+    except InvalidArgument:
+        if not events:
+            raise
+        state = TrainerState()
+    known = max((line["step"] for line in state.log_history if _is_number(line.get("step"))), default=-1)
+    lines = [{"step": event["step"], **event["logs"]} for event in events if event["event"] == "log"]
+    state.log_history += [line for line in lines if line["step"] > known]
     if not any(curves(state).values()):
         raise InvalidArgument(f"{folder}: the log of the run has nothing to draw; set logging_steps in the next one.")
     return state
@@ -66,7 +87,7 @@ def read_run(folder: str) -> TrainerState:
 def curves(state: TrainerState) -> Curves:
     """Panel → label → optimizer steps and values. A number that is not finite is NaN, a gap in its curve."""
     found: Curves = {panel: {} for panel in PANELS}
-    for step, name, value in logged(state):
+    for step, name, value in logged(state, with_speeds=True):
         if name != "epoch" and _is_number(value):
             steps, values = found[_panel_of(name)].setdefault(name, ([], []))
             steps.append(step)
@@ -74,14 +95,17 @@ def curves(state: TrainerState) -> Curves:
     return found
 
 
-def logged(state: TrainerState) -> Iterator[tuple[float, str, Any]]:
+def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[float, str, Any]]:
     """Optimizer step, name and value of everything logged, except the final summary and measurements."""
     step: float = 0
     for line in state.log_history:
         if _is_number(line.get("step")):  # lines that a script has added may lack a step
             step = line["step"]
         if not ("train_runtime" in line and "train_loss" in line):
-            yield from ((step, name, line[name]) for name in line if name != "step" and not is_measurement(name))
+            for name in line:
+                is_shown = with_speeds if _PANEL_OF.get(name) in SPEEDS else not is_measurement(name)
+                if name != "step" and is_shown:
+                    yield step, name, line[name]
 
 
 def _is_number(value: Any) -> bool:
@@ -93,10 +117,7 @@ def _is_finite(value: float) -> bool:
 
 
 def _panel_of(name: str) -> str:
-    for panel, shown in PANELS.items():
-        if name in shown:
-            return panel
-    return "loss" if name.endswith("_loss") else "metrics"
+    return _PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
 
 
 @dataclass(frozen=True)
@@ -139,12 +160,16 @@ class Line:
         return next((step for step, value in zip(self.steps, self.values, strict=True) if not _is_finite(value)), None)
 
 
+def run_names(folders: list[str]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart."""
+    parts = [Path(os.path.realpath(folder)).parts for folder in folders]
+    depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
+    return [str(Path(*path[-depth:])) for path in parts]
+
+
 def lines(folders: list[str]) -> list[Line]:
     """The curves of runs: one run has a colour per curve; several have a colour per run and a dash per curve."""
-    parts = [Path(os.path.realpath(folder)).parts for folder in folders]
-    # The shortest suffix of each path that is unique.
-    depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
-    runs = [str(Path(*path[-depth:])) if len(folders) > 1 else "" for path in parts]
+    runs = run_names(folders) if len(folders) > 1 else [""]
     states = [read_run(folder) for folder in folders]
     return _with_styles([line for run, state in zip(runs, states, strict=True) for line in _plain_lines(state, run)])
 
@@ -189,7 +214,7 @@ def _split_metrics(found: list[Line]) -> list[Line]:
 
 def _best(state: TrainerState, name: str, steps: list[float], values: list[float]) -> int | None:
     """The index of the best model's value, or else of the lowest evaluation loss; None if unknown."""
-    if name in ("loss", "learning_rate", "grad_norm"):
+    if name in _PANEL_OF:
         return None
     if state.best_global_step in steps:
         return steps.index(state.best_global_step)
@@ -219,7 +244,8 @@ def _gap(drawn: list[Line]) -> tuple[float, str] | None:
 def draw_picture(drawn: list[Line], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF, without pyplot, so that no window or notebook shows the figure."""
     panels = _by_panel(drawn)
-    rows, columns = -(-len(panels) // 2), min(2, len(panels))
+    columns = min(len(panels), 2 if len(panels) <= 6 else 3)
+    rows = -(-len(panels) // columns)
     height = 3.6 * rows + 0.9
     figure = load("matplotlib.figure").Figure(figsize=(5.5 * columns, height))
     # tight_layout is slow.
@@ -266,6 +292,8 @@ def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
     axis.grid(alpha=0.3)
     if _needs_log_scale(shown):
         axis.set_yscale("log")
+    if panel == "share of time":
+        axis.set_ylim(bottom=0)
     if len(named) == 1:
         axis.set_ylabel(*named)
     else:
@@ -284,6 +312,11 @@ def describe(drawn: list[Line]) -> str:
         )
     if not any(gaps for *_, gaps in rows[1:]):
         rows = [row[:-1] for row in rows]
+    return align(rows)
+
+
+def align(rows: list[tuple[str, ...]]) -> str:
+    """A text table, of rows that have a label first and numbers after it."""
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     aligned = ([label.ljust(first), *map(str.rjust, cells, widths)] for label, *cells in rows)
     return "\n".join("  ".join(cells).rstrip() for cells in aligned)

@@ -4,14 +4,17 @@ import json
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
+from hftrainer.callbacks.state import TrainerState
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.reporting.plot import Line, curves, describe, lines, lines_of, plot, read_run
+from hftrainer.monitoring.journal import ACTIVITIES, Journal
+from hftrainer.reporting.plot import Line, curves, describe, lines, lines_of, logged, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -38,7 +41,7 @@ def runs(tmp_path_factory):
 
 def test_curves(runs):
     found = curves(read_run(runs[0]))
-    assert {panel: sorted(lines) for panel, lines in found.items()} == {
+    assert {panel: sorted(lines) for panel, lines in found.items() if lines} == {
         "loss": ["eval_loss", "loss"],
         "metrics": ["eval_accuracy"],
         "learning rate": ["learning_rate"],
@@ -81,7 +84,12 @@ def test_colours_dashes_and_the_best(tmp_path):
 
 def test_command_line(runs, tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
-    assert capsys.readouterr().out.strip() == str(tmp_path / "a.png")
+    path, empty, header, *rows = capsys.readouterr().out.splitlines()
+    assert path == str(tmp_path / "a.png") and not empty
+    assert header.split() == ["steps", "loss", "best", "eval_loss", "best", "eval_accuracy"]
+    assert [row.split()[:2] for row in rows] == [[Path(run).name, "20"] for run in runs]
+    main(["plot", runs[0], "--out", str(tmp_path / "a.png")])
+    assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
     with pytest.raises(SystemExit) as ended:
         main(["plot", str(tmp_path / "none")])
     assert ended.value.code == 2
@@ -103,6 +111,62 @@ def test_missing_packages(runs, tmp_path, monkeypatch, package, html):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
         plot(runs, html=html, out=str(tmp_path / "a.png"))
+
+
+SPEEDS = {
+    "tokens_per_second": 9000.5,
+    "samples_per_second": 17.5,
+    "step_seconds": 0.25,
+    "data_wait": 0.1,
+    "eval_share": 0.2,
+    "save_share": 0.05,
+    "peak_memory_mb": 812.0,
+    "mfu": 0.4,
+}
+
+
+def observe(folder):
+    journal = Journal(str(folder))
+    journal.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
+    for step in (10, 20):
+        journal.write("log", step, logs={"loss": step / 10, "step": step, **SPEEDS})
+    time.sleep(0.002)  # times are in milliseconds; without any time there is no goodput
+    journal.write("interval", 20, steps=20, seconds=dict.fromkeys(ACTIVITIES, 0.0))
+    return str(folder)
+
+
+def test_speeds_and_shares_of_an_observed_run(tmp_path):
+    drawn = lines([observe(tmp_path)])
+    panels = {line.name: line.panel for line in drawn}
+    assert panels.keys() == SPEEDS.keys() | {"loss"} and len(set(panels.values())) == 7
+    assert {name for name, panel in panels.items() if panel == "share of time"} == {
+        "data_wait",
+        "eval_share",
+        "save_share",
+    }
+    (picture,) = plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
+    assert {"tokens per second", "share of time", "model FLOPS utilization"} <= {*texts_of(picture)}
+
+
+def test_speeds_do_not_tell_runs_apart(tmp_path):
+    """For `diff`, which compares what is computed."""
+    state = TrainerState(log_history=[{"loss": 1.0, "step": 1, **SPEEDS}])
+    assert [name for _, name, _ in logged(state)] == ["loss"]
+
+
+def test_a_run_that_is_ahead_of_its_checkpoint(tmp_path):
+    (tmp_path / "checkpoint-10").mkdir()
+    write_log(tmp_path / "checkpoint-10", [{"loss": 7.0, "step": 10}])
+    loss = next(line for line in lines([observe(tmp_path)]) if line.name == "loss")
+    assert (loss.steps, loss.values) == ([10, 20], [7.0, 2.0])
+
+
+def test_a_table_of_observed_runs(tmp_path, capsys):
+    runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
+    main(["plot", *runs, "--out", str(tmp_path / "a.png")])
+    _, _, header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["steps", "loss", "samples/s", "tokens/s", "time", "goodput"]
+    assert [row.split()[:5] for row in rows] == [[name, "20", "2", "17.5", "9,000"] for name in "ab"]
 
 
 def write_log(folder, log):

@@ -1,0 +1,220 @@
+"""What a page of `watch` shows of a run: its journal summed up, or else its newest trainer_state.json."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing.folder import sort_checkpoints
+from hftrainer.monitoring.journal import ACTIVITIES, NAME, goodput, parse, without_undone
+from hftrainer.parallel.environment import has_ended
+from hftrainer.reporting.plot import curves, read_state
+
+Event = dict[str, Any]
+
+#: How many intervals count as recent, and how many checkpoints and warnings are shown.
+RECENT, SHOWN = 20, 3
+#: A run is silent after three times its longest pause so far, and at least this many seconds.
+SILENCE = 300.0
+
+
+@dataclass
+class RunSummary:
+    """The events of a run, summed up. Of steps that a later start has undone, only the time counts.
+
+    Attributes:
+        begin, end, phase, last: the last start; the end and the phase since then; the last event.
+        max_steps: optimizer steps of the whole run.
+        curves: losses and metrics → optimizer steps and values.
+        values: the last value of all else that training has logged.
+        spans: starts and intervals, as `goodput` takes them.
+        recent: the last intervals.
+        seconds: activity → seconds since the first start.
+        pace: optimizer steps and seconds since the last start.
+        checkpoints: folder → event.
+        warnings: the last ones.
+        longest_pause: seconds between two events of a start.
+    """
+
+    begin: Event | None = None
+    end: Event | None = None
+    phase: Event | None = None
+    last: Event | None = None
+    max_steps: int = 0
+    curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
+    values: dict[str, float] = field(default_factory=dict)
+    spans: list[Event] = field(default_factory=list)
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
+    seconds: Counter[str] = field(default_factory=Counter)
+    pace: tuple[int, float] = (0, 0.0)
+    checkpoints: dict[str, Event] = field(default_factory=dict)
+    warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN))
+    longest_pause: float = 0.0
+
+    def add(self, event: Event) -> None:
+        """Add the next event of the journal."""
+        kind = event["event"]
+        if self.begin is not None and self.last is not None and kind != "begin":
+            self.longest_pause = max(self.longest_pause, event["time"] - self.last["time"])
+        self.last = event
+        if kind == "begin":
+            self._add_begin(event)
+        elif kind == "log":
+            self._add_log(event)
+        elif kind == "interval":
+            self._add_interval(event)
+        elif kind == "checkpoint":
+            self.checkpoints.pop(event["folder"], None)
+            self.checkpoints[event["folder"]] = event
+        elif kind == "warning":
+            self.warnings.append(event)
+        elif kind in ("phase", "end"):
+            setattr(self, kind, event)
+
+    def _add_begin(self, event: Event) -> None:
+        self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
+        self.max_steps = event["max_steps"] or 0
+        self.spans = without_undone([*self.spans, event])
+        self.checkpoints = {path: made for path, made in self.checkpoints.items() if made["step"] <= event["step"]}
+        for steps, values in self.curves.values():
+            kept = bisect.bisect_right(steps, event["step"])
+            del steps[kept:], values[kept:]
+
+    def _add_log(self, event: Event) -> None:
+        line = {"step": event["step"], **event["logs"]}
+        panels = curves(TrainerState(log_history=[line]))
+        for name, (steps, values) in (panels["loss"] | panels["metrics"]).items():
+            known = self.curves.setdefault(name, ([], []))
+            known[0].extend(steps)
+            known[1].extend(values)
+        for name, value in line.items():
+            is_shown = name not in self.curves and (name == "eval_share" or not name.startswith("eval_"))
+            if is_shown and name != "step" and isinstance(value, (int, float)):
+                self.values[name] = value
+
+    def _add_interval(self, event: Event) -> None:
+        self.spans.append(event)
+        self.recent.append(event)
+        self.seconds.update(event["seconds"])
+        self.pace = self.pace[0] + event["steps"], self.pace[1] + sum(event["seconds"].values())
+
+    def is_followed_by(self, event: Event) -> bool:
+        """Whether another run begins with the event, as `of_last_run` has it."""
+        is_complete = self.end is not None and self.end["reason"] in ("complete", "stopped")
+        return is_complete and event["event"] == "begin" and event["resumed_from"] is None
+
+    def state(self, now: float) -> str:
+        """'unobserved', 'running', 'silent' (no sign of life), 'killed', 'complete', 'stopped' or 'failed'.
+
+        Args:
+            now: seconds since 1970.
+        """
+        if self.begin is None or self.last is None:
+            return "unobserved"
+        if self.end is not None:
+            return self.end["reason"] if self.end["reason"] in ("complete", "stopped") else "failed"
+        if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
+            return "killed"
+        return "silent" if now - self.last["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
+
+    def recent_seconds(self) -> dict[str, float]:
+        """Activity → seconds in the last intervals."""
+        return {name: sum(event["seconds"].get(name, 0.0) for event in self.recent) for name in ACTIVITIES}
+
+    def metric(self, name: str) -> dict[str, float | None]:
+        """The last value of a curve and the best, which is the lowest of a loss, and the highest of all else."""
+        steps, values = self.curves[name]
+        finite = [(value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
+        choose = min if name.endswith("loss") else max
+        best, at = choose(finite, key=lambda pair: pair[0], default=(None, None))
+        return {"last": values[-1], "best": best, "best_step": at}
+
+
+class WatchedRun:
+    """The files of a run; `read` reads what was appended since the last time.
+
+    Args:
+        folder: the run's `output_dir`. Without a journal, its newest `trainer_state.json` is read instead.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.summary = RunSummary()
+        self._source: Any = None
+        self._offset = 0
+
+    def _update(self) -> None:
+        """Read new events; all of them if the file has been replaced or truncated."""
+        try:
+            with open(os.path.join(self.folder, NAME), "rb") as file:
+                status = os.fstat(file.fileno())
+                if self._source != status.st_ino or status.st_size < self._offset:
+                    self.summary, self._source, self._offset = RunSummary(), status.st_ino, 0
+                file.seek(self._offset)
+                for line in file:
+                    if not line.endswith(b"\n"):  # it is being written
+                        break
+                    self._offset += len(line)
+                    if (event := parse(line)) is not None:
+                        if self.summary.is_followed_by(event):
+                            self.summary = RunSummary()
+                        self.summary.add(event)
+        except FileNotFoundError:
+            self._read_checkpoints()
+
+    def _read_checkpoints(self) -> None:
+        try:
+            made = {path: os.path.getmtime(path) for path in sort_checkpoints(self.folder)}
+            if made and made == self._source:
+                return
+            state = read_state(self.folder)
+        except FileNotFoundError:  # a checkpoint was removed meanwhile; the next update reads the others
+            return
+        self.summary, self._source = RunSummary(max_steps=state.max_steps), made
+        step, saved = 0, max(made.values(), default=None)
+        for line in state.log_history:
+            step = line.get("step", step)
+            self.summary.add({"event": "log", "time": saved, "step": step, "logs": line})
+        for path, at in made.items():
+            self.summary.add({"event": "checkpoint", "time": at, "step": int(path.rpartition("-")[2]), "folder": path})
+        self.summary.add({"event": "state", "time": saved, "step": state.global_step})
+
+    def read(self) -> dict[str, Any]:
+        """The data behind the page, up to date, of plain values; times are in seconds since 1970.
+
+        Raises:
+            InvalidArgument: for a folder with neither a journal nor a state.
+        """
+        self._update()
+        run, now = self.summary, time.time()
+        state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
+        is_running = state in ("running", "silent")
+        last = run.last or {"time": None, "step": 0}
+        names = sorted((name for name, (at, _) in run.curves.items() if at), key=lambda name: name != "loss")
+        present = os.listdir(self.folder)  # rotation removes checkpoints
+        saved = [made for path, made in run.checkpoints.items() if os.path.basename(path) in present]
+        return {
+            "folder": self.folder,
+            "state": state,
+            "reason": run.end["reason"] if run.end else None,
+            "step": last["step"],
+            "max_steps": run.max_steps,
+            "seconds_left": (run.max_steps - last["step"]) / steps * seconds if steps and is_running else None,
+            "started": run.spans[0]["time"] if run.spans else None,
+            "updated": last["time"],
+            **{name: begin.get(name) for name in ("device", "world_size", "host", "pid", "resumed_from")},
+            "phase": {"name": run.phase["phase"], "since": run.phase["time"]} if run.phase and is_running else None,
+            "goodput": goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
+            "metrics": {name: run.metric(name) for name in names},
+            "values": run.values,
+            "seconds": {"recent": run.recent_seconds(), "all": {name: run.seconds[name] for name in ACTIVITIES}},
+            "checkpoints": [{name: each[name] for name in ("folder", "step", "time")} for each in saved[-SHOWN:]],
+            "warnings": [{name: each[name] for name in ("text", "step", "time")} for each in run.warnings],
+            "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
+        }

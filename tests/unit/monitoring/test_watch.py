@@ -1,0 +1,298 @@
+"""`python -m hftrainer watch`: a page of runs, from their journals or checkpoints."""
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.__main__ import main
+from hftrainer.monitoring.journal import NAME, Journal
+from hftrainer.monitoring.page import SILENCE, WatchedRun
+from tests.support.tiny import make_plain, plain_data
+
+SECONDS = {"steps": 6.0, "data": 2.0, "evaluation": 1.0, "saving": 1.0}
+
+
+def begin(folder, step=0, **facts):
+    """A journal with a start in this process."""
+    journal = Journal(str(folder))
+    known = {"max_steps": 100, "world_size": 2, "device": "cuda", "pid": os.getpid(), "host": socket.gethostname()}
+    journal.write("begin", step, **known | {"resumed_from": f"checkpoint-{step}" if step else None} | facts)
+    return journal
+
+
+def train(journal, *steps, loss=2.0, seconds=SECONDS):
+    for step in steps:
+        logs = {"loss": loss, "learning_rate": 3e-4, "tokens_per_second": 12_345.6, "data_wait": 0.2, "step": step}
+        journal.write("log", step, logs=logs)
+        journal.write("interval", step, steps=10, seconds=seconds)
+
+
+def evaluate(journal, step, **metrics):
+    journal.write("phase", step, phase="evaluation")
+    journal.write("log", step, logs={f"eval_{name}": value for name, value in metrics.items()} | {"eval_runtime": 3.0})
+    journal.write("phase", step, phase="training")
+
+
+def set_back(folder, seconds):
+    """Make the journal older."""
+    path = folder / NAME
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(each | {"time": each["time"] - seconds}) + "\n" for each in events))
+
+
+def show(capsys, monkeypatch, *folders, width=80):
+    monkeypatch.setenv("COLUMNS", str(width))
+    main(["watch", "--once", *map(str, folders)])
+    return capsys.readouterr().out
+
+
+def test_the_page(tmp_path, capsys, monkeypatch):
+    journal = begin(tmp_path)
+    train(journal, 10, 20, 30, loss=2.5)
+    evaluate(journal, 30, loss=2.25, accuracy=0.5)
+    for step in (20, 30):
+        journal.write("checkpoint", step, folder=f"checkpoint-{step}")
+    (tmp_path / "checkpoint-30").mkdir()  # the other was rotated away
+    journal.write("warning", 30, text="Step 30 took 9 s, [red]\x1b[31m12 times\nthe median.")
+    page = show(capsys, monkeypatch, tmp_path)
+    first, *_ = lines = page.splitlines()
+    assert tmp_path.name in first and f"running on {socket.gethostname()}" in first
+    assert "step 30 of 100 ━" in page and "30%, 70 s left" in page  # a step takes a second
+    assert "2 x cuda · training for 0 s" in page
+    assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
+    assert "learning_rate 0.0003 · tokens_per_second 12,346" in page
+    assert "in all          60.0%  20.0%       10.0%   10.0%       30" in page
+    assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
+    assert "step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
+    assert any("loss  eval_loss" in line and "eval_accuracy" in line for line in lines)
+    assert "⠉" in page and "step 30 " in page
+
+
+@pytest.mark.parametrize(("width", "beside"), [(50, False), (80, False), (160, True), (320, True)])
+def test_two_runs_fit_the_terminal(tmp_path, capsys, monkeypatch, width, beside):
+    for name in ("first", "second"):
+        journal = begin(tmp_path / name)
+        train(journal, *range(10, 60, 10))
+        evaluate(journal, 50, loss=1.0, **{f"a_metric_with_a_rather_long_name_{number}": 0.1 for number in range(9)})
+        journal.write("warning", 50, text="long " * 99)
+    lines = show(capsys, monkeypatch, tmp_path / "first", tmp_path / "second", width=width).splitlines()
+    assert max(map(len, lines)) == width
+    assert ("second" in lines[0]) is beside
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"), [("complete", "complete"), ("stopped", "stopped"), ("KeyError", "failed")]
+)
+def test_ended_runs(tmp_path, capsys, monkeypatch, reason, state):
+    journal = begin(tmp_path)
+    train(journal, 10)
+    journal.write("end", 10, reason=reason)
+    page = WatchedRun(str(tmp_path)).read()
+    assert page["state"] == state and page["seconds_left"] is page["phase"] is None
+    text = "ended with KeyError" if state == "failed" else reason
+    assert text in show(capsys, monkeypatch, tmp_path).splitlines()[0]
+
+
+def test_a_killed_process(tmp_path, capsys, monkeypatch):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    train(begin(tmp_path, pid=process.pid), 10)
+    set_back(tmp_path, 200)
+    assert f"no sign of life for 3 min; process {process.pid} has ended" in show(capsys, monkeypatch, tmp_path)
+    assert WatchedRun(str(tmp_path)).read()["seconds_left"] is None
+
+
+def test_silence(tmp_path):
+    """On another machine only silence tells, and a process that is there may hang."""
+    for name, host in (("here", socket.gethostname()), ("there", "another-machine")):
+        train(begin(tmp_path / name, host=host, pid=os.getpid()), 10)
+        assert WatchedRun(str(tmp_path / name)).read()["state"] == "running"
+        set_back(tmp_path / name, SILENCE + 1)
+        assert WatchedRun(str(tmp_path / name)).read()["state"] == "silent"
+
+
+def test_a_restart_undoes_steps(tmp_path):
+    journal = begin(tmp_path)
+    train(journal, 10, 20, 30, loss=3.0)
+    journal.write("checkpoint", 20, folder="checkpoint-20")
+    journal.write("checkpoint", 30, folder="checkpoint-30")
+    with open(tmp_path / NAME, "a") as file:
+        file.write('{"time": 1, "event": "log", "step": 40, "logs": {"lo')  # and then it was killed
+    for step in (20, 30):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    train(begin(tmp_path, 20), 30, loss=2.0)
+    page = WatchedRun(str(tmp_path)).read()
+    assert page["curves"]["loss"] == {"steps": [10, 20, 30], "values": [3.0, 3.0, 2.0]}
+    assert page["seconds"]["all"] == {name: 4 * spent for name, spent in SECONDS.items()}
+    assert [made["step"] for made in page["checkpoints"]] == [20]
+    assert page["state"] == "running" and page["resumed_from"] == "checkpoint-20"
+    assert page["seconds_left"] == 70.0
+
+
+def test_a_restart_that_undoes_all(tmp_path, capsys, monkeypatch):
+    journal = begin(tmp_path)
+    train(journal, 10, 20)
+    evaluate(journal, 20, loss=1.0)
+    assert "eval_loss" in show(capsys, monkeypatch, tmp_path)
+    journal = begin(tmp_path)  # the process was killed before its first checkpoint
+    assert "loss" not in show(capsys, monkeypatch, tmp_path)
+    train(journal, 10)
+    page = show(capsys, monkeypatch, tmp_path)
+    assert "step 10 of 100" in page and "eval_loss" not in page
+
+
+def test_another_run_in_the_folder(tmp_path):
+    journal = begin(tmp_path)
+    train(journal, 10, 20)
+    journal.write("end", 20, reason="complete")
+    train(begin(tmp_path), 10, loss=4.0)
+    page = WatchedRun(str(tmp_path)).read()
+    assert page["curves"]["loss"] == {"steps": [10], "values": [4.0]}
+    assert page["seconds"]["all"] == SECONDS
+
+
+def test_goodput(tmp_path):
+    train(begin(tmp_path), 10, 20)
+    path = tmp_path / NAME
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event, at in zip(events, (0, 10, 10, 20, 20), strict=True):
+        event["time"] = 1e9 + at
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert WatchedRun(str(tmp_path)).read()["goodput"] == 0.8
+
+
+def test_only_what_was_appended_is_read(tmp_path):
+    journal, path = begin(tmp_path), tmp_path / NAME
+    train(journal, 10)
+    run = WatchedRun(str(tmp_path))
+    run.read()
+    with open(path, "r+b") as file:  # what was read may be anything now
+        file.write(b"x" * 100)
+    train(journal, 20)
+    with open(path, "ab") as file:
+        file.write(b'{"time": 1, "event": "log", "step": 30, ')
+    assert run.read()["curves"]["loss"]["steps"] == [10, 20]
+    with open(path, "ab") as file:
+        file.write(b'"logs": {"loss": 1.0}}\n')
+    assert run.read()["curves"]["loss"]["steps"] == [10, 20, 30]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_new_file_is_read_from_its_beginning(tmp_path, replace):
+    train(begin(tmp_path), 10, 20, 30)
+    run = WatchedRun(str(tmp_path))
+    run.read()
+    if replace:  # by one that is longer
+        train(begin(tmp_path / "new"), *range(1, 9))
+        os.replace(tmp_path / "new" / NAME, tmp_path / NAME)
+    else:
+        (tmp_path / NAME).write_text("")
+        train(begin(tmp_path), *range(1, 2))
+    assert run.read()["curves"]["loss"]["steps"] == list(range(1, 9 if replace else 2))
+
+
+def test_losses_that_are_not_finite(tmp_path, capsys, monkeypatch):
+    journal = begin(tmp_path)
+    train(journal, 10, loss=float("nan"))
+    assert "nan" in show(capsys, monkeypatch, tmp_path)
+    train(journal, 20, loss=1.0)
+    train(journal, 30, loss=float("inf"))
+    train(journal, 40, loss=1e300)
+    evaluate(journal, 40, loss=float("nan"), accuracy=float("nan"))
+    page = show(capsys, monkeypatch, tmp_path)
+    assert "loss           1e+300     1       20" in page and "eval_accuracy     nan" in page
+    main(["watch", "--json", str(tmp_path)])
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["runs"]
+    assert found["curves"]["loss"]["values"] == [None, 1.0, None, 1e300]
+    assert found["metrics"]["eval_loss"] == {"last": None, "best": None, "best_step": None}
+
+
+def test_a_run_that_has_logged_nothing(tmp_path, capsys, monkeypatch):
+    begin(tmp_path)
+    assert "step 0 of 100" in show(capsys, monkeypatch, tmp_path)
+
+
+def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
+    args = TrainingArguments(
+        str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, disable_tqdm=True, report_to="none"
+    )
+    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    capsys.readouterr()
+    (tmp_path / NAME).unlink(missing_ok=True)
+    page = show(capsys, monkeypatch, tmp_path)
+    assert "no journal" in page and "step 4 of 4" in page and "checkpoint-4 0 s ago, checkpoint-2" in page
+    assert "loss" in page and "time" not in page
+
+
+def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
+    """What the Trainer writes is what the page reads."""
+    args = TrainingArguments(
+        str(tmp_path), max_steps=4, use_cpu=True, save_steps=2, logging_steps=1, observe=True, disable_tqdm=True
+    )
+    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    capsys.readouterr()
+    page = WatchedRun(str(tmp_path)).read()
+    assert page["state"] == "complete" and page["step"] == page["max_steps"] == 4
+    assert [made["step"] for made in page["checkpoints"]] == [2, 4] and 0 < page["goodput"] <= 1
+    assert page["curves"]["loss"]["steps"] == [1, 2, 3, 4] and page["values"]["samples_per_second"] > 0
+    text = show(capsys, monkeypatch, tmp_path)
+    assert "complete" in text and "samples_per_second" in text and "saving" in text
+
+
+def test_folders_without_a_run(tmp_path, capsys):
+    for folder, text in ((tmp_path / "none", "the folder does not exist"), (tmp_path, "give the output_dir of a run")):
+        with pytest.raises(SystemExit) as ended:
+            main(["watch", "--once", str(folder)])
+        assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
+def test_wrong_seconds(tmp_path, seconds, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["watch", str(tmp_path), "--every", seconds])
+    assert ended.value.code == 2 and "--every" in capsys.readouterr().err
+
+
+def test_without_rich(tmp_path, monkeypatch, capsys):
+    begin(tmp_path)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["watch", str(tmp_path)])
+    assert ended.value.code == 2 and "pip install 'hftrainer[watch]'" in capsys.readouterr().err
+    main(["watch", "--json", str(tmp_path)])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == "running"
+
+
+def read_until(terminal, text):
+    found, end = b"", time.monotonic() + 60
+    while text.encode() not in found:
+        assert time.monotonic() < end, found.decode(errors="replace")
+        found += os.read(terminal, 100_000)
+
+
+def test_a_terminal(tmp_path, processes):
+    """The page waits for the run to begin, follows it, and ends with Ctrl-C."""
+    terminal, inside = pty.openpty()
+    command = [sys.executable, "-m", "hftrainer", "watch", str(tmp_path), "--every", "0.1"]
+    variables = processes.environment() | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=variables) as watching:
+        read_until(terminal, "waiting")
+        journal = begin(tmp_path)
+        train(journal, 10)
+        read_until(terminal, "step 10 of 100")
+        train(journal, 20)
+        read_until(terminal, "step 20 of 100")
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(30) == 0
+    os.close(inside)
+    rest = os.read(terminal, 100_000).decode()
+    assert rest.endswith("\x1b[?25h\x1b[?1049l") and "Traceback" not in rest  # the cursor and the screen are back
+    os.close(terminal)
