@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import observed
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
-from hftrainer.callbacks.state import TrainerCallback
+from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import swap
 from hftrainer.compat.messages import wrapped
 from hftrainer.compat.overrides import has_length
@@ -93,11 +94,10 @@ class ProgressCallback(TrainerCallback):
         """Write the log line above the bar."""
         if self.training_bar is not None:
             shown = _format_logs(logs, args, above_bar=True)
-            line = str({name: self._shortened(value) for name, value in shown.items()})
-            if observed(getattr(args, "observe", False)):
-                line = readable(logs or {}, state)
-                self.training_bar.set_postfix({"loss": f"{logs['loss']:.4g}"} if "loss" in (logs or {}) else {})
-            self.training_bar.write(wrapped(line, sys.stdout))
+            shown = {name: self._shortened(value) for name, value in shown.items()}
+            if "loss" in (logs or {}) and observed(getattr(args, "observe", False)):
+                self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
+            self.training_bar.write(_text(shown, logs or {}, args, state))
 
     def _shortened(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
@@ -123,9 +123,15 @@ class PrinterCallback(TrainerCallback):
         if state.is_local_process_zero:
             from tqdm import tqdm
 
-            observes = observed(getattr(args, "observe", False))
-            line = readable(logs or {}, state) if observes else str(_format_logs(logs, args))
-            tqdm.write(wrapped(line, sys.stdout))
+            tqdm.write(_text(_format_logs(logs, args), logs or {}, args, state))
+
+
+def _text(shown: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
+    """A log line as it is printed: `shown`, as the followed release does; of an observed run, for people."""
+    if not observed(getattr(args, "observe", False)):
+        return wrapped(str(shown), sys.stdout)
+    kept = re.sub(r"(?<=\S) (?=\S)", "\xa0", readable(logs, state))  # a name and its value stay together
+    return wrapped(kept, sys.stdout).replace("\xa0", " ")
 
 
 #: Value of an observed run → how a line for people shows it.
@@ -134,27 +140,25 @@ _READABLE: dict[str, Callable[[float], str]] = {
     "tokens_per_second": "{:>9,.0f} tokens/s".format,
     "samples_per_second": "{:>8,.1f} samples/s".format,
     "step_seconds": "{:>8.4g} s/step".format,
+    "peak_memory_mb": "{:>8,.0f} MB".format,
+    "mfu": "{:>6.1%} MFU".format,
     "data_wait": "{:>4.0%} waiting".format,
     "eval_share": "{:>4.0%} evaluating".format,
     "save_share": "{:>4.0%} saving".format,
-    "peak_memory_mb": "{:>8,.0f} MB".format,
-    "mfu": "{:>6.1%} MFU".format,
-    "epoch": "epoch {:<6.4g}".format,
 }
 
 
-def readable(logs: Mapping[str, Any], state: Any) -> str:
+def readable(logs: Mapping[str, Any], state: TrainerState) -> str:
     """A log line for people: the step first, values rounded and in columns. `log_history` keeps the numbers."""
     width = len(f"{state.max_steps:,}")
     parts = [f"{state.global_step:>{width},}/{state.max_steps:,}"]
-    for name, value in logs.items():
-        if name == "total_flos":
-            continue
-        if not isinstance(value, (int, float)):
-            parts.append(f"{name} {value}")
-        else:
-            parts.append(_READABLE[name](value) if name in _READABLE else f"{name} {value:<9.4g}")
-    return "  ".join(parts).rstrip()
+    if "epoch" in logs:
+        parts.append(f"epoch {logs['epoch']:<6.4g}")
+    known = [name for name in _READABLE if name in logs and (not name.endswith("_share") or logs[name] >= 0.005)]
+    for name in [name for name in logs if name not in _READABLE and name not in ("epoch", "total_flos")]:
+        value = logs[name]
+        parts.append(f"{name} {value:<9.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
+    return "  ".join([*parts, *(_READABLE[name](logs[name]) for name in known)]).rstrip()
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:

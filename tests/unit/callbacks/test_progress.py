@@ -15,8 +15,9 @@ import transformers
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
-from hftrainer import Trainer, TrainingArguments
+from hftrainer import Trainer, TrainerState, TrainingArguments
 from hftrainer.callbacks.notebook import _find_callback
+from hftrainer.callbacks.progress import readable
 from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 
@@ -50,6 +51,31 @@ def script(folder):
     path = folder / "script.py"
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize(
+    ("logs", "line"),
+    [
+        (
+            {
+                "loss": 0.123456,
+                "learning_rate": 5e-5,
+                "tokens_per_second": 12345.6,
+                "step_seconds": 0.0123,
+                "epoch": 0.5,
+            },
+            "   20/1,000  epoch 0.5     loss 0.1235     lr 5.00e-05     12,346 tokens/s    0.0123 s/step",
+        ),
+        (
+            {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.1, "mfu": 0.417, "total_flos": 1e9},
+            "   20/1,000  loss 1           41.7% MFU   25% waiting   10% saving",
+        ),
+        ({"eval_loss": 2.5, "eval_text": "a b"}, "   20/1,000  eval_loss 2.5        eval_text a b"),
+        ({"loss": float("nan")}, "   20/1,000  loss nan"),
+    ],
+)
+def test_lines_of_an_observed_run(logs, line):
+    assert readable(logs, TrainerState(global_step=20, max_steps=1000)) == line
 
 
 def make_trainer(tmp_path, *callbacks, **settings):
