@@ -30,8 +30,8 @@ class Asked(TrainerCallback):
         self.done.append(("save", state.global_step))
 
 
-def train(folder, requested):
-    """Train two ranks; returns what was done after which step, the last step, and the values of the log lines."""
+def train(folder, requested, resume=None):
+    """Train two ranks; returns what was done after which step, the last step, the log lines and the weights."""
     requests._PERIOD = 0.0
     samples = [
         {"input_ids": [3] * length, "labels": [3] * length} for _ in range(40) for length in LENGTHS for _ in "ab"
@@ -42,5 +42,6 @@ def train(folder, requested):
     )  # fmt: skip
     asked = Asked(requested)
     trainer = Trainer(make_llama(), args, train_dataset=samples, eval_dataset=samples[:2], callbacks=[asked])
-    trainer.train()
-    return asked.done, trainer.state.global_step, [line for line in trainer.state.log_history if "loss" in line]
+    trainer.train(resume_from_checkpoint=resume)
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return asked.done, trainer.state.global_step, lines, trainer.model.state_dict()

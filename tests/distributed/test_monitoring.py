@@ -4,10 +4,11 @@ import pytest
 
 from hftrainer.monitoring.journal import read_events
 from tests.distributed.cases_monitoring import LENGTHS, train
+from tests.support.parity import assert_same_weights
 
 
 def test_tokens_of_both_ranks(tmp_path, processes):
-    (_, _, lines), (_, _, of_other) = processes.run_ranks(train, 2, tmp_path, {})
+    (_, _, lines, _), (_, _, of_other, _) = processes.run_ranks(train, 2, tmp_path, {})
     for line, other in zip(lines, of_other, strict=True):
         for tokens_of in (line, other):  # each has its own clock
             in_interval = tokens_of["tokens_per_second"] * tokens_of["step_seconds"] * 4
@@ -18,7 +19,16 @@ def test_tokens_of_both_ranks(tmp_path, processes):
 def test_requests_to_both_ranks(tmp_path, processes):
     """A request is done one step later, when the ranks know that it is one of them that has it."""
     requested = {2: "save", 5: "evaluate", 9: "stop"}
-    (done, steps, _), (of_other, steps_of_other, _) = processes.run_ranks(train, 2, tmp_path, requested)
+    (done, steps, *_), (of_other, steps_of_other, *_) = processes.run_ranks(train, 2, tmp_path, requested)
     assert done == of_other == [("save", 3), ("evaluate", 6), ("save", 10)]
     assert steps == steps_of_other == 10
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-3"]
+
+
+def test_a_save_that_was_asked_for_resumes_exactly(tmp_path, processes):
+    whole = processes.run_ranks(train, 2, tmp_path, {2: "save"})
+    resumed = processes.run_ranks(train, 2, tmp_path, {}, str(tmp_path / "checkpoint-3"))
+    for (done, _, lines, weights), (_, _, others, of_resumed) in zip(whole, resumed, strict=True):
+        assert done[0] == ("save", 3)
+        assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+        assert_same_weights(of_resumed, weights)
