@@ -71,7 +71,7 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     for name, spent in parts.items():
         yield f"  {name:30}{_time(spent):>12}{spent / runtime:>7.1%}"
     if share is not None:
-        yield f"  goodput (steps that count, of all time since the first start): {share:.1%}"
+        yield f"  {'goodput (of all time)':30}{'':12}{share:>7.1%}"
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
