@@ -36,22 +36,26 @@ def spelled(choice: Any) -> str:
 OBSERVED = ("speed", "time", "memory", "mfu", "warnings", "journal")
 
 
+def observed_parts(value: Any) -> bool | list[str]:
+    """The value of `observe` in its normal form: True for all parts, False for none, or their names."""
+    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or False)
+    words = text.replace(",", " ").split()
+    return words[0].lower() == "true" if len(words) == 1 and words[0].lower() in ("true", "false") else words
+
+
 def observed(value: Any) -> frozenset[str]:
-    """What the value of `observe` names: all for True, nothing for False, else words, as text or as a list.
+    """What `observe` names.
 
     Raises:
         InvalidArgument: for an unknown word.
     """
-    text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or False)
-    words = text.replace(",", " ").split()
-    if words in (["True"], ["true"]):
-        return frozenset(OBSERVED)
-    if words in (["False"], ["false"]):
-        return frozenset()
-    if unknown := [word for word in words if word not in OBSERVED]:
+    parts = observed_parts(value)
+    if isinstance(parts, bool):
+        return frozenset(OBSERVED if parts else ())
+    if unknown := [word for word in parts if word not in OBSERVED]:
         hint = suggest(unknown[0], OBSERVED, f": it takes {', '.join(OBSERVED)}, or True.")
         raise InvalidArgument(f"observe has no part {unknown[0]!r}{hint}")
-    return frozenset(words)
+    return frozenset(parts)
 
 
 def token_counting_mode(value: str | bool) -> str:

@@ -22,6 +22,7 @@ from hftrainer.arguments.choices import (
     IntervalStrategy,
     SaveStrategy,
     observed,
+    observed_parts,
     spelled,
     token_counting_mode,
 )
@@ -71,6 +72,7 @@ def normalize(args: BaseArguments) -> None:
     choose_start_method(args)
     args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
+    args.observe = observed_parts(args.observe)
     for old, new in ALIASES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))

@@ -15,7 +15,10 @@ from tests.support.tiny import make_plain, plain_data
 
 Theirs = transformers.TrainingArguments
 #: Our own, and attributes of implementations.
-ONLY_OURS = {"elastic", "eval_memmap_dir", "lightning_config", "save_on_interrupt", "explain", "hf_deepspeed_config"}
+ONLY_OURS = {
+    *("elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "observe", "save_minutes", "save_on_interrupt"),
+    *("explain", "hf_deepspeed_config"),
+}
 BEFORE_5 = TRANSFORMERS < (5,)
 #: Names of some other release → the value given, and what is set by it.
 FOREIGN = {
