@@ -63,6 +63,21 @@ def token_counting_mode(value: str | bool) -> str:
     return value if isinstance(value, str) else "all" if value else "no"
 
 
+def read_address(given: int | str) -> tuple[str, int]:
+    """The host and the port of `metrics_port`, such as 9400 or '0.0.0.0:9400'; without a host 127.0.0.1.
+
+    Raises:
+        InvalidArgument: if it is neither.
+    """
+    host, _, port = str(given).rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise InvalidArgument(
+            f"metrics_port={given!r}: give a port from 1 to 65535, such as 9400, or an address and a port, such as "
+            "'0.0.0.0:9400'."
+        )
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
 class IntervalStrategy(ExplicitEnum):
     """When something happens during training."""
 

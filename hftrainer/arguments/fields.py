@@ -319,6 +319,14 @@ class CurrentArguments:
         None, "Static Space for the Trackio dashboard.", "5.23", "integrations"
     )
 
+    metrics_port: int | str | None = arg(
+        None,
+        "Port of 127.0.0.1 where the first process of each node serves /metrics for Prometheus, and /health, which "
+        "names a rank that hangs; '0.0.0.0:9400' also gives the address.",
+        OURS,
+        "monitoring.health",
+    )
+
     # ---- When to evaluate, and what evaluation returns --------------------------------------------------------------
 
     eval_steps: float | None = arg(

@@ -23,6 +23,7 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     observed,
     observed_parts,
+    read_address,
     spelled,
     token_counting_mode,
 )
@@ -312,6 +313,11 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     for name in ("save_minutes", "eval_minutes"):
         if (minutes := getattr(args, name)) is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
             yield f"{name}={minutes!r}: give a number of minutes above 0, or None."
+    if args.metrics_port is not None:
+        try:
+            read_address(args.metrics_port)
+        except InvalidArgument as error:
+            yield str(error)
     if isinstance(args.label_names, str):
         yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
 

@@ -24,6 +24,7 @@ EXTRAS = {
     "ray": "hyperparameter_search(backend='ray')",
     "plot": "plot, PlotCallback, plots in model cards",
     "watch": "watch",
+    "metrics": "metrics_port=..., for Prometheus",
     "tensorboard": "report_to='tensorboard'",
     "wandb": "report_to='wandb'",
     "mlflow": "report_to='mlflow'",

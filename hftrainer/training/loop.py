@@ -195,6 +195,8 @@ class TrainingLoop:
         """Call `on_epoch_begin`, before the data iterator is made."""
         self.epoch = epoch
         self._epoch_ended = False
+        if self.run.health is not None:
+            self.run.health.note_sign(is_slow=True)  # processes of the loader may start
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = None
@@ -262,6 +264,8 @@ class TrainingLoop:
 
     def begin_micro_batch(self) -> None:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
+        if self.run.health is not None:
+            self.run.health.note_sign()
         window = self.micro_batches.window
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.is_last
@@ -287,6 +291,8 @@ class TrainingLoop:
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass, and add its loss."""
+        if self.run.health is not None:
+            self.run.health.note_sign()
         self.loss_sum.add(loss)
         if self.observer is not None:
             self.observer.end_micro_batch(*count_batch(self.trainer, inputs))
@@ -337,6 +343,8 @@ class TrainingLoop:
         clear_gradients(model)
         self.components.strategy.run_recorded_operations()
         state.global_step += 1
+        if self.run.health is not None:
+            self.run.health.end_step()
         state.epoch = self._epoch_after_step()
         self._is_stepping = self._has_uncounted_step = False
         self.between_steps = True

@@ -18,6 +18,7 @@ from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training.stopping import SignalListener
 
 if TYPE_CHECKING:
+    from hftrainer.monitoring.health import Progress
     from hftrainer.training.loop import TrainingLoop
 
 
@@ -46,6 +47,7 @@ class Run:
         logged_metrics: sums for the next log line, besides the loss.
         seconds: activity besides training, such as 'saving' → seconds spent on it.
         past: the model's memory of earlier batches, with `past_index`.
+        health: notes how far training has come, with `metrics_port`.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the folders that this run wrote, in order.
     """
@@ -70,6 +72,7 @@ class Run:
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
+    health: Progress | None = None
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
 
@@ -81,10 +84,13 @@ class Run:
     def timing(self, what: str) -> Iterator[None]:
         """Add the time of the block to `seconds`."""
         start = time.perf_counter()
+        phase = None if self.health is None else self.health.enter_phase("saving" if what == "saving" else "evaluation")
         try:
             yield
         finally:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+            if self.health is not None and phase is not None:
+                self.health.enter_phase(phase)
 
     def begin(self) -> None:
         """Reset the state of one attempt at training."""

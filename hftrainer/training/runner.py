@@ -27,6 +27,7 @@ from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
+from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
@@ -212,6 +213,9 @@ class TrainingRunner(Component):
         self.run.signal_listener = SignalListener(saves, launched=trainer.args.world_size > 1)
         try:
             with (
+                health.serve_health(
+                    trainer.args, trainer.accelerator.processes, lambda: trainer.state, self._last_checkpoint
+                ) as self.run.health,
                 apply_model_arguments(
                     components.unwrapped_model, trainer.args, components.engine.plan.read_once, trainer=trainer
                 ),
@@ -232,10 +236,15 @@ class TrainingRunner(Component):
             if self.run.loop is not None:
                 is_stopped = trainer.state.global_step < trainer.state.max_steps
                 self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
-            self.run.past = self.run.loop = None
+            self.run.past = self.run.loop = self.run.health = None
             trainer.is_in_train = False
             if watcher is not None:
                 watcher.remove()
+
+    def _last_checkpoint(self) -> str | None:
+        """The newest whole checkpoint of the run; None in a process that writes none."""
+        written = [self.run.resumed_from, *self.run.checkpoints_written]
+        return written[-1] if self.trainer.args.should_save else None
 
     def _halve_batches(self, start: InitialStateSnapshot) -> None:
         """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
@@ -287,6 +296,8 @@ class TrainingRunner(Component):
                     find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
                     sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
                 )
+        if self.run.health is not None:
+            self.run.health.enter_phase("ended")
         return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
 
     def _make_loop(

@@ -16,7 +16,8 @@ from tests.support.tiny import make_plain, plain_data
 Theirs = transformers.TrainingArguments
 #: Our own, and attributes of implementations.
 ONLY_OURS = {
-    *("elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "observe", "save_minutes", "save_on_interrupt"),
+    *("elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port", "observe", "save_minutes"),
+    "save_on_interrupt",
     *("explain", "hf_deepspeed_config"),
 }
 BEFORE_5 = TRANSFORMERS < (5,)

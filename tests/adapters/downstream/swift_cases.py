@@ -22,7 +22,10 @@ SETTINGS = {
     **{"dataset_num_proc": 1, "dataloader_num_workers": 0},
 }
 #: Of args.json: the arguments' own text, whose order is another, and what only ours has.
-OWN_ARGUMENTS = ("training_args", "debug", "elastic", "eval_memmap_dir", "save_on_interrupt", "lightning_config")
+OWN_ARGUMENTS = (
+    *("training_args", "debug", "elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port"),
+    *("observe", "save_minutes", "save_on_interrupt"),
+)
 
 
 def answered(index: int) -> dict[str, Any]:

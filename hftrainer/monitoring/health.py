@@ -1,0 +1,351 @@
+"""`/health` and `/metrics` of a run, by `metrics_port`, and the stack of a rank that hangs.
+
+The training thread of each rank notes in `Progress` that it has come further. A second thread writes this to the folder
+`_health` of the run. The first rank of each node serves the ranks of its node; rank 0 all ranks that share the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hftrainer.arguments.choices import read_address
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.parallel.processes import Processes
+
+_GetState = Callable[[], TrainerState]
+_GetFolder = Callable[[], str | None]
+#: Name of the folder; uploads to the Hub leave out names that begin with '_'.
+NAME = "_health"
+PHASES = ("starting", "training", "evaluation", "saving", "ended")
+#: Seconds between two records of a rank.
+_INTERVAL = 2.0
+#: Seconds without a sign of progress after which a rank hangs, if that is more than `_FACTOR` times the longest so far.
+_QUIET = 15.0
+_FACTOR = 10
+#: The same, where the usual time is unknown or no sign is given, as while a checkpoint is saved.
+_SLOW = 300.0
+#: Seconds without a sign after which the stack is written.
+_STACK_AFTER = 10.0
+#: Seconds for which a file system may show an old record of another node.
+_CACHED = 60.0
+#: Modules with a function on the stack while torch.compile compiles, but not when compiled code runs.
+_COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
+
+
+class Progress:
+    """How far the training thread of this rank has come.
+
+    Attributes:
+        phase: one of `PHASES`.
+        signs: the signs of progress since the last optimizer step. All ranks give the same signs.
+        step_time: when the last optimizer step ended, by the monotonic clock.
+    """
+
+    __slots__ = ("_is_slow", "_longest", "_time", "phase", "signs", "step_time")
+
+    def __init__(self) -> None:
+        self.phase = PHASES[0]
+        self.signs = 0
+        self.step_time = self._time = time.monotonic()
+        self._is_slow = False
+        self._longest = dict.fromkeys(PHASES, 0.0)
+
+    def note_sign(self, is_slow: bool = False) -> None:
+        """Note that the rank has come further; `is_slow` if what follows may take minutes."""
+        now = time.monotonic()
+        if now - self._time > self._longest[self.phase] and not self._is_slow:
+            self._longest[self.phase] = now - self._time
+        self._time, self._is_slow = now, is_slow
+        self.signs += 1
+
+    def end_step(self) -> None:
+        """Note the end of an optimizer step."""
+        self.note_sign()
+        self.signs, self.step_time = 0, self._time
+        if self.phase == "starting":
+            self.phase = "training"
+
+    def enter_phase(self, phase: str) -> str:
+        """Begin a phase, and return the previous one."""
+        self.note_sign()
+        previous, self.phase, self._is_slow = self.phase, phase, phase == "saving"
+        return previous
+
+    def seconds_since_sign(self) -> float:
+        """Seconds since the last sign."""
+        return time.monotonic() - self._time
+
+    def limit(self) -> float | None:
+        """Seconds without a sign after which this rank hangs; None for no limit."""
+        if self.phase in ("starting", "ended"):
+            return None
+        longest = self._longest[self.phase]
+        return _SLOW if self._is_slow or not longest else max(_QUIET, _FACTOR * longest)
+
+
+class _Recorder(threading.Thread):
+    """Writes the record of this rank, and its stack after some time without progress, until it is stopped.
+
+    Args:
+        progress: the progress of the thread that makes this object.
+        state: returns the state of the Trainer.
+        path: the file of the record; the stacks are beside it.
+        rank: this rank.
+        reporter: reads the records of all ranks, if this one serves them.
+    """
+
+    def __init__(self, progress: Progress, state: _GetState, path: Path, rank: int, reporter: _Reporter | None) -> None:
+        super().__init__(name="health", daemon=True)
+        self._progress, self._state, self._path, self._reporter = progress, state, path, reporter
+        self._rank, self._thread = rank, threading.get_ident()
+        self._stopped = threading.Event()
+        self._stacks = open(path.with_suffix(".txt"), "ab", buffering=0)  # noqa: SIM115
+
+    def run(self) -> None:
+        """Write and read records until `stop`."""
+        while not self._stopped.is_set():
+            # If C code holds the GIL, this thread does not run: faulthandler's own then writes the stacks.
+            faulthandler.dump_traceback_later(_STACK_AFTER, file=self._stacks)
+            try:
+                self._write()
+            except OSError:  # the disk is full: better no record than an old one
+                _remove(self._path)
+            if self._reporter is not None:
+                self._reporter.read()
+            self._stopped.wait(_INTERVAL)
+
+    def _write(self) -> None:
+        progress = self._progress
+        limit = progress.limit()  # before the seconds, which the training thread may set to 0
+        quiet = progress.seconds_since_sign()
+        self._stacks.truncate(0)
+        if quiet > _STACK_AFTER:
+            faulthandler.dump_traceback(self._stacks)
+            limit = None if _is_compiling() else limit
+        record = {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "thread": self._thread,
+            "step": self._state().global_step,
+            "signs": progress.signs,
+            "phase": progress.phase,
+            "seconds_since_sign": quiet,
+            "limit": limit,
+        }
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record))
+        temporary.replace(self._path)
+
+    def stop(self) -> None:
+        """End the thread, and remove the files of this rank."""
+        self._stopped.set()
+        self.join(_INTERVAL)
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.close()
+        _remove(self._path)
+        _remove(self._path.with_suffix(".txt"))
+        with contextlib.suppress(OSError):  # another rank has files there
+            self._path.parent.rmdir()
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _is_compiling() -> bool:
+    """Whether torch.compile compiles in a thread of this process."""
+    for frame in sys._current_frames().values():
+        while frame is not None:
+            if frame.f_globals.get("__name__") in _COMPILERS:
+                return True
+            frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _Reporter:
+    """Answers `/health`, and `/metrics` as a collector of prometheus_client.
+
+    Args:
+        progress: the progress of this rank.
+        state: returns the state of the Trainer.
+        last_checkpoint: returns the newest whole checkpoint of the run.
+        paths: the files of the records.
+    """
+
+    def __init__(self, progress: Progress, state: _GetState, last_checkpoint: _GetFolder, paths: list[Path]) -> None:
+        self._progress, self._state, self._last_checkpoint, self._paths = progress, state, last_checkpoint, paths
+        self._host = socket.gethostname()
+        #: The record of each rank, and when this process first read it: clocks of nodes may differ.
+        self._records: dict[Path, tuple[dict[str, Any], float]] = {}
+
+    def read(self) -> None:
+        """Read the records of the ranks."""
+        found = {}
+        for path in self._paths:
+            with contextlib.suppress(OSError, ValueError):
+                record, before = json.loads(path.read_text()), self._records.get(path)
+                found[path] = before if before and before[0] == record else (record, time.monotonic())
+        self._records = found
+
+    def _ranks(self) -> Iterator[dict[str, Any]]:
+        for path, (record, read_at) in self._records.items():
+            age = max(0.0, time.monotonic() - read_at - (0 if record["host"] == self._host else _CACHED))
+            quiet, limit = record["seconds_since_sign"] + age, record["limit"]
+            if record["phase"] == "starting" != self._progress.phase:
+                # Ranks end the first step together, so this record is too old if it is not renewed.
+                quiet, limit = age, _QUIET
+            is_late = limit is not None and quiet > limit
+            yield {**record, "seconds_since_sign": round(quiet, 1), "is_late": is_late, "path": path}
+
+    def report(self) -> dict[str, Any]:
+        """What `/health` says. A run is stalled if the ranks that are furthest behind are beyond their limit."""
+        state, phase, ranks = self._state(), self._progress.phase, list(self._ranks())
+        last = min(((rank["step"], rank["signs"]) for rank in ranks), default=None)
+        behind = [rank for rank in ranks if (rank["step"], rank["signs"]) == last]
+        late = [rank for rank in behind if rank["is_late"]]
+        return {
+            "status": "stalled" if late else phase if phase in ("starting", "ended") else "ok",
+            "step": state.global_step,
+            "max_steps": state.max_steps,
+            "phase": phase,
+            "seconds_since_step": round(time.monotonic() - self._progress.step_time, 1),
+            "ranks": [{name: rank[name] for name in ("rank", "step", "phase", "seconds_since_sign")} for rank in ranks],
+            "late_ranks": [
+                {**{name: rank[name] for name in ("rank", "host", "pid")}, "stack": _stack(rank)} for rank in late
+            ],
+            "last_checkpoint": self._last_checkpoint(),
+        }
+
+    def collect(self) -> Iterator[Any]:
+        """What `/metrics` says."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        state, report = self._state(), self.report()
+        losses = (line["loss"] for line in reversed(state.log_history) if "loss" in line)
+        checkpoint = (report["last_checkpoint"] or "").rpartition("-")[2]
+        for name, text, value in (
+            ("step", "Optimizer steps done.", state.global_step),
+            ("max_steps", "Optimizer steps of the whole run.", state.max_steps),
+            ("epoch", "Epochs done.", state.epoch),
+            ("loss", "The last loss logged.", next(losses, None)),
+            ("seconds_since_step", "Seconds since the last optimizer step.", report["seconds_since_step"]),
+            ("checkpoint_step", "Step of the newest checkpoint.", int(checkpoint) if checkpoint.isdecimal() else None),
+            ("ranks_late", "Ranks that hang.", len(report["late_ranks"])),
+        ):
+            if value is not None:
+                yield GaugeMetricFamily(f"hftrainer_{name}", text, value=value)
+        yield CounterMetricFamily("hftrainer_steps", "Optimizer steps done.", value=state.global_step)
+        phases = GaugeMetricFamily("hftrainer_phase", "1 for the current phase.", labels=["phase"])
+        for phase in PHASES:
+            phases.add_metric([phase], int(phase == report["phase"]))
+        logged = GaugeMetricFamily("hftrainer_log", "The numbers of the last log line.", labels=["name"])
+        for name, value in (state.log_history or [{}])[-1].items():
+            if isinstance(value, (int, float)):
+                logged.add_metric([name], value)
+        yield from (phases, logged)
+
+
+def _stack(rank: dict[str, Any]) -> str:
+    """The stack of a rank's training thread, the innermost call first; empty if it could not be written."""
+    with contextlib.suppress(OSError):
+        for part in reversed(rank["path"].with_suffix(".txt").read_text().split("\n\n")):
+            if f"Thread 0x{rank['thread']:016x}" in part:
+                return str(part).strip()
+    return ""
+
+
+@contextlib.contextmanager
+def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
+    """Serve `/health` and `/metrics` in the block.
+
+    Raises:
+        InvalidArgument: if the port is taken, or the address is not one of this machine.
+        MissingPackage: without prometheus_client.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise MissingPackage("metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'") from error
+    host, port = read_address(given)
+    registry = CollectorRegistry()
+    registry.register(reporter)
+    try:
+        server: Any = start_http_server(port, host, registry)[0]
+    except OSError as error:
+        raise InvalidArgument(
+            f"metrics_port={given!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
+        ) from error
+    metrics = server.get_app()
+
+    def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if request["PATH_INFO"] != "/health":
+            return metrics(request, start_response)
+        report = reporter.report()
+        status = "503 Service Unavailable" if report["status"] == "stalled" else "200 OK"
+        start_response(status, [("Content-Type", "application/json")])
+        return [json.dumps(report).encode()]
+
+    server.set_app(answer)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        with contextlib.suppress(OSError):  # workers of loaders have a copy of the socket, which must not listen on
+            server.socket.shutdown(socket.SHUT_RDWR)
+        server.server_close()
+
+
+@contextlib.contextmanager
+def serve_health(
+    args: Any, processes: Processes, state: _GetState, last_checkpoint: _GetFolder
+) -> Iterator[Progress | None]:
+    """Serve `/health` and `/metrics` in the block; yields what notes the progress, or None without `metrics_port`.
+
+    Args:
+        args: the training arguments.
+        processes: the processes of the run.
+        state: returns the state of the Trainer.
+        last_checkpoint: returns the newest whole checkpoint of the run, if any.
+
+    Raises:
+        InvalidArgument: on all ranks, if a rank that serves cannot use the port.
+        MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
+    """
+    if (given := getattr(args, "metrics_port", None)) is None:
+        yield None
+        return
+    folder, rank = Path(args.output_dir, NAME), processes.rank
+    ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)
+    progress, error = Progress(), None
+    reporter = _Reporter(progress, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])
+    serves = processes.local_rank == 0
+    with contextlib.ExitStack() as stack:
+        if serves:
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+            try:
+                stack.enter_context(_run_server(given, reporter))
+            except (InvalidArgument, MissingPackage) as found:
+                error = found
+        for each in processes.gather_objects([error]):
+            if each is not None:
+                raise each
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{rank}.json"
+        recorder = _Recorder(progress, state, path, rank, reporter if serves else None)
+        recorder.start()
+        stack.callback(recorder.stop)
+        yield progress
