@@ -1,0 +1,86 @@
+"""A rank that hangs, however it does: rank 0 says so within 30 seconds, and shows where."""
+
+import socket
+import time
+import urllib.error
+
+from tests.support.health import ask, health, wait_until
+from tests.support.jobs import Group
+from tests.support.launching import port
+
+#: Way to hang → the function where; a process that is stopped cannot show its stack.
+HANGS = {
+    "forward": "in hang_for_good",
+    "collator": "in hang_in_the_collator",
+    "c code": "in hang_in_c_code",
+    "stopped": "",
+}
+
+
+def start(folder, kind):
+    number = port()
+    return Group(folder / kind, job="health_job", kind=kind, port=number), number
+
+
+def wait_for_hang(folder, kind, group):
+    """When it began to hang."""
+    file, deadline = folder / f"{kind}.hangs", time.monotonic() + 120
+    while not file.exists():
+        assert time.monotonic() < deadline and group.jobs[0].process.is_alive(), group.printed()
+        time.sleep(0.05)
+    return file.stat().st_mtime
+
+
+def check_hang(folder, kind, group, number):
+    began = wait_for_hang(folder, kind, group)
+    said = wait_until(number, lambda said: said["status"] == "stalled", began + 30 - time.time())
+    print(f"{kind}: {time.time() - began:.1f} s", said)
+    (late,) = said["late_ranks"]
+    assert (late["rank"], late["host"], late["pid"]) == (1, socket.gethostname(), group.jobs[1].process.pid)
+    assert HANGS[kind] in late["stack"]
+    assert bool(late["stack"]) == (kind != "stopped")
+    assert (said["step"], said["phase"], said["max_steps"]) == (5, "training", 9)
+    assert said["last_checkpoint"] == str(folder / kind / "checkpoint-3")
+    assert "hftrainer_ranks_late 1.0" in ask(number, "metrics")[1]
+
+
+def test_ranks_that_hang(tmp_path):
+    """All at once, since they wait more than they compute."""
+    groups = {kind: start(tmp_path, kind) for kind in HANGS}
+    try:
+        for kind, (group, number) in groups.items():
+            check_hang(tmp_path, kind, group, number)
+    finally:
+        for group, _ in groups.values():
+            for job in group.jobs:
+                job.kill()
+
+
+def test_ranks_that_are_slow(tmp_path):
+    """A rank that waits for one that saves or begins an epoch does not hang, nor does that one."""
+    group, number = start(tmp_path, "slow")
+    longest = {}
+    while group.jobs[0].process.is_alive():
+        try:
+            said = health(number)
+        except (urllib.error.URLError, ConnectionError):  # before the beginning, and after the end
+            continue
+        assert said["status"] != "stalled", said
+        for rank in said["ranks"]:
+            key = rank["rank"], rank["phase"]
+            longest[key] = max(longest.get(key, 0), rank["seconds_since_sign"])
+        time.sleep(0.1)
+    assert group.end() == [0, 0], group.printed()
+    assert min(longest[0, "training"], longest[1, "training"], longest[0, "saving"]) > 15, longest
+
+
+def test_a_port_that_is_taken(tmp_path):
+    """All ranks end, though only rank 0 would listen there."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        group = Group(tmp_path / "out", job="health_job", kind="none", port=other.getsockname()[1])
+        for job in group.jobs:
+            job.process.join()
+        assert all("cannot listen on 127.0.0.1:" in printed for printed in group.printed()), group.printed()
+    assert not (tmp_path / "out" / "_health").exists()
