@@ -6,8 +6,11 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 22_950, "modules": 165, "packages": 24, "lines of tests": 35_100}
-LONGEST, LONGER = 500, {"hftrainer/trainer.py": 1_200}  # lines of a file; files that may have more
+LIMITS = {"lines of code": 24_450, "modules": 175, "packages": 25, "lines of tests": 36_700}
+LONGEST, LONGER = (
+    500,
+    {"hftrainer/trainer.py": 1_200, "hftrainer/arguments/fields.py": 530},
+)  # lines of a file; files that may have more
 LAYOUT = {getattr(tokenize, name) for name in ("ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 

@@ -14,7 +14,7 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, MetricNotFound
 from hftrainer.optimization import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import get_metric, mean_loss
@@ -140,6 +140,25 @@ class ControlActions(Component):
             for callback in stoppers:
                 callback.on_evaluate(self.trainer.args, self.trainer.state, self.trainer.control, metrics=metrics)
         return metrics
+
+    def check_best_metric(self) -> None:
+        """Refuse a metric that no evaluation of the run can return; transformers finds out at the first one.
+
+        Raises:
+            MetricNotFound: without `compute_metrics`, for anything but the loss and speeds.
+        """
+        args, trainer = self.trainer.args, self.trainer
+        metric = args.metric_for_best_model or "loss"
+        is_built_in = "mem_" in metric or metric.endswith(("loss", "runtime", "per_second", "time"))
+        handlers = [getattr(type(each), "on_evaluate", None) for each in trainer.callback_handler.callbacks]
+        adds_metrics = is_overridden(trainer, "evaluate", "evaluation_loop", "_evaluate", "log") or any(
+            not getattr(each, "__module__", "").startswith(("hftrainer", "transformers")) for each in handlers
+        )
+        if args.eval_strategy != "no" and trainer.compute_metrics is None and not (is_built_in or adds_metrics):
+            raise MetricNotFound(
+                f"metric_for_best_model={metric!r}: without compute_metrics, an evaluation returns the loss and its "
+                "speed. Pass compute_metrics, or leave the metric out."
+            )
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Record the metric if it is the best so far, and return whether it is.

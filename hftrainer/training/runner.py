@@ -25,7 +25,7 @@ from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.errors import InvalidArgument, MetricNotFound, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
@@ -89,7 +89,7 @@ class TrainingRunner(Component):
                 model_setup.align_special_tokens()
             model_setup.remake_model(trial)
         self.components.setup.apply_changes()
-        self._check_best_metric()
+        self.components.control_actions.check_best_metric()
         if refused := self.components.engine.check_callbacks(
             finds_batch_size=self.trainer.args.auto_find_batch_size,
             evaluates=self.trainer.args.eval_strategy != "no",
@@ -104,21 +104,6 @@ class TrainingRunner(Component):
             if self.trainer.args.elastic:
                 self._keep_global_batch(folder)
         return folder
-
-    def _check_best_metric(self) -> None:
-        """Refuse a metric that no evaluation of the run can return; transformers finds out at the first one."""
-        args, trainer = self.trainer.args, self.trainer
-        metric = args.metric_for_best_model or "loss"
-        is_built_in = "mem_" in metric or metric.endswith(("loss", "runtime", "per_second", "time"))
-        handlers = [getattr(type(each), "on_evaluate", None) for each in trainer.callback_handler.callbacks]
-        adds_metrics = is_overridden(trainer, "evaluate", "evaluation_loop", "_evaluate", "log") or any(
-            not getattr(each, "__module__", "").startswith(("hftrainer", "transformers")) for each in handlers
-        )
-        if args.eval_strategy != "no" and trainer.compute_metrics is None and not (is_built_in or adds_metrics):
-            raise MetricNotFound(
-                f"metric_for_best_model={metric!r}: without compute_metrics, an evaluation returns the loss and its "
-                "speed. Pass compute_metrics, or leave the metric out."
-            )
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
