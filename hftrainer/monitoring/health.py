@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import shutil
 import socket
@@ -191,6 +192,8 @@ class _Reporter:
         self._host = socket.gethostname()
         #: The record of each rank, and when this process first read it: clocks of nodes may differ.
         self._records: dict[Path, tuple[dict[str, Any], float]] = {}
+        #: A rank that is behind and late, with its step and signs → since when.
+        self._late: dict[tuple[int, int, int], float] = {}
 
     def read(self) -> None:
         """Read the records of the ranks."""
@@ -200,6 +203,14 @@ class _Reporter:
                 record, before = json.loads(path.read_text()), self._records.get(path)
                 found[path] = before if before and before[0] == record else (record, time.monotonic())
         self._records = found
+        late = [_position(rank) for rank in self._behind() if rank["is_late"]]
+        self._late = {each: self._late.get(each, time.monotonic()) for each in late}
+
+    def _behind(self) -> list[dict[str, Any]]:
+        """The ranks that are furthest behind."""
+        ranks = list(self._ranks())
+        last = min((_position(rank)[1:] for rank in ranks), default=None)
+        return [rank for rank in ranks if _position(rank)[1:] == last]
 
     def _ranks(self) -> Iterator[dict[str, Any]]:
         for path, (record, read_at) in self._records.items():
@@ -214,9 +225,9 @@ class _Reporter:
     def report(self) -> dict[str, Any]:
         """What `/health` says. A run is stalled if the ranks that are furthest behind are beyond their limit."""
         state, phase, ranks = self._state(), self._progress.phase, list(self._ranks())
-        last = min(((rank["step"], rank["signs"]) for rank in ranks), default=None)
-        behind = [rank for rank in ranks if (rank["step"], rank["signs"]) == last]
-        late = [rank for rank in behind if rank["is_late"]]
+        # When a slow rank goes on, its record is newer than those of the ranks that waited for it, which seem behind.
+        before = time.monotonic() - 2 * _INTERVAL
+        late = [rank for rank in self._behind() if self._late.get(_position(rank), math.inf) <= before]
         return {
             "status": "stalled" if late else phase if phase in ("starting", "ended") else "ok",
             "step": state.global_step,
@@ -257,6 +268,11 @@ class _Reporter:
             if isinstance(value, (int, float)):
                 logged.add_metric([name], value)
         yield from (phases, logged)
+
+
+def _position(rank: dict[str, Any]) -> tuple[int, int, int]:
+    """A rank, and how far it has come."""
+    return rank["rank"], rank["step"], rank["signs"]
 
 
 def _stack(rank: dict[str, Any]) -> str:
