@@ -74,6 +74,8 @@ def normalize(args: BaseArguments) -> None:
     args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
     args.observe = observed_parts(args.observe)
+    if isinstance(args.metrics_port, str) and args.metrics_port.isdecimal():  # of a command line
+        args.metrics_port = int(args.metrics_port)
     for old, new in ALIASES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))

@@ -61,8 +61,8 @@ class Requests:
 
     @property
     def since_evaluation(self) -> float:
-        """Seconds since the last evaluation."""
-        return time.monotonic() - self._last["evaluation"]
+        """Seconds since the last evaluation; 0 without `eval_minutes`, so that equal runs write equal checkpoints."""
+        return 0.0 if self._minutes["evaluation"] is None else time.monotonic() - self._last["evaluation"]
 
     def note(self, phase: str) -> None:
         """Note that an 'evaluation' or 'saving' has ended now."""

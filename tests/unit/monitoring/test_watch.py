@@ -1,5 +1,6 @@
 """`python -m hftrainer watch`: a page of runs, from their journals or checkpoints."""
 
+import functools
 import json
 import os
 import pty
@@ -276,6 +277,7 @@ def read_until(terminal, text):
     while text.encode() not in found:
         assert time.monotonic() < end, found.decode(errors="replace")
         found += os.read(terminal, 100_000)
+    return found.decode()
 
 
 def test_a_terminal(tmp_path, processes):
@@ -283,7 +285,10 @@ def test_a_terminal(tmp_path, processes):
     terminal, inside = pty.openpty()
     command = [sys.executable, "-m", "hftrainer", "watch", str(tmp_path), "--every", "0.1"]
     variables = processes.environment() | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    with subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=variables) as watching:
+    # A job in the background of a shell ignores Ctrl-C, and so would what it starts.
+    reset = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    watching = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=variables, preexec_fn=reset)
+    try:
         read_until(terminal, "waiting")
         journal = begin(tmp_path)
         train(journal, 10)
@@ -291,8 +296,10 @@ def test_a_terminal(tmp_path, processes):
         train(journal, 20)
         read_until(terminal, "step 20 of 100")
         watching.send_signal(signal.SIGINT)
-        assert watching.wait(30) == 0
-    os.close(inside)
-    rest = os.read(terminal, 100_000).decode()
-    assert rest.endswith("\x1b[?25h\x1b[?1049l") and "Traceback" not in rest  # the cursor and the screen are back
-    os.close(terminal)
+        rest = read_until(terminal, "\x1b[?25h\x1b[?1049l")  # the cursor and the screen are back
+        assert watching.wait(30) == 0 and "Traceback" not in rest
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(inside)
+        os.close(terminal)
