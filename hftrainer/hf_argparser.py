@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, NoReturn, Union
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.old_fields import OldArguments
@@ -26,6 +26,10 @@ def string_to_bool(value: str | bool) -> bool:
     if (flag := parse_bool(value)) is None:
         raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false: write true or false")
     return flag
+
+
+#: Lines of a usage that is not printed with an error.
+_LONG_USAGE = 24
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,6 +69,12 @@ class HfArgumentParser(argparse.ArgumentParser):
         self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
         for kind in self.dataclass_types:
             self._add_dataclass(kind)
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2; without a long usage, after which nobody would see the message."""
+        if self.format_usage().count("\n") < _LONG_USAGE:
+            super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
     def parse_args_into_dataclasses(
         self,

@@ -66,7 +66,7 @@ class _HiddenFieldsMeta(abc.ABCMeta):
 class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
-    The fields are documented in `hftrainer.arguments`, a module per subject. It is a dataclass: subclass it to add
+    COMPATIBILITY.md has a table of the fields. It is a dataclass: subclass it to add
     fields, or pass it to `HfArgumentParser`.
 
     Raises:

@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 24_450, "modules": 175, "packages": 25, "lines of tests": 36_700}
+LIMITS = {"lines of code": 24_500, "modules": 175, "packages": 25, "lines of tests": 36_750}
 LONGEST, LONGER = (
     500,
     {"hftrainer/trainer.py": 1_200, "hftrainer/arguments/fields.py": 530},

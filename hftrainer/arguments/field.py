@@ -32,7 +32,7 @@ class Argument:
         renamed: how it is translated to the current argument.
         choices: its allowed values: a list, or an enumeration to which they are converted.
         minimum: the smallest allowed number.
-        maximum: the largest allowed number.
+        below: allowed numbers are smaller than this.
         json: whether it accepts a JSON object as text.
         read_once: whether it is read when the Trainer is made, so that later changes have no effect.
         neutral: the value that the default None stands for.
@@ -51,7 +51,7 @@ class Argument:
     renamed: Rename | None = None
     choices: Iterable[str] | type[enum.Enum] | None = None
     minimum: float | None = None
-    maximum: float | None = None
+    below: float | None = None
     json: bool = False
     read_once: bool = False
     neutral: Any = None

@@ -120,10 +120,10 @@ class CurrentArguments:
         0.0, "Decoupled weight decay, not of biases and normalization layers.", "4.1", "trainer_optimizer", minimum=0
     )
     adam_beta1: float = arg(
-        0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, maximum=1
+        0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, below=1
     )
     adam_beta2: float = arg(
-        0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, maximum=1
+        0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, below=1
     )
     adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", "trainer_optimizer", minimum=0)
     max_grad_norm: float = arg(
@@ -138,7 +138,7 @@ class CurrentArguments:
         "4.15",
         "trainer_pt_utils.LabelSmoother",
         minimum=0,
-        maximum=1,
+        below=1,
         read_once=True,
     )
     neftune_noise_alpha: float | None = arg(

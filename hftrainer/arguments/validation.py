@@ -53,6 +53,10 @@ def normalize(args: BaseArguments) -> None:
         InvalidArgument: for values that cannot be converted; one error names them all, and those out of range.
     """
     # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
+    for name, about in ARGUMENTS.items():
+        value = getattr(args, name, None)
+        if about.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
+            setattr(args, name, int(value))  # as from YAML, or a division
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
     if wrong:
@@ -251,13 +255,13 @@ def check_ranges(args: BaseArguments) -> Iterator[str]:
         if about.minimum is None:
             continue
         value = getattr(args, name)
-        is_large = about.maximum is not None and isinstance(value, (int, float)) and value > about.maximum
+        is_large = about.below is not None and isinstance(value, (int, float)) and value >= about.below
         if isinstance(value, (int, float)) and not (value < about.minimum or is_large):
             continue
         if (reason := describe_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
         else:
-            most = "" if about.maximum is None else f", and at most {about.maximum:g}"
+            most = "" if about.below is None else f", and below {about.below:g}"
             yield f"{name}={value!r}: give a number of at least {about.minimum:g}{most}. {about.help}"
 
 

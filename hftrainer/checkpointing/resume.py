@@ -16,7 +16,13 @@ from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_optimizer_state, check_values
-from hftrainer.checkpointing.folder import CheckpointFolder, Inspection, checkpoints_newest_first, get_last_checkpoint
+from hftrainer.checkpointing.folder import (
+    CheckpointFolder,
+    Inspection,
+    checkpoints_newest_first,
+    get_last_checkpoint,
+    sort_checkpoints,
+)
 from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.compat.reading import fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
@@ -63,11 +69,16 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
                 "the beginning where there is none."
             )
         return folder
+    if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={resume_from_checkpoint!r}: pass a checkpoint-xxx folder, True for the newest "
+            "one, or 'auto'."
+        )
     folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):
-        hint = " On a command line write auto for the newest one." if folder.lower() in ("true", "1") else ""
         raise CheckpointNotFound(
-            f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint).{hint}"
+            f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
+            f"{_hint_for_missing(folder)}"
         )
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
         inside = get_last_checkpoint(folder)
@@ -85,6 +96,17 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         )
     _warn_of_changes(found)
     return folder
+
+
+def _hint_for_missing(path: str) -> str:
+    """What to pass instead of a path that is not a folder."""
+    if path.lower() in ("true", "1"):
+        return " On a command line write auto for the newest one."
+    beside = os.path.dirname(path)
+    if os.path.isfile(os.path.join(beside, names.TRAINER_STATE_NAME)):
+        return f" Did you mean {beside!r}?"
+    found = [os.path.basename(each) for each in sort_checkpoints(beside)] if os.path.isdir(beside) else []
+    return f" There are {', '.join(found)}." if found else ""
 
 
 def _warn_of_earlier_run(output_dir: str) -> None:

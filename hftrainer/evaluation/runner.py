@@ -19,6 +19,7 @@ from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_by, drop_unaccepted_keywords, has_length, is_overridden
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -31,6 +32,11 @@ from hftrainer.training.component import Component
 from hftrainer.training.steps import LoggedMetrics, split_losses
 
 logger = logging.getLogger(__name__)
+
+_MEMORY_HINT = (
+    "compute_metrics needs the predictions of all samples in memory. Metrics of torchmetrics need one batch at a time; "
+    "preprocess_logits_for_metrics can reduce each batch, as by argmax; eval_memmap_dir keeps predictions on the disk."
+)
 
 
 class EvaluationRunner(Component):
@@ -102,6 +108,10 @@ class EvaluationRunner(Component):
             precision = self._precision(model)
             with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), waiting, precision:
                 self.components.engine.evaluate(evaluation, trainer.model, stage)
+        except Exception as error:
+            if devices.is_out_of_memory(error) and not loss_only and trainer.compute_metrics is not None:
+                add_note(error, _MEMORY_HINT)
+            raise
         finally:
             # A subclass's `evaluate` may have set another one for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)

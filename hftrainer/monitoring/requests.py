@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from hftrainer.monitoring.journal import read_events
+
 logger = logging.getLogger(__name__)
 
 #: The folder of requests, in the run's folder. A request is a file with its name; `<name>.done` is the answer.
@@ -137,12 +139,16 @@ class _Profile:
 def ask(folder: str, request: str, timeout: float, sleep: Callable[[float], None] = time.sleep) -> str | None:
     """Ask the run in a folder, and return its answer; None if it gave none in time, and the request is withdrawn.
 
+    A run that has ended, by its journal, is not asked.
+
     Args:
         folder: the run's `output_dir`.
         request: one of `REQUESTS`.
         timeout: seconds to wait; a run answers after its optimizer step.
         sleep: waits between two looks.
     """
+    if (events := read_events(folder)) and events[-1]["event"] == "end":
+        return f"refused: the run has ended ({events[-1].get('reason')})"
     path = Path(folder, FOLDER, request)
     done = path.with_suffix(".done")
     path.parent.mkdir(exist_ok=True)

@@ -85,13 +85,18 @@ def read_run(folder: str) -> TrainerState:
 
 
 def curves(state: TrainerState) -> Curves:
-    """Panel → label → optimizer steps and values. A number that is not finite is NaN, a gap in its curve."""
+    """Panel → label → optimizer steps and values. A number that is not finite is NaN, a gap in its curve.
+
+    So is a loss beside a gradient norm that is not finite: `logging_nan_inf_filter` logs 0 in its place.
+    """
     found: Curves = {panel: {} for panel in PANELS}
-    for step, name, value in logged(state, with_speeds=True):
+    all_values = list(logged(state, with_speeds=True))
+    diverged = {step for step, name, value in all_values if name == "grad_norm" and not _is_finite(value)}
+    for step, name, value in all_values:
         if name != "epoch" and _is_number(value):
             steps, values = found[_panel_of(name)].setdefault(name, ([], []))
             steps.append(step)
-            values.append(value if _is_finite(value) else math.nan)
+            values.append(math.nan if not _is_finite(value) or (name == "loss" and step in diverged) else value)
     return found
 
 
@@ -112,8 +117,8 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _is_finite(value: float) -> bool:
-    return abs(value) <= sys.float_info.max
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _panel_of(name: str) -> str:
@@ -193,7 +198,7 @@ def _with_styles(found: list[Line]) -> list[Line]:
     for index, line in enumerate(drawn):
         of_panel = places.setdefault(line.panel, {})
         place = of_panel.setdefault(line.name, len(of_panel))
-        number, dash = (runs.index(line.run), place) if len(runs) > 1 else (place, place // len(COLOURS))
+        number, dash = (runs.index(line.run) if len(runs) > 1 else place), place
         drawn[index] = replace(line, colour=COLOURS[number % len(COLOURS)], dash=dash % 4)
     return drawn
 
@@ -261,10 +266,17 @@ def draw_picture(drawn: list[Line], path: str, title: str) -> None:
     for axis in axes[len(panels) :]:
         axis.remove()
     runs = {line.run: line.colour for line in drawn if line.run}
-    handles = [load("matplotlib.lines").Line2D([], [], color=colour, label=run) for run, colour in runs.items()]
+    proxy = load("matplotlib.lines").Line2D
+    handles = [proxy([], [], color=colour, label=_shortened(run)) for run, colour in runs.items()]
     if handles:
-        figure.legend(handles=handles, loc="lower center", ncols=4, fontsize=8, frameon=False)
+        count = max(1, min(4, 26 * columns // max(len(_shortened(run)) for run in runs)))
+        figure.legend(handles=handles, loc="lower center", ncols=count, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def _shortened(name: str) -> str:
+    """The name of a run for a legend; the ends of long names say more than their middles."""
+    return name if len(name) <= 40 else f"{name[:19]}…{name[-20:]}"
 
 
 def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
@@ -292,7 +304,7 @@ def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
     axis.grid(alpha=0.3)
     if _needs_log_scale(shown):
         axis.set_yscale("log")
-    if panel == "share of time":
+    if panel == "share of time" or panel.startswith("peak memory"):
         axis.set_ylim(bottom=0)
     if len(named) == 1:
         axis.set_ylabel(*named)

@@ -51,7 +51,8 @@ def finished(
     yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}: {', '.join(spent)}."
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
     if state.global_step < state.max_steps:
-        yield f"Stopped at step {state.global_step:,} of {state.max_steps:,}, by a callback or a limit of time."
+        at = f"step {state.global_step:,} of {state.max_steps:,}"
+        yield f"Stopped at {at}, by a callback, a request or a limit of time."
     if metric is not None and state.best_metric is not None and math.isfinite(state.best_metric):
         at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""

@@ -17,7 +17,7 @@ from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.randomness import seed_worker
 from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, RemovedColumn, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
@@ -151,6 +151,9 @@ class LoaderFactory(Component):
         assert self.trainer._signature_columns is not None
         return self.trainer._signature_columns
 
+    #: The `id` of the error that was explained last.
+    _explained = 0
+
     @contextlib.contextmanager
     def explain_removed_columns(self, *datasets: Any) -> Iterator[None]:
         """Explain errors in the block that come from a key that the batch lacks or the model does not accept.
@@ -161,6 +164,9 @@ class LoaderFactory(Component):
         try:
             yield
         except (TypeError, KeyError, ValueError) as error:
+            if id(error) == self._explained or isinstance(error, RemovedColumn):  # by an evaluation within training
+                raise
+            self._explained = id(error)
             given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
             kept = self.trainer._signature_columns
             if isinstance(error, TypeError):

@@ -205,7 +205,7 @@ class TrainingRunner(Component):
                     components.unwrapped_model, trainer.args, components.engine.plan.read_once, trainer=trainer
                 ),
                 self.run.signal_listener.handle_signals(),
-                components.loaders.explain_removed_columns(trainer.train_dataset, trainer.eval_dataset),
+                components.loaders.explain_removed_columns(trainer.train_dataset),
             ):
                 yield
                 # The signal arrived after the last step, when everything was saved.

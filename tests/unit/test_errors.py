@@ -66,7 +66,7 @@ def test_unknown_arguments(settings, message):
         ({"optim": "adam"}, ["'adamw_torch'"]),
         (
             {"adam_beta1": 2.0, "adam_beta2": -1},
-            ["adam_beta1=2.0: give a number of at least 0, and at most 1", "beta2=-1"],
+            ["adam_beta1=2.0: give a number of at least 0, and below 1", "beta2=-1"],
         ),
         ({"label_smoothing_factor": 1.5}, ["label_smoothing_factor=1.5: give a number"]),
         ({"seed": None}, ["seed=None: give a number of at least 0"]),
@@ -279,6 +279,44 @@ def test_a_loss_without_its_outputs(make_args):
         InvalidArgument, match=r"Alone.compute_loss returned a Tensor .*: return \(loss, outputs\) then"
     ):
         Alone(make_plain(), make_args(), eval_dataset=plain_data(8)).evaluate()
+
+
+def test_whole_numbers_with_a_point(make_args):
+    args = make_args(per_device_train_batch_size=4.0, dataloader_num_workers=0.0)
+    assert (args.per_device_train_batch_size, repr(args.dataloader_num_workers)) == (4, "0")
+
+
+def test_columns_of_an_evaluation_do_not_explain_training(make_args):
+    others = [{**sample, "extra": 1} for sample in plain_data(8)]
+    with pytest.raises(InvalidArgument, match="returned no loss") as caught:
+        samples = [{"x": sample["x"]} for sample in plain_data(8)]
+        Trainer(make_plain(), make_args(), train_dataset=samples, eval_dataset=others).train()
+    assert not any("extra" in note for note in caught.value.__notes__)
+
+
+def test_predictions_that_do_not_fit(make_args):
+    def fail(_):
+        raise MemoryError("too large")
+
+    with pytest.raises(MemoryError) as caught:
+        Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=fail).evaluate()
+    assert any("eval_memmap_dir keeps predictions on the disk" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("checkpoint-2/model.safetensors", r"Did you mean '.*checkpoint-2'\?"),
+        ("checkpoint-5", "There are checkpoint-2."),
+        (2, "resume_from_checkpoint=2: pass a checkpoint-xxx folder"),
+    ],
+)
+def test_what_to_resume_from(make_args, given, message):
+    args = make_args(save_strategy="steps", save_steps=2)
+    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    path = given if isinstance(given, int) else f"{args.output_dir}/{given}"
+    with pytest.raises(CheckpointNotFound, match=message):
+        Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=path)
 
 
 def test_labels_that_are_texts(make_args, caplog):

@@ -1,6 +1,7 @@
 """`python -m hftrainer plot`: a picture and a page of one run or several."""
 
 import json
+import math
 import os
 import re
 import sys
@@ -189,6 +190,12 @@ def test_values_that_are_no_numbers(tmp_path):
 
 def texts_of(path):
     return re.findall(r"<!-- (.*?) -->", Path(path).read_text())
+
+
+def test_a_loss_that_the_filter_has_hidden_is_not_drawn():
+    lines = [{"loss": 1.0, "grad_norm": 2.0, "step": 1}, {"loss": 0.0, "grad_norm": math.nan, "step": 2}]
+    steps, values = curves(TrainerState(log_history=lines))["loss"]["loss"]
+    assert steps == [1, 2] and values[0] == 1.0 and math.isnan(values[1])
 
 
 def test_a_loss_that_is_not_finite_is_marked(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.monitoring import requests
+from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.requests import FOLDER, ask
 from tests.support.tiny import make_plain, plain_data
 
@@ -99,6 +100,11 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["ask", str(tmp_path / "nowhere"), "save"])
     assert ended.value.code == 2 and "is not a folder" in capsys.readouterr().err
+
+
+def test_a_run_that_has_ended_is_not_asked(tmp_path):
+    Journal(str(tmp_path)).write("end", 5, reason="complete")
+    assert ask(str(tmp_path), "save", 60.0) == "refused: the run has ended (complete)"
 
 
 class Passes(TrainerCallback):

@@ -48,7 +48,7 @@ def test_a_run_that_can_go_on(tmp_path, said):
             control.should_training_stop = state.global_step == 3
 
     train(tmp_path, callbacks=[Stop()], **SAVED)
-    assert "Stopped at step 3 of 4, by a callback or a limit of time." in said()
+    assert "Stopped at step 3 of 4, by a callback, a request or a limit of time." in said()
     assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2; {GOES_ON}"
 
 
