@@ -288,9 +288,10 @@ def test_whole_numbers_with_a_point(make_args):
 
 def test_columns_of_an_evaluation_do_not_explain_training(make_args):
     others = [{**sample, "extra": 1} for sample in plain_data(8)]
+    samples = [{"x": sample["x"]} for sample in others]
+    trainer = Trainer(make_plain(), make_args(), train_dataset=samples, eval_dataset=others)
     with pytest.raises(InvalidArgument, match="returned no loss") as caught:
-        samples = [{"x": sample["x"]} for sample in plain_data(8)]
-        Trainer(make_plain(), make_args(), train_dataset=samples, eval_dataset=others).train()
+        trainer.train()
     assert not any("extra" in note for note in caught.value.__notes__)
 
 
