@@ -1,8 +1,10 @@
 """Optimizers: each of `optim` equal to transformers', or why not; and those that the user brings."""
 
 import importlib
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +42,11 @@ def settings_of(name, **more):
 
 def test_every_name_is_in_the_table():
     assert OPTIMIZERS.keys() == {name.value for name in OptimizerNames}
+    page = (Path(__file__).parents[2] / "docs/guides/one-device.md").read_text().partition("## Optimizers")[2]
+    first_cells = [
+        line.split("|")[1] for line in page.splitlines() if line.startswith("| `") and "`optim` |" not in line
+    ]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first_cells))) == sorted(OPTIMIZERS)
     assert SCHEDULES.keys() == set(SchedulerType)
 
 
