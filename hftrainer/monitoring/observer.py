@@ -9,6 +9,7 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 _SLOW, _SLOW_SECONDS = 20, 1.0
 #: Seconds between two looks at the memory of the process.
 _SAMPLE_PERIOD = 0.1
-#: Steps from which the median is known.
-_KNOWN = 10
+#: Steps from which the median is known, and the most of which it is taken.
+_KNOWN, _REMEMBERED = 10, 1000
 #: What waits for data → what to do about it.
 _REMEDIES = {
     "the dataset": "raise dataloader_num_workers, or prepare the samples before training",
@@ -106,7 +107,8 @@ class Observer(TrainerCallback):
 
     def _begin_interval(self, now: dict[str, float]) -> None:
         self._begin, self._memory = now, 0
-        self._steps: list[float] = []
+        self._count = 0
+        self._latest: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_begin = _in_steps(now)
 
     def values(self) -> dict[str, float]:
@@ -115,10 +117,10 @@ class Observer(TrainerCallback):
         spent = {name: value - self._begin.get(name, 0.0) for name, value in now.items()}
         training = _in_steps(spent)
         found: dict[str, float] = {}
-        if "speed" in self.what and self._steps:
+        if "speed" in self.what and self._count:
             rates = {name: self._sum_over_data(int(spent[name])) / training for name in ("tokens", "samples")}
             found = {f"{name}_per_second": rate for name, rate in rates.items() if rate}
-            found["step_seconds"] = training / len(self._steps)
+            found["step_seconds"] = training / self._count
         if "time" in self.what:
             shares = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
             found |= {name: spent[part] / spent["time"] for name, part in shares.items()}
@@ -127,8 +129,8 @@ class Observer(TrainerCallback):
         if self.flops is not None and self.flops.counted and self._peak:
             elements = spent["tokens"] or spent["samples"]
             found["mfu"] = self.flops.counted * elements / self._first_elements / training / self._peak
-        if len(self._steps) >= _KNOWN:
-            self._median = statistics.median(self._steps)
+        if len(self._latest) >= _KNOWN:
+            self._median = statistics.median(self._latest)
             self._check_data(spent)
         self._begin_interval(now)
         return found
@@ -199,9 +201,10 @@ class Observer(TrainerCallback):
         """Note the time of the step, and the memory."""
         now, seconds, self._step = time.perf_counter(), self.measured.seconds(), state.global_step
         in_steps = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
-        self._steps.append(in_steps - self._step_begin)
+        self._count += 1
+        self._latest.append(in_steps - self._step_begin)
         self._step_begin = in_steps
-        self._check_step(self._steps[-1])
+        self._check_step(self._latest[-1])
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_PERIOD
             self._memory = max(self._memory, _process_memory())
