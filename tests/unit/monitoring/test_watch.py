@@ -277,7 +277,7 @@ def read_until(terminal, text):
     while text.encode() not in found:
         assert time.monotonic() < end, found.decode(errors="replace")
         found += os.read(terminal, 100_000)
-    return found.decode()
+    return found.decode(errors="replace")
 
 
 def test_a_terminal(tmp_path, processes):
