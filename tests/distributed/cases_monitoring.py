@@ -1,5 +1,6 @@
 """A run in ranks that is observed, and is asked to save, evaluate and stop."""
 
+import time
 from pathlib import Path
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
@@ -14,14 +15,21 @@ class Asked(TrainerCallback):
     """Notes the steps after which the rank evaluates and saves; rank 0 asks as a file would, and at once."""
 
     def __init__(self, requested):
-        self.requested, self.done = dict(requested), []
+        self.requested, self.done, self.at, self.seconds = dict(requested), [], 0.0, []
 
     def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(0.02)
         request = self.requested.get(state.global_step)
         if request is not None and args.process_index == 0:
             folder = Path(args.output_dir, requests.FOLDER)
             folder.mkdir(exist_ok=True)
             (folder / request).touch()
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            now = time.perf_counter()
+            self.seconds.append(now - self.at)
+            self.at = now
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.done.append(("evaluate", state.global_step))
@@ -37,11 +45,13 @@ def train(folder, requested, resume=None):
         {"input_ids": [3] * length, "labels": [3] * length} for _ in range(40) for length in LENGTHS for _ in "ab"
     ]
     args = TrainingArguments(
-        str(folder), max_steps=12, logging_steps=4, per_device_train_batch_size=2, use_cpu=True, save_steps=100,
+        str(folder), max_steps=20, logging_steps=4, per_device_train_batch_size=2, use_cpu=True, save_steps=100,
         train_sampling_strategy="sequential", observe=True, disable_tqdm=True, report_to="none",
     )  # fmt: skip
     asked = Asked(requested)
     trainer = Trainer(make_llama(), args, train_dataset=samples, eval_dataset=samples[:2], callbacks=[asked])
     trainer.train(resume_from_checkpoint=resume)
     lines = [line for line in trainer.state.log_history if "loss" in line]
+    for line, seconds in zip(lines, asked.seconds, strict=True):
+        line["seconds"] = seconds  # by a clock outside
     return asked.done, trainer.state.global_step, lines, trainer.model.state_dict()

@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import pickle
+import statistics
 import time
 
 import pytest
@@ -152,13 +153,17 @@ class Timed(Trainer):
 
 
 def test_times_by_a_clock_outside(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 12, "observe": True}
+    """The median of some intervals, since the process may be interrupted between the two clocks."""
+    settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 24, "observe": True}
     given = {"eval_dataset": plain_data(16), "trainer_class": Timed, "train_dataset": Slow(plain_data(40))}
-    for whole, evaluating, line in train(tmp_path, trainer=given, **settings).state.measured[1:]:
-        assert line["eval_share"] * whole == pytest.approx(evaluating, rel=0.02)
-        assert line["step_seconds"] * 4 == pytest.approx(whole - evaluating, rel=0.02)
+    measured = train(tmp_path, trainer=given, **settings).state.measured[1:]
+    of_evaluations = [line["eval_share"] * whole / evaluating for whole, evaluating, line in measured]
+    of_steps = [line["step_seconds"] * 4 / (whole - evaluating) for whole, evaluating, line in measured]
+    assert statistics.median(of_evaluations) == pytest.approx(1, abs=0.02)
+    assert statistics.median(of_steps) == pytest.approx(1, abs=0.02)
+    for whole, _, line in measured:
         assert line["samples_per_second"] * line["step_seconds"] == pytest.approx(4)
-        assert line["data_wait"] * whole > 4 * 4 * 0.005
+        assert line["data_wait"] * whole > 3 * 4 * 0.005  # at the end of an epoch no batch is read ahead
 
 
 def slowly_collated(samples):
