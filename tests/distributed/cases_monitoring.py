@@ -18,7 +18,7 @@ class Asked(TrainerCallback):
         self.requested, self.done, self.at, self.seconds = dict(requested), [], 0.0, []
 
     def on_step_end(self, args, state, control, **kwargs):
-        time.sleep(0.02)
+        time.sleep(0.05)
         request = self.requested.get(state.global_step)
         if request is not None and args.process_index == 0:
             folder = Path(args.output_dir, requests.FOLDER)
