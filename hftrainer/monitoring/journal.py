@@ -31,28 +31,27 @@ ACTIVITIES = ("steps", "data", "evaluation", "saving")
 class Journal:
     """Appends events to the journal of a run.
 
-    Args:
-        folder: the run's `output_dir`; None writes nothing, as on the other ranks.
+    Attributes:
+        folder: the run's `output_dir`; None writes nothing, as on the other ranks, and after a failure.
     """
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
-        self._path = None if folder is None else os.path.join(folder, NAME)
 
     def write(self, event: str, step: int, **values: Any) -> None:
         """Append an event. If that fails, as on a full disk, a warning says so, and no further one is written."""
-        if self._path is None:
+        if self.folder is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, "step": step, **values}, default=str)
         try:
-            os.makedirs(os.path.dirname(self._path), exist_ok=True)
-            with open(self._path, "a+b") as file:
+            os.makedirs(self.folder, exist_ok=True)
+            with open(os.path.join(self.folder, NAME), "a+b") as file:
                 # After a kill, the last line may be incomplete.
                 is_whole = not file.tell() or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
                 file.write((b"" if is_whole else b"\n") + line.encode() + b"\n")
         except OSError as error:
+            self.folder = None  # before the warning, which would be written to the journal
             logger.warning("The journal cannot be written, and is not continued: %s", error)
-            self._path = None
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -155,10 +155,8 @@ class Observer(TrainerCallback):
 
     def goodput(self) -> float | None:
         """The share of all time since the run's first start that went into steps that count; None without a journal."""
-        if self.journal.folder is None:
-            return None
         self.write_interval()
-        return goodput(read_events(self.journal.folder))
+        return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

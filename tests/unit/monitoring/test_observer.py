@@ -270,6 +270,13 @@ def test_a_journal_that_cannot_be_written(tmp_path, caplog):
     assert caplog.text.count("The journal cannot be written") == 1
 
 
+def test_a_run_whose_journal_cannot_be_written(tmp_path, caplog):
+    """The warning, which warnings in the journal would repeat without end, comes once, and the run goes on."""
+    (tmp_path / "journal.jsonl").mkdir()
+    assert train(tmp_path, observe=True).state.global_step == 6
+    assert caplog.text.count("The journal cannot be written") == 1
+
+
 class Failing:
     """A collator that calls a function which a copy of it does not have."""
 
