@@ -52,11 +52,8 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; one error names them all, and those out of range.
     """
+    _make_whole(args)
     # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
-    for name, about in ARGUMENTS.items():
-        value = getattr(args, name, None)
-        if about.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
-            setattr(args, name, int(value))  # as from YAML, or a division
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
     if wrong:
@@ -97,6 +94,14 @@ def normalize(args: BaseArguments) -> None:
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
         if isinstance(value, float) and 1 < value < math.inf and value == int(value):
+            setattr(args, name, int(value))
+
+
+def _make_whole(args: BaseArguments) -> None:
+    """Convert whole numbers with a point, as from YAML or a division, where only whole numbers make sense."""
+    for name, about in ARGUMENTS.items():
+        value = getattr(args, name, None)
+        if about.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
             setattr(args, name, int(value))
 
 
@@ -150,6 +155,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *(_check_run(args) if complete or is_negative else ()),
         *_check_loading(args),
         *_check_choices(args),
+        *_check_monitoring(args),
         *_check_intervals(args),
         *_check_best_model(args),
         *_check_precision(args),
@@ -312,20 +318,20 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
-    try:
-        observed(args.observe)
-    except InvalidArgument as error:
-        yield str(error)
+    if isinstance(args.label_names, str):
+        yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
+
+
+def _check_monitoring(args: BaseArguments) -> Iterator[str]:
     for name in ("save_minutes", "eval_minutes"):
         if (minutes := getattr(args, name)) is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
             yield f"{name}={minutes!r}: give a number of minutes above 0, or None."
-    if args.metrics_port is not None:
-        try:
+    try:
+        observed(args.observe)
+        if args.metrics_port is not None:
             read_address(args.metrics_port)
-        except InvalidArgument as error:
-            yield str(error)
-    if isinstance(args.label_names, str):
-        yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
+    except InvalidArgument as error:
+        yield str(error)
 
 
 def _check_intervals(args: BaseArguments) -> Iterator[str]:

@@ -63,7 +63,7 @@ class ReadingLog:
         self.draws_seed = False
         self._workers, self._keeps_workers = loader.num_workers, loader.persistent_workers
         self._reads_rounds = loader.loader_plan.round_size is not None
-        self._loader, self._draws = loader, True
+        self._draws = True
         self._streams = isinstance(loader.dataset, IterableDataset)
         saves_stream = self._streams and not self._workers and is_stateful(loader.source)
         self._stateful: Any = loader.source if saves_stream else None
@@ -73,10 +73,10 @@ class ReadingLog:
         #: The same, for the first of the batches that are scattered together (`dispatch_batches`).
         self._states_before_round: dict[int, bytes] = {}
 
-    def begin_epoch(self) -> None:
-        """Forget the last epoch, except the states of persistent workers."""
+    def begin_epoch(self, *, draws: bool) -> None:
+        """Forget the last epoch, except the states of persistent workers. `draws`: whether reading may draw numbers."""
         self.count, self.before, self.stream, self.draws_seed = 0, None, None, False
-        self._draws = may_draw(self._loader)
+        self._draws = draws
         self._latest_states = self._latest_states if self._keeps_workers else {}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
 
@@ -209,7 +209,7 @@ class EpochReader:
             self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
         self._opened = self._sources.capture()
         if self._log is not None:
-            self._log.begin_epoch()
+            self._log.begin_epoch(draws=may_draw(self.loader))
         if resume_point is None:
             iterator = iter(_set_epoch(self.loader, epoch))
             return iterator if self._log is not None else self._timed(iterator)

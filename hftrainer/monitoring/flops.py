@@ -39,11 +39,15 @@ class FlopCounter:
     model runs uncompiled, since torch compiles nothing while it counts. What activation checkpointing computes again
     does not count, as is usual for MFU.
 
+    Args:
+        peak: operations a second at which the device computes at most.
+
     Attributes:
         counted: operations of the first micro-batch on this process; None before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peak: float) -> None:
+        self.peak = peak
         self.counted: int | None = None
         self._mode: _Counting | None = None
         self._contexts = contextlib.ExitStack()

@@ -78,11 +78,20 @@ class Progress:
         if self.phase == "starting":
             self.phase = "training"
 
-    def enter_phase(self, phase: str) -> str:
-        """Begin a phase, and return the previous one."""
+    def enter_phase(self, phase: str) -> None:
+        """Begin a phase."""
         self.note_sign()
-        previous, self.phase, self._is_slow = self.phase, phase, phase == "saving"
-        return previous
+        self.phase, self._is_slow = phase, phase == "saving"
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: str) -> Iterator[None]:
+        """Enter a phase for the block."""
+        before = self.phase
+        self.enter_phase(phase)
+        try:
+            yield
+        finally:
+            self.enter_phase(before)
 
     def seconds_since_sign(self) -> float:
         """Seconds since the last sign."""

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 NAME = "journal.jsonl"
 #: The activities of an interval.
 ACTIVITIES = ("steps", "data", "evaluation", "saving")
+#: Reasons of an end after which nothing is to be done.
+COMPLETE = ("complete", "stopped")
 
 
 class Journal:
@@ -72,14 +74,17 @@ def read_events(folder: str) -> list[dict[str, Any]]:
         return []
 
 
+def begins_another(event: dict[str, Any], reason: str | None) -> bool:
+    """Whether another run begins with the event, not a restart; `reason` is why the last start ended, if known."""
+    return event["event"] == "begin" and event.get("resumed_from") is None and reason in COMPLETE
+
+
 def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events since the first start of the last run: a start from scratch after one that ended begins another."""
     first, reason = 0, None
     for index, event in enumerate(events):
-        if event["event"] == "begin":
-            first = index if reason in ("complete", "stopped") and event.get("resumed_from") is None else first
-            reason = None
-        elif event["event"] == "end":
+        first = index if begins_another(event, reason) else first
+        if event["event"] in ("begin", "end"):
             reason = event.get("reason")
     return events[first:]
 

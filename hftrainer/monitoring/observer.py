@@ -63,12 +63,8 @@ class Observer(TrainerCallback):
         measured: what is measured elsewhere.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
         flops: counts the operations of the first micro-batch; None where the peak of the hardware is unknown.
-        peak: operations a second of the device; None if unknown.
         journal: where events are written.
         facts: values for the first event.
-
-    Attributes:
-        highest_memory: the highest peak of all intervals, in bytes.
     """
 
     def __init__(
@@ -77,17 +73,16 @@ class Observer(TrainerCallback):
         measured: Measured,
         sum_over_data: Callable[[int], int],
         flops: FlopCounter | None,
-        peak: float | None,
         journal: Journal,
         facts: Mapping[str, Any],
     ) -> None:
         self.what, self.measured, self.journal, self.flops = what, measured, journal, flops
-        self._sum_over_data, self._peak, self._facts = sum_over_data, peak, facts
-        self._first_elements = self._step = self._written_step = self.highest_memory = 0
+        self._sum_over_data, self._facts = sum_over_data, facts
+        self._first_elements = self._step = self._written_step = 0
         self._median: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
-        samples_memory = "memory" in what and not devices.has_memory_peak()
+        samples_memory = "memory" in what and devices.memory_peak() is None
         self._next_sample = 0.0 if samples_memory else math.inf
         self._begin_interval(self._read())
         self._written = self._begin
@@ -126,9 +121,9 @@ class Observer(TrainerCallback):
             found |= {name: spent[part] / spent["time"] for name, part in shares.items()}
         if "memory" in self.what:
             found["peak_memory_mb"] = self._take_memory() / 1e6
-        if self.flops is not None and self.flops.counted and self._peak:
+        if self.flops is not None and self.flops.counted:
             elements = spent["tokens"] or spent["samples"]
-            found["mfu"] = self.flops.counted * elements / self._first_elements / training / self._peak
+            found["mfu"] = self.flops.counted * elements / self._first_elements / training / self.flops.peak
         if len(self._latest) >= _KNOWN:
             self._median = statistics.median(self._latest)
             self._check_data(spent)
@@ -137,19 +132,14 @@ class Observer(TrainerCallback):
 
     def _take_memory(self) -> int:
         """The peak of memory since the last call, in bytes: of the tensors on the accelerator, or of this process."""
-        peak = devices.memory_peak()
-        if peak is not None:
-            devices.reset_memory_peak()
-        self._memory = max(self._memory, _process_memory() if peak is None else peak)
-        self.highest_memory = max(self.highest_memory, self._memory)
-        return self._memory
+        peak = devices.take_memory_peak()
+        return max(self._memory, _process_memory()) if peak is None else peak
 
     def write_interval(self) -> None:
         """Write to the journal where the time since the last such event went."""
         now = self._read()
-        spent = {name: now[name] - self._written[name] for name in ("time", "data", "evaluation", "saving")}
-        seconds = {"steps": 2 * spent["time"] - sum(spent.values()), **spent}
-        del seconds["time"]
+        spent = {name: now[name] - self._written[name] for name in ("data", "evaluation", "saving")}
+        seconds = {"steps": now["time"] - self._written["time"] - sum(spent.values()), **spent}
         self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
         self._written, self._written_step = now, self._step
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import sort_checkpoints
-from hftrainer.monitoring.journal import ACTIVITIES, NAME, goodput, parse, without_undone
+from hftrainer.monitoring.journal import ACTIVITIES, COMPLETE, NAME, begins_another, goodput, parse, without_undone
 from hftrainer.parallel.environment import has_ended
 from hftrainer.reporting.plot import curves, read_state
 
@@ -104,11 +104,6 @@ class RunSummary:
         self.seconds.update(event["seconds"])
         self.pace = self.pace[0] + event["steps"], self.pace[1] + sum(event["seconds"].values())
 
-    def is_followed_by(self, event: Event) -> bool:
-        """Whether another run begins with the event, as `of_last_run` has it."""
-        is_complete = self.end is not None and self.end["reason"] in ("complete", "stopped")
-        return is_complete and event["event"] == "begin" and event["resumed_from"] is None
-
     def state(self, now: float) -> str:
         """'unobserved', 'running', 'silent' (no sign of life), 'killed', 'complete', 'stopped' or 'failed'.
 
@@ -118,7 +113,7 @@ class RunSummary:
         if self.begin is None or self.last is None:
             return "unobserved"
         if self.end is not None:
-            return self.end["reason"] if self.end["reason"] in ("complete", "stopped") else "failed"
+            return self.end["reason"] if self.end["reason"] in COMPLETE else "failed"
         if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
             return "killed"
         return "silent" if now - self.last["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
@@ -162,7 +157,8 @@ class WatchedRun:
                         break
                     self._offset += len(line)
                     if (event := parse(line)) is not None:
-                        if self.summary.is_followed_by(event):
+                        end = self.summary.end
+                        if begins_another(event, None if end is None else end["reason"]):
                             self.summary = RunSummary()
                         self.summary.add(event)
         except FileNotFoundError:

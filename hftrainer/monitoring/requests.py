@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +135,7 @@ class _Profile:
         logger.warning("The trace is in %s: open it in https://ui.perfetto.dev.", path)
 
 
-def ask(folder: str, request: str, timeout: float, sleep: Callable[[float], None] = time.sleep) -> str | None:
+def ask(folder: str, request: str, timeout: float) -> str | None:
     """Ask the run in a folder, and return its answer; None if it gave none in time, and the request is withdrawn.
 
     A run that has ended, by its journal, is not asked.
@@ -145,7 +144,6 @@ def ask(folder: str, request: str, timeout: float, sleep: Callable[[float], None
         folder: the run's `output_dir`.
         request: one of `REQUESTS`.
         timeout: seconds to wait; a run answers after its optimizer step.
-        sleep: waits between two looks.
     """
     if (events := read_events(folder)) and events[-1]["event"] == "end":
         return f"refused: the run has ended ({events[-1].get('reason')})"
@@ -160,6 +158,6 @@ def ask(folder: str, request: str, timeout: float, sleep: Callable[[float], None
             answer: str = json.loads(done.read_text())["answer"]
             done.unlink()
             return answer
-        sleep(0.2)
+        time.sleep(0.2)
     path.unlink(missing_ok=True)
     return None

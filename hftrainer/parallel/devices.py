@@ -103,18 +103,29 @@ def memory_used() -> int | None:
 def memory_peak() -> int | None:
     """Peak of `memory_used` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
     module = _module_in_use()
-    return None if module in (None, torch.mps) else int(module.max_memory_allocated())
+    return None if module in (None, torch.mps) else max(_peak_taken[0], int(module.max_memory_allocated()))
 
 
-def has_memory_peak() -> bool:
-    """Whether `memory_peak` is measured."""
-    return _module_in_use() not in (None, torch.mps)
+def take_memory_peak() -> int | None:
+    """The peak since the last call or reset. `memory_peak`, which others read, goes on from the reset."""
+    module = _module_in_use()
+    if module in (None, torch.mps):
+        return None
+    peak = int(module.max_memory_allocated())
+    _peak_taken[0] = max(_peak_taken[0], peak)
+    module.reset_peak_memory_stats()
+    return peak
 
 
 def reset_memory_peak() -> None:
     """Start a new measurement of the peak."""
+    _peak_taken[0] = 0
     if (module := _module_in_use()) not in (None, torch.mps):
         module.reset_peak_memory_stats()
+
+
+#: The highest peak since the reset that `take_memory_peak` has returned, as the only item.
+_peak_taken = [0]
 
 
 def _module_in_use() -> Any:

@@ -151,9 +151,6 @@ class LoaderFactory(Component):
         assert self.trainer._signature_columns is not None
         return self.trainer._signature_columns
 
-    #: The `id` of the error that was explained last.
-    _explained = 0
-
     @contextlib.contextmanager
     def explain_removed_columns(self, *datasets: Any) -> Iterator[None]:
         """Explain errors in the block that come from a key that the batch lacks or the model does not accept.
@@ -164,9 +161,9 @@ class LoaderFactory(Component):
         try:
             yield
         except (TypeError, KeyError, ValueError) as error:
-            if id(error) == self._explained or isinstance(error, RemovedColumn):  # by an evaluation within training
+            if isinstance(error, RemovedColumn) or "_is_explained" in vars(error):  # by an evaluation within training
                 raise
-            self._explained = id(error)
+            vars(error)["_is_explained"] = True
             given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
             kept = self.trainer._signature_columns
             if isinstance(error, TypeError):

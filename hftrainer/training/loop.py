@@ -444,7 +444,12 @@ class TrainingLoop:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block, an 'evaluation' or 'saving', and report it to what observes the run."""
-        with contextlib.nullcontext() if self.observer is None else self.observer.phase(name), self.run.timing(name):
+        with contextlib.ExitStack() as stack:
+            if self.observer is not None:
+                stack.enter_context(self.observer.phase(name))
+            if self.run.health is not None:
+                stack.enter_context(self.run.health.in_phase(name))
+            stack.enter_context(self.run.timing(name))
             yield
         if self.requests is not None:
             self.requests.note(name)

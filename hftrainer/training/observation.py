@@ -33,8 +33,7 @@ def make_observer(components: Components, loop: TrainingLoop) -> Observer | None
         what,
         Measured(lambda: components.run.seconds, loop.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
-        None if peak is None else FlopCounter(),
-        peak,
+        None if peak is None else FlopCounter(peak),
         Journal(_folder(trainer, loop) if writes else None),
         {
             "world_size": trainer.args.world_size,

@@ -84,13 +84,10 @@ class Run:
     def timing(self, what: str) -> Iterator[None]:
         """Add the time of the block to `seconds`."""
         start = time.perf_counter()
-        phase = None if self.health is None else self.health.enter_phase("saving" if what == "saving" else "evaluation")
         try:
             yield
         finally:
             self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
-            if self.health is not None and phase is not None:
-                self.health.enter_phase(phase)
 
     def begin(self) -> None:
         """Reset the state of one attempt at training."""

@@ -125,6 +125,21 @@ def test_workers_on_mps(mac, monkeypatch, available, settings, context):
     assert make(**settings).dataloader_multiprocessing_context == context
 
 
+def test_a_peak_that_is_taken_counts_for_the_others(monkeypatch):
+    """`observe` asks for the peak of each interval; the memory report and the summary for that of a whole stage."""
+    module = SimpleNamespace(peak=0)
+    module.max_memory_allocated = lambda: module.peak
+    module.reset_peak_memory_stats = lambda: setattr(module, "peak", 0)
+    monkeypatch.setattr(devices, "_module_in_use", lambda: module)
+    devices.reset_memory_peak()
+    module.peak = 7
+    assert (devices.memory_peak(), devices.take_memory_peak(), devices.memory_peak()) == (7, 7, 7)
+    module.peak = 3
+    assert (devices.take_memory_peak(), devices.memory_peak()) == (3, 7)
+    devices.reset_memory_peak()
+    assert devices.memory_peak() == 0
+
+
 def test_memory_on_mps(mac, monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
