@@ -112,6 +112,10 @@ class HubError(RuntimeError):
     """The Hub cannot be reached, or refuses a request; the message explains what to do."""
 
 
+class StorageError(RuntimeError):
+    """The storage of `storage_url` cannot be reached, or refuses a request."""
+
+
 class SearchFailed(RuntimeError):
     """A hyperparameter search has not completed any trial; the message lists how they ended."""
 

@@ -267,6 +267,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     if summary.library_name == "peft":
         card = add_peft_parts(card, model)
     write_atomically(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
+    trainer._hftrainer.storage.upload_files()
 
 
 def _check_types(summary: TrainingSummary) -> None:

@@ -833,6 +833,7 @@ class Trainer(EarlierMethods):
         with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as keywords:
             if keywords is not None:
                 self._save(folder, **keywords)
+        self._hftrainer.storage.upload_files()
         if self.args.push_to_hub and not _internal_call:
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -861,6 +862,7 @@ class Trainer(EarlierMethods):
         """Write `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
             self._hftrainer.saver.write_state(str(self.args.output_dir))
+            self._hftrainer.storage.upload_files()
 
     def _get_output_dir(self, trial: Any) -> str:
         """The folder of the checkpoints: `output_dir`, or a folder in it for each trial of a search."""
@@ -1164,6 +1166,7 @@ class Trainer(EarlierMethods):
         """
         if self.is_world_process_zero():
             write_metrics(str(self.args.output_dir), split, metrics, combined=combined)
+            self._hftrainer.storage.upload_files()
 
     # ---- Processes ---------------------------------------------------------------------------------------------
 

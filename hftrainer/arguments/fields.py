@@ -390,6 +390,21 @@ class CurrentArguments:
     save_on_each_node: bool = arg(
         False, "With several nodes, write on the disk of each node.", "4.15", "training_args: should_save"
     )
+    storage_url: str | None = arg(
+        None,
+        "URL for checkpoints and all else in output_dir, such as 's3://bucket/run': uploaded in the background, and "
+        "fetched to resume. A URL as output_dir means the same, with a folder of the cache for local files.",
+        OURS,
+        "training.storage",
+        read_once=True,
+    )
+    keep_local: int = arg(
+        1,
+        "With storage_url, checkpoints to keep on the local disk, besides the best.",
+        OURS,
+        "storage.mirror",
+        minimum=1,
+    )
     save_on_interrupt: bool = arg(
         True,
         "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "

@@ -29,6 +29,7 @@ from hftrainer.arguments.choices import (
 )
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.storage import separate_storage
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load
@@ -61,6 +62,7 @@ def normalize(args: BaseArguments) -> None:
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
         raise InvalidArgument(f"output_dir={args.output_dir!r}: give the path of a folder.")
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
+    separate_storage(args)
     # push_to_hub_organization alone gives 'organization/'; add the folder's name.
     if args.hub_model_id and args.hub_model_id.endswith("/"):
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))

@@ -302,7 +302,16 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
     if not manifest.is_file():
         return None
     try:
-        content: Any = json.loads(manifest.read_text(encoding="utf-8"))
+        text = manifest.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpoint(f"{manifest} cannot be read") from error
+    return parse_manifest(text, str(manifest))
+
+
+def parse_manifest(text: str, path: str) -> dict[str, Entry]:
+    """The entries of a manifest; DamagedCheckpoint, naming its path, if it cannot be read."""
+    try:
+        content: Any = json.loads(text)
         files = content["files"]
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
             raise ValueError("a file is outside of the folder")
@@ -310,4 +319,4 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
             raise ValueError("the list has another checksum")
         return {name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{manifest} cannot be read") from error
+        raise DamagedCheckpoint(f"{path} cannot be read") from error

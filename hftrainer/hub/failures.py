@@ -95,8 +95,10 @@ def _reason_of_response(error: BaseException, status: int, text: str, has_token:
     return text
 
 
-def with_retries(act: Callable[[], T], waits: Sequence[float]) -> T:
-    """Call `act`, and retry it after each of `waits`, in seconds, as long as the error is transient.
+def with_retries(
+    act: Callable[[], T], waits: Sequence[float], may_pass: Callable[[Exception], bool] = is_transient
+) -> T:
+    """Call `act`, and retry it after each of `waits`, in seconds, as long as the error may pass.
 
     The client retries most requests itself, but not the one that creates a repository.
     """
@@ -104,7 +106,7 @@ def with_retries(act: Callable[[], T], waits: Sequence[float]) -> T:
         try:
             return act()
         except Exception as error:
-            if not is_transient(error):
+            if not may_pass(error):
                 raise
             time.sleep(wait)
     return act()

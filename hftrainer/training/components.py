@@ -22,7 +22,17 @@ from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training import control_actions, hub_uploader, loader_factory, model_setup, runner, saver, setup, steps
+from hftrainer.training import (
+    control_actions,
+    hub_uploader,
+    loader_factory,
+    model_setup,
+    runner,
+    saver,
+    setup,
+    steps,
+    storage,
+)
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:
@@ -72,6 +82,7 @@ class Components:
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
         hub_uploader: uploads to the Hub.
+        storage: keeps the output folder at a URL.
         runner: runs `train()`.
     """
 
@@ -102,6 +113,7 @@ class Components:
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
         self.hub_uploader = hub_uploader.HubUploader(self)
+        self.storage = storage.Storage(self)
         self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,10 +124,11 @@ class Components:
         return {**vars(self.trainer), **dict.fromkeys(_LOCAL_TRAINER_ATTRIBUTES), "_eval_dataloaders": {}}
 
     def rebuild(self) -> None:
-        """Create engine, accelerator and uploads for a copied Trainer."""
+        """Create engine, accelerator, storage and uploads for a copied Trainer."""
         self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
         self.trainer.create_accelerator_and_postprocess()
+        self.storage.open()
         if self.trainer.args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
 

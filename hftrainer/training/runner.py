@@ -113,6 +113,7 @@ class TrainingRunner(Component):
             clear_stale(output_dir)
         processes.barrier()
         folder: str | None
+        resume_from_checkpoint = self.components.storage.fetch(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
             return folder
@@ -216,6 +217,7 @@ class TrainingRunner(Component):
             components.checkpoint_writer.wait_ignoring_errors()
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
                 components.uploads.finish(is_urgent=lambda: True)  # a search goes on with the next trial instead
+            components.storage.finish_after_error()
             raise
         finally:
             if self.run.loop is not None:
@@ -347,13 +349,15 @@ class TrainingRunner(Component):
         kept = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
         # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        if trainer.args.should_save and kept is not None and trainer.args.save_total_limit == 1 and not writer.failed:
-            delete_all_but_best(kept, run_dir)
+        keeps_best_alone = kept is not None and trainer.args.save_total_limit == 1 and not writer.failed
+        if trainer.args.should_save and keeps_best_alone and self.components.storage.mirror is None:
+            delete_all_but_best(str(kept), run_dir)
         self.components.announce("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
+        self.components.storage.finish(kept if keeps_best_alone else None)
         if trial is None and trainer.is_world_process_zero():
             self._summarize(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:

@@ -321,9 +321,17 @@ class CheckpointSaver(Component):
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
-        if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
-            return lambda: self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
         # Keep the checkpoint from which a restart with smaller batches resumes.
         needed = [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
         best = self.trainer.state.best_model_checkpoint
-        return functools.partial(rotate_checkpoints, run_dir, self.trainer.args.save_total_limit, best, [path, *needed])
+        upload = self.components.storage.uploading(path, [best, *needed])
+
+        def rotate_as_overridden() -> None:
+            self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
+            if upload is not None:
+                upload()
+
+        if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
+            return rotate_as_overridden
+        limit = self.trainer.args.save_total_limit
+        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed])

@@ -127,6 +127,7 @@ class TrainerSetup(Component):
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
         if args.should_save:
             os.makedirs(str(args.output_dir), exist_ok=True)
+        self.components.storage.open()
         self.components.announce("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):

@@ -23,7 +23,7 @@ from hftrainer.trainer_utils import get_last_checkpoint
 #: What a job is given besides training arguments.
 OPTIONS = {
     **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
-    **{"adapters": False, "exact": False},
+    **{"adapters": False, "exact": False, "kill_upload": 0},
 }
 #: Events of the interpreter at which a file is touched.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
@@ -121,6 +121,26 @@ def kill_at(event, folder):
         sys.addaudithook(audit)
 
 
+def kill_upload(number):
+    """`kill -9` this process in the middle of the upload of a file, the one of this number; 0 for never."""
+    from fsspec.implementations.dirfs import DirFileSystem
+
+    original, left = DirFileSystem.put_file, number
+
+    def put_file(self, local, name, **keywords):
+        nonlocal left
+        left -= 1
+        if left:
+            return original(self, local, name, **keywords)
+        content = Path(local).read_bytes()
+        if "file" in self.fs.protocol:  # others write a file whole or not at all
+            self.pipe_file(name, content[: len(content) // 2])
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    if number:
+        DirFileSystem.put_file = put_file
+
+
 class AddsFiles(Trainer):
     def _save_checkpoint(self, model, trial):
         place = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
@@ -138,6 +158,7 @@ def main(folder, settings):
         without_compiler()
     options = {key: settings.pop(key, default) for key, default in OPTIONS.items()}
     kill_at(options["kill_at"], folder)
+    kill_upload(options["kill_upload"])
     torch.manual_seed(1)
     defaults = {
         **{"per_device_train_batch_size": 4, "num_train_epochs": 4, "learning_rate": 1e-2, "save_steps": 7},

@@ -1,0 +1,42 @@
+"""`storage_url`, also given as `output_dir`."""
+
+from __future__ import annotations
+
+import os
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants
+
+from hftrainer.arguments.base import BaseArguments
+from hftrainer.errors import InvalidArgument
+
+
+def separate_storage(args: BaseArguments) -> None:
+    """Move a URL from `output_dir` to `storage_url`, so that `output_dir` is always a local folder.
+
+    Raises:
+        InvalidArgument: for two URLs, or one with a password.
+    """
+    given = str(args.output_dir)
+    if "://" in given:
+        if args.storage_url not in (None, given):
+            raise InvalidArgument(f"output_dir={given!r}, storage_url={args.storage_url!r}: give one URL.")
+        args.storage_url = given
+        args.output_dir = staging_folder_of(given)
+    if args.storage_url is None:
+        return
+    if "://" not in args.storage_url:
+        raise InvalidArgument(f"storage_url={args.storage_url!r}: give a URL, such as 's3://bucket/run'.")
+    if urlsplit(args.storage_url).password:
+        raise InvalidArgument(
+            "storage_url: a password in a URL would be written into logs and checkpoints. Give the credentials as the "
+            "environment variables or the configuration file of the package for this kind of storage."
+        )
+    args.storage_url = args.storage_url.rstrip("/")
+
+
+def staging_folder_of(url: str) -> str:
+    """The local folder for the files of a URL, in the cache of Hugging Face (HF_HOME)."""
+    parts = urlsplit(url)
+    inside = os.path.normpath(f"/{parts.netloc.rpartition('@')[2]}/{parts.path}").lstrip("/")
+    return os.path.join(constants.HF_HOME, "hftrainer", parts.scheme, inside)

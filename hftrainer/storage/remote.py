@@ -1,0 +1,212 @@
+"""A folder at a URL, by fsspec. A checkpoint in it is whole if and only if its manifest is there.
+
+The manifest is uploaded last and removed first, and names all other files. Listings are used only to find the
+checkpoints, since a listing may be incomplete.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+import fsspec
+from fsspec.implementations.dirfs import DirFileSystem
+
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
+from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
+from hftrainer.hub.failures import with_retries, without_tokens
+
+T = TypeVar("T")
+
+#: Seconds before each retry of a request that has failed.
+WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
+#: Errors with which the same request would fail again.
+_PERMANENT = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+_CHECKPOINT = re.compile(rf"(?:^|/){names.PREFIX_CHECKPOINT_DIR}-(\d+)/?$")
+#: Names of environment variables whose values appear in no message.
+_SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|_KEY|KEY_ID|SAS|CONNECTION_STRING)$")
+
+
+class RemoteFolder:
+    """A run's output folder at a URL. Names of checkpoints and files are relative to it.
+
+    Args:
+        url: such as `s3://bucket/run`; fsspec finds the credentials in the environment.
+
+    Raises:
+        InvalidArgument: for a URL of an unknown kind.
+        MissingPackage: if the package for this kind of URL is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        is_local = url.startswith(("file://", "local://"))
+        try:
+            system, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if is_local else {}))
+        except ImportError as error:  # names the package
+            raise MissingPackage(f"{url} needs a package that is not installed: {error}.") from None
+        except ValueError as error:
+            raise InvalidArgument(f"storage_url={url!r}: {error}; s3://, gs://, hf:// and file:// are known.") from None
+        self.url = url
+        self._system = DirFileSystem(path, system)
+
+    def check_access(self) -> None:
+        """Write and remove a small file.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        probe = f"_tmp_{os.getpid()}"
+        self._call(lambda: self._system.pipe_file(probe, b"hftrainer"), f"{self.url} cannot be written")
+        self._call(lambda: self._system.rm_file(probe), f"Files at {self.url} cannot be deleted")
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------
+
+    def checkpoints(self, folder: str = "") -> list[str]:
+        """The names of the checkpoints in a folder, whole or not, by their steps."""
+        found = [(int(match[1]), name) for name in self._list(folder) if (match := _CHECKPOINT.search(name))]
+        return [name for _, name in sorted(found)]
+
+    def manifest(self, checkpoint: str) -> dict[str, Entry] | None:
+        """The entries of a checkpoint's manifest; None for one that is not whole."""
+        path = f"{checkpoint}/{names.MANIFEST_NAME}"
+        try:
+            content: bytes = self._call(lambda: self._system.cat_file(path), f"{self.url}/{path} cannot be read")
+            return parse_manifest(content.decode(), f"{self.url}/{path}")
+        except (FileNotFoundError, DamagedCheckpoint, UnicodeDecodeError):  # its upload was interrupted
+            return None
+
+    def upload(self, local: Path, checkpoint: str) -> None:
+        """Upload a whole checkpoint. Until its manifest is there, the checkpoint does not exist.
+
+        Raises:
+            StorageError: if that fails, after retries.
+        """
+        manifest = f"{checkpoint}/{names.MANIFEST_NAME}"
+        entries = parse_manifest((local / names.MANIFEST_NAME).read_text(encoding="utf-8"), str(local))
+        self.delete([manifest])
+        self.delete(set(self._find(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
+        for name in entries:
+            self.upload_file(local / name, f"{checkpoint}/{name}")
+        self.upload_file(local / names.MANIFEST_NAME, manifest)
+
+    def download(self, checkpoint: str, local: str) -> None:
+        """Download a checkpoint into a local folder, whole or not at all.
+
+        Raises:
+            StorageError: if that fails, after retries.
+            DamagedCheckpoint: if the checkpoint is not whole, or a file has other bytes than its manifest says.
+            OSError: if the local disk fails.
+        """
+        entries = self.manifest(checkpoint)
+        if entries is None:
+            raise DamagedCheckpoint(f"{self.url}/{checkpoint} has no manifest: its upload was interrupted.")
+        folder = CheckpointFolder(local)
+        folder.begin()
+        try:
+            for name, entry in entries.items():
+                path, url = folder.staging / name, f"{self.url}/{checkpoint}/{name}"
+                try:
+                    self.download_file(f"{checkpoint}/{name}", path)
+                except FileNotFoundError:
+                    raise DamagedCheckpoint(f"{url} is missing.") from None
+                if (path.stat().st_size, crc32_of_file(path)) != (entry.size, entry.crc32):
+                    raise DamagedCheckpoint(f"{url} has other contents than when it was written.")
+            folder.publish({str(folder.staging / name): entry for name, entry in entries.items()})
+        except BaseException:
+            folder.discard()
+            raise
+
+    def remove(self, checkpoint: str) -> None:
+        """Delete a checkpoint, its manifest first."""
+        self.delete([f"{checkpoint}/{names.MANIFEST_NAME}"])
+        self.delete(self._find(checkpoint))
+
+    # ---- Files -------------------------------------------------------------------------------------------------
+
+    def files(self) -> list[str]:
+        """The names of all files outside of checkpoints."""
+        return [name for name in self._find("") if not any(map(_CHECKPOINT.search, _parents(name)))]
+
+    def upload_file(self, local: Path, name: str) -> None:
+        """Upload one file."""
+        self._call(lambda: self._system.put_file(str(local), name), f"{self.url}/{name} cannot be written")
+
+    def download_file(self, name: str, local: Path) -> None:
+        """Download one file; FileNotFoundError if there is none."""
+        local.parent.mkdir(parents=True, exist_ok=True)
+        self._call(lambda: self._system.get_file(name, str(local)), f"{self.url}/{name} cannot be read")
+
+    def delete(self, files: Iterable[str]) -> None:
+        """Delete files, where they exist."""
+        for name in files:
+            try:
+                self._call(functools.partial(self._system.rm_file, name), f"{self.url}/{name} cannot be deleted")
+            except FileNotFoundError:
+                continue
+
+    def _list(self, folder: str) -> list[str]:
+        """The names in a folder; none if it does not exist."""
+        self._system.invalidate_cache()
+        try:
+            return self._call(lambda: self._system.ls(folder, detail=False), f"{self.url} cannot be listed")
+        except FileNotFoundError:
+            return []
+
+    def _find(self, folder: str) -> list[str]:
+        """The names of all files below a folder."""
+        self._system.invalidate_cache()
+        try:
+            return self._call(lambda: self._system.find(folder), f"{self.url} cannot be listed")
+        except FileNotFoundError:
+            return []
+
+    def _call(self, act: Callable[[], T], failure: str) -> T:
+        """Call `act`, with retries.
+
+        Raises:
+            FileNotFoundError: if a file does not exist.
+            OSError: if the local disk is full.
+            StorageError: for all other errors, without their causes, which may show credentials.
+        """
+        try:
+            return with_retries(act, WAITS, _is_transient)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise
+            raise StorageError(f"{failure}: {reason(error)}.") from None
+
+
+def digest(entries: dict[str, Entry] | None) -> int | None:
+    """A checksum of a manifest, by which to compare two copies of a checkpoint."""
+    return None if entries is None else crc32_of_list({name: vars(entry) for name, entry in entries.items()})
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, without credentials, as the end of a sentence."""
+    text = without_tokens(" ".join(str(error).split())).rstrip(".")
+    for name, value in os.environ.items():
+        if len(value) > 7 and _SECRET.search(name):
+            text = text.replace(value, f"<{name}>")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Whether a retry may succeed: neither refused, nor a full disk, nor credentials that are missing."""
+    is_full = isinstance(error, OSError) and error.errno in _FULL
+    return not (is_full or isinstance(error, _PERMANENT) or "Credential" in type(error).__name__)
+
+
+def _parents(name: str) -> list[str]:
+    """The folders above a file, from the topmost."""
+    parts = name.split("/")[:-1]
+    return ["/".join(parts[: count + 1]) for count in range(len(parts))]

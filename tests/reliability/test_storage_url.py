@@ -1,0 +1,292 @@
+"""An output folder at a URL: what is there after faults, and what another machine resumes from."""
+
+import errno
+import json
+import os
+import threading
+
+import boto3
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from hftrainer import TrainingArguments
+from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, InvalidArgument, MissingPackage, StorageError
+from hftrainer.storage import remote
+from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, finished, make_trainer, truncate
+from tests.support.jobs import Forked, assert_same, names, weights
+from tests.support.storages import FaultyStorage, files_at, whole_checkpoints
+
+KINDS = ("memory", "file", "s3")
+FAULTY = "faulty://bucket/run"
+#: The rates do not depend on the number of steps.
+CONSTANT = {"lr_scheduler_type": "constant"}
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """A server of S3, whose address and keys are in the environment; botocore reads them."""
+    server = ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    given = {"AWS_ACCESS_KEY_ID": "an-access-key", "AWS_SECRET_ACCESS_KEY": "a-secret-key"}
+    given |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in given.items():
+            environment.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="bucket")
+        yield given
+    server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch):
+    monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
+    FaultyStorage.reset()
+
+
+@pytest.fixture(params=KINDS)
+def url(request, tmp_path):
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+    return {"memory": f"memory://{tmp_path.name}", "file": f"file://{tmp_path}/bucket/run"}.get(
+        request.param, f"s3://bucket/{tmp_path.name}"
+    )
+
+
+@pytest.fixture
+def undisturbed(tmp_path):
+    return finished(make_trainer(tmp_path / "undisturbed", **CONSTANT))
+
+
+def on_machine(folder, url=FAULTY, **settings):
+    return make_trainer(folder, storage_url=url, **{**CONSTANT, **settings})
+
+
+@pytest.mark.parametrize("settings", [{}, BACKGROUND], ids=["at once", "in the background"])
+def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
+    first = on_machine(tmp_path / "a", url, max_steps=6, save_total_limit=2, **settings)
+    first.train(resume_from_checkpoint="auto")
+    assert whole_checkpoints(url) == ["checkpoint-3", "checkpoint-6"]
+    second = on_machine(tmp_path / "b", url, save_total_limit=2, **settings)
+    second.train(resume_from_checkpoint="auto")
+    assert_same_end(second, undisturbed)
+    assert whole_checkpoints(url) == ["checkpoint-6", "checkpoint-9"]
+    assert [name for name in names(tmp_path / "b") if name.startswith("checkpoint")] == ["checkpoint-9"]
+    second.save_model()
+    second.save_state()
+    second.save_metrics("train", {"train_loss": 1.0})
+    second.create_model_card()
+    assert {"model.safetensors", "trainer_state.json", "train_results.json", "README.md"} <= {*files_at(url)}
+
+
+def test_a_url_as_output_dir(tmp_path, monkeypatch, undisturbed):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    args = TrainingArguments("s3://bucket/run/", report_to="none")
+    assert (args.storage_url, args.output_dir) == ("s3://bucket/run", str(tmp_path / "home/hftrainer/s3/bucket/run"))
+    trainer = finished(make_trainer(FAULTY, max_steps=6, **CONSTANT))
+    assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6"]
+    assert trainer.args.output_dir == str(tmp_path / "home/hftrainer/faulty/bucket/run")
+    elsewhere = finished(make_trainer(tmp_path / "b", **CONSTANT), f"{FAULTY}/checkpoint-6")
+    assert_same_end(elsewhere, undisturbed)
+    with pytest.raises(CheckpointNotFound, match="checkpoint-5: it has no hftrainer_manifest"):
+        finished(make_trainer(tmp_path / "b"), f"{FAULTY}/checkpoint-5")
+    with pytest.raises(CheckpointNotFound, match="give the URL of a checkpoint-xxx folder"):
+        finished(make_trainer(tmp_path / "b"), FAULTY)
+
+
+@pytest.mark.parametrize("of_time", [1, 2, 5, 8, 9, 10, 14, 20, 26])
+def test_a_network_that_fails_once(tmp_path, of_time, undisturbed):
+    """At each request: it is repeated, and nothing is missing."""
+
+    def fail(request, path):
+        if len(FaultyStorage.requests) == of_time:
+            raise ConnectionResetError("gone")
+
+    FaultyStorage.fault = fail
+    assert_same_end(finished(on_machine(tmp_path / "a")), undisturbed)
+    assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-6", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "hftrainer_manifest.json"])
+def test_a_network_that_goes_down(tmp_path, caplog, file, undisturbed):
+    """In the middle of a checkpoint: training goes on, the earlier one is whole, and this machine uploads the rest."""
+
+    def fail(request, path):
+        if (request == "put" and path.endswith(f"checkpoint-6/{file}")) or "down" in state:
+            state.add("down")
+            raise TimeoutError("no answer")
+
+    state = set()
+    FaultyStorage.fault = fail
+    assert_same_end(finished(on_machine(tmp_path / "a")), undisturbed)
+    FaultyStorage.fault = None
+    assert whole_checkpoints(FAULTY) == ["checkpoint-3"]
+    assert "checkpoint-6 is deleted, though it was not uploaded: keep_local=1" in caplog.text
+    assert "Not uploaded to faulty://bucket/run: checkpoint-9" in caplog.text
+    assert [name for name in names(tmp_path / "a") if name.startswith("checkpoint")] == ["checkpoint-9"]
+    finished(on_machine(tmp_path / "a"), resume=True)
+    assert whole_checkpoints(FAULTY) == ["checkpoint-3", "checkpoint-9"]
+
+
+def test_a_network_that_comes_back(tmp_path):
+    """What was missing and is still here is uploaded with the next checkpoint."""
+
+    def fail(request, path):
+        if "checkpoint-3" in path and len(FaultyStorage.requests) < 12:
+            raise TimeoutError("no answer")
+
+    FaultyStorage.fault = fail
+    finished(on_machine(tmp_path / "a", keep_local=3, save_total_limit=2))
+    assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_a_storage_that_refuses(tmp_path, caplog, number):
+    def refuse(request, path):
+        if request == "put":
+            raise OSError(number, os.strerror(number), path)
+
+    FaultyStorage.fault = refuse
+    assert finished(on_machine(tmp_path / "a")).state.global_step == 9
+    assert "is written, but not uploaded" in caplog.text and os.strerror(number) in caplog.text
+    assert len(FaultyStorage.requests) < 30  # such errors are not repeated
+    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 is written, but not uploaded"):
+        finished(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
+
+
+def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkeypatch, caplog):
+    secret = "abcdefghijkl"
+    monkeypatch.setenv("SOME_SECRET", secret)
+
+    def refuse(self, path, *others, **keywords):
+        raise PermissionError(f"not with {secret}, see https://host/key?X-Amz-Signature=0123")
+
+    monkeypatch.setattr(FaultyStorage, "pipe_file", refuse)
+    with pytest.raises(StorageError, match="faulty://bucket/run cannot be written: PermissionError") as raised:
+        on_machine(tmp_path / "a").train()
+    assert secret not in f"{raised.value}{caplog.text}" and "0123" not in f"{raised.value}{caplog.text}"
+    assert raised.value.__suppress_context__
+
+
+def test_what_a_listing_does_not_show(tmp_path, undisturbed):
+    """A checkpoint that a listing leaves out is not found; files that it leaves out are there all the same."""
+    finished(on_machine(tmp_path / "a"))
+    FaultyStorage.hidden = ("checkpoint-9",)
+    resumed = OnSave(lambda folder: None)
+    trainer = finished(on_machine(tmp_path / "b", callbacks=[resumed]), "auto")
+    assert_same_end(trainer, undisturbed)
+    FaultyStorage.hidden = ("optimizer.pt", "hftrainer_manifest.json")
+    assert_same_end(finished(on_machine(tmp_path / "c"), "auto"), undisturbed)
+    assert ("get", "/bucket/run/checkpoint-9/optimizer.pt") in FaultyStorage.requests
+
+
+@pytest.mark.parametrize("harm", ["gone", "other bytes", "half a manifest"])
+def test_a_damaged_checkpoint_is_skipped(tmp_path, caplog, harm, undisturbed):
+    finished(on_machine(tmp_path / "a"))
+    system = fsspec.filesystem("faulty")
+    file = "/bucket/run/checkpoint-9/" + ("hftrainer_manifest.json" if harm == "half a manifest" else "optimizer.pt")
+    content = bytearray(system.cat_file(file))
+    content[100] ^= 1
+    system.rm_file(file)
+    if harm != "gone":
+        system.pipe_file(file, bytes(content if harm == "other bytes" else content[:100]))
+    assert_same_end(finished(on_machine(tmp_path / "b"), "auto"), undisturbed)
+    assert "Downloading faulty://bucket/run/checkpoint-6" in caplog.text or "checkpoint-9 is skipped" in caplog.text
+    assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"  # written again
+
+
+def test_local_space_is_bounded(tmp_path):
+    """While uploads are slower than saves, training waits; then the older ones go."""
+    free, most = threading.Event(), []
+
+    def slow(request, path):
+        if request == "put":
+            most.append(len([name for name in names(tmp_path / "a") if "checkpoint" in name]))
+            free.wait(0.01)
+
+    FaultyStorage.fault = slow
+    finished(on_machine(tmp_path / "a", save_steps=1, keep_local=2, **BACKGROUND))
+    assert max(most) <= 4  # two, one that is uploaded, one that is written
+    assert whole_checkpoints(FAULTY) == [f"checkpoint-{step}" for step in range(1, 10)]
+
+
+def test_the_best_is_kept_and_fetched(tmp_path):
+    settings = {**BEST, "learning_rate": 0.5, "save_total_limit": 1}
+    whole = finished(on_machine(tmp_path / "a", "memory://best", **settings))
+    best = whole.state.best_model_checkpoint
+    assert whole_checkpoints("memory://best") == [os.path.basename(best)]
+    first = on_machine(tmp_path / "b", callbacks=[At(7, lambda: 1 / 0)], save_on_interrupt=False, **settings)
+    with pytest.raises(ZeroDivisionError):
+        first.train()
+    second = finished(on_machine(tmp_path / "c", **settings), "auto")
+    assert os.path.basename(second.state.best_model_checkpoint) == os.path.basename(best)
+    assert_same_end(second, whole)
+
+
+def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
+    finished(on_machine(tmp_path / "a"))
+    fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
+    trainer = on_machine(tmp_path / "a", max_steps=2)
+    trainer.train(resume_from_checkpoint="auto")
+    assert "checkpoint-9 is deleted: it was uploaded, and is no longer at faulty://bucket/run" in caplog.text
+    assert trainer.state.global_step == 2
+
+
+def test_a_local_checkpoint_that_is_damaged(tmp_path, undisturbed):
+    finished(on_machine(tmp_path / "a"))
+    truncate(tmp_path / "a" / "checkpoint-9" / "optimizer.pt")
+    assert_same_end(finished(on_machine(tmp_path / "a", max_steps=9), True), undisturbed)
+    assert whole_checkpoints(FAULTY)[-1] == "checkpoint-9"
+
+
+def test_a_run_that_does_not_resume_is_told(tmp_path, caplog):
+    finished(on_machine(tmp_path / "a"))
+    finished(on_machine(tmp_path / "b", save_total_limit=2))
+    assert "faulty://bucket/run already has checkpoints, up to checkpoint-9" in caplog.text
+    assert whole_checkpoints(FAULTY) == ["checkpoint-6", "checkpoint-9"]
+
+
+@pytest.mark.parametrize("kind", ["file", "s3"])
+def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
+    """Each time on a machine without local files: nothing is lost beyond the last whole checkpoint."""
+    environment = request.getfixturevalue("s3") if kind == "s3" else {}
+    url = f"s3://bucket/{tmp_path.name}" if kind == "s3" else f"file://{tmp_path}/bucket"
+    last = 0
+    for attempt, upload in enumerate((3, 20, 8, 25, 13)):
+        job = Forked(tmp_path / f"killed-{attempt}", environment, kill_upload=upload, storage_url=url)
+        job.process.join()
+        assert job.process.exitcode == -9, job.output.read_text()
+        there = whole_checkpoints(url)
+        assert [int(name[11:]) for name in there] == sorted(int(name[11:]) for name in there)
+        now = int(there[-1][11:]) if there else 0
+        assert now >= last
+        last = now
+    assert last > 14
+    Forked(tmp_path / "end", environment, storage_url=url).finish()
+    Forked(tmp_path / "undisturbed").finish()
+    assert_same(weights(tmp_path / "end"), weights(tmp_path / "undisturbed"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"storage_url": "bucket/run"}, InvalidArgument, "give a URL, such as 's3://bucket/run'"),
+        ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password in a URL would be written"),
+        ({"storage_url": "nosuch://bucket"}, InvalidArgument, "Protocol not known: nosuch"),
+        ({"storage_url": "gs://bucket/run"}, MissingPackage, "gcsfs"),
+        ({"keep_local": 0, "storage_url": FAULTY}, InvalidArgument, "keep_local=0"),
+    ],
+)
+def test_what_cannot_be_used(tmp_path, settings, error, words):
+    with pytest.raises(error, match=words) as raised:
+        make_trainer(tmp_path, **settings)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_url_of_two_kinds():
+    with pytest.raises(InvalidArgument, match="give one URL"):
+        TrainingArguments("s3://a/b", storage_url="s3://c/d")
+    args = TrainingArguments("s3://a/b", report_to="none")
+    again = TrainingArguments(**{"output_dir": args.output_dir, "storage_url": args.storage_url, "report_to": "none"})
+    assert json.loads(again.to_json_string())["storage_url"] == "s3://a/b"
