@@ -120,6 +120,13 @@ class ProgressCallback(TrainerCallback):
                 sys.stdout = sys.stdout.stream
 
 
+def close_bars(callbacks: list[Any]) -> None:
+    """Close the bar of a run that ends early; otherwise Python redraws it at exit, below the last message."""
+    for callback in callbacks:
+        if isinstance(callback, ProgressCallback):
+            callback.close()
+
+
 class _AboveBars:
     """`sys.stdout` while a terminal shows a bar: lines that a script prints are above it."""
 
@@ -217,7 +224,9 @@ def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = N
     if "epoch" in logs:
         parts.append(f"ep {logs['epoch']:<5.2f}")
     measured = {_measurement(name): value for name, value in logs.items()}
-    for name in [name for name in logs if _measurement(name) is None and name not in (*_READABLE, "epoch", "total_flos")]:
+    for name in [
+        name for name in logs if _measurement(name) is None and name not in (*_READABLE, "epoch", "total_flos")
+    ]:
         value = logs[name]
         parts.append(f"{name} {value:<6.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
     parts += [show(logs[name]) for name, show in _READABLE.items() if name in logs]

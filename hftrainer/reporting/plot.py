@@ -189,7 +189,7 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def lines(folders: list[str]) -> list[Line]:
-    """The curves of runs: one run has a colour per curve; several have a colour and a mark per run, a dash per curve."""
+    """The curves of runs: one run has a colour per curve; several have a colour and mark per run, a dash per curve."""
     runs = run_names(folders) if len(folders) > 1 else [""]
     states = [read_run(folder) for folder in folders]
     return _with_styles([line for run, state in zip(runs, states, strict=True) for line in _plain_lines(state, run)])

@@ -48,6 +48,11 @@ SCRIPT = """
     trainer.train()
     assert sys.stdout is stdout
     trainer.evaluate()
+    trainer.train_dataset = [{{"absent": 1}}]
+    try:
+        trainer.train()
+    except Exception:
+        assert sys.stdout is stdout
 """
 
 
