@@ -18,13 +18,14 @@ _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
-    body = differences.partition("\n## ")[2]
+    body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
-    arguments = re.sub(r"(?m)^\| `(\w+)` \|", r'| <span id="\1"></span>`\1` |', arguments)
+    # A name is a heading, so that the search finds its row.
+    arguments = re.sub(r"(?m)^\| `(\w+)` \|", r'| <h3 id="\1"><code>\1</code></h3> |', arguments)
     head = '---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>'
     pages = {
-        "differences.md": f"# Where it differs\n\n{measure}\n\n## {body}",
+        "differences.md": f"# Where it differs\n\n{measure}\n{body}",
         "arguments.md": f"{head}\n{arguments}\n</div>\n",
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
