@@ -2,7 +2,7 @@
 
 Pages link to files of the repository, so that links work in a clone; here they become links to pages.
 
-`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, and examples pages with their code.
+`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, and each example a page.
 """
 
 import json

@@ -30,13 +30,17 @@ names of checkpoint files, and the final weights by `torch.equal`.
 
 ## Where hftrainer differs
 
-**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script uses one of these:
+**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script uses one
+of these:
 
 """
 #: What a difference changes → its heading, and a sentence.
 GROUPS = {
     "numbers": ("What changes numbers", "Both give a result, and ours is another one."),
-    "checkpoints": ("What changes checkpoints, resuming and uploads", "The numbers of an undisturbed run are the same."),
+    "checkpoints": (
+        "What changes checkpoints, resuming and uploads",
+        "The numbers of an undisturbed run are the same.",
+    ),
     "runs": ("What runs in one of the two only", "The other ends with an error, or ignores what it was given."),
     "messages": ("What changes messages, cards and inner workings", "Numbers and checkpoints are the same."),
 }
