@@ -117,6 +117,7 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.close()
             self.training_bar = None
             if isinstance(sys.stdout, _AboveBars):
+                sys.stdout.flush()
                 sys.stdout = sys.stdout.stream
 
 
@@ -131,7 +132,10 @@ class _AboveBars:
     """`sys.stdout` while a terminal shows a bar: lines that a script prints are above it."""
 
     def __init__(self, stream: TextIO) -> None:
+        from tqdm import tqdm
+
         self.stream = stream
+        self._tqdm = tqdm
         self._pid = os.getpid()
         self._begun = ""
 
@@ -140,26 +144,26 @@ class _AboveBars:
 
     def write(self, text: str) -> int:
         """Write whole lines, and keep the beginning of another."""
-        lines, newline, self._begun = (self._begun + text).rpartition("\n")
-        self._write(lines + newline)
+        if os.getpid() != self._pid:  # a worker of a loader has copies of the bars, and their lock
+            return self.stream.write(text)
+        with self._tqdm.get_lock():
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            self._show(lines + newline)
         return len(text)
 
     def flush(self) -> None:
         """Write the beginning of a line too."""
-        self._write(self._begun)
-        self._begun = ""
+        if os.getpid() == self._pid:
+            with self._tqdm.get_lock():
+                begun, self._begun = self._begun, ""
+                self._show(begun)
         self.stream.flush()
 
-    def _write(self, text: str) -> None:
-        from tqdm import tqdm
-
-        # A worker of a loader has copies of the bars, and their lock.
-        if text and os.getpid() == self._pid:
-            with tqdm.external_write_mode():
+    def _show(self, text: str) -> None:
+        if text:
+            with self._tqdm.external_write_mode():
                 self.stream.write(text)
                 self.stream.flush()
-        elif text:
-            self.stream.write(text)
 
 
 class PrinterCallback(TrainerCallback):

@@ -39,6 +39,9 @@ SCRIPT = """
             print("Begun", end=" ", flush=True)
             print("and ended.")
 
+        def on_train_end(self, args, state, control, **kwargs):
+            print("Never ended", end="")
+
     args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
     trainer = Trainer(
@@ -149,6 +152,7 @@ def test_on_a_terminal(tmp_path, processes):
     assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\r\n", text) == [b""] * 4
     assert re.findall(rb"([^\r\n]*)Printed twice\.\r\n", text) == [b""] * 4
     assert re.findall(rb"([^\r\n]*)Begun ", text) == [b""] * 4
+    assert b"Never ended" in text
 
 
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
