@@ -2,9 +2,10 @@
 
 Pages link to files of the repository, so that links work in a clone; here they become links to pages.
 
-`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, and examples files of the site.
+`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, and each example a page.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
-    body = differences.partition("\n## ")[2]
+    body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
-    arguments = re.sub(r"(?m)^\| `(\w+)` \|", r'| <span id="\1"></span>`\1` |', arguments)
+    # A name is a heading, so that the search finds its row.
+    arguments = re.sub(r"(?m)^\| `(\w+)` \|", r'| <h3 id="\1"><code>\1</code></h3> |', arguments)
     head = '---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>'
     pages = {
-        "differences.md": f"# Where it differs\n\n{measure}\n\n## {body}",
+        "differences.md": f"# Where it differs\n\n{measure}\n{body}",
         "arguments.md": f"{head}\n{arguments}\n</div>\n",
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
     }
@@ -32,8 +34,21 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, name, content=text))
     for example in (ROOT / "examples").rglob("*.*"):
         if example.suffix in (".py", ".ipynb"):
-            files.append(File.generated(config, example.relative_to(ROOT).as_posix(), content=example.read_text()))
+            path, text = example.relative_to(ROOT), example.read_text(encoding="utf-8")
+            files.append(File.generated(config, path.as_posix(), content=text))
+            files.append(File.generated(config, path.with_suffix(".md").as_posix(), content=_shown(path, text)))
     return files
+
+
+def _shown(path: Path, text: str) -> str:
+    """A page with the code of a script or notebook."""
+    head = f"[Download]({path.name}){{download}}, [gallery]({'../' * (len(path.parts) - 1)}gallery.md)"
+    code, prose = "\n```python\n{}\n```\n", "\n{}\n"
+    cells = [{"cell_type": "markdown", "source": f"# {path.name}"}, {"cell_type": "code", "source": text}]
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+    parts = [(code if each["cell_type"] == "code" else prose).format("".join(each["source"]).strip()) for each in cells]
+    return f"---\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -48,5 +63,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         anchor = link[1] or ""
         return f"]({top}arguments.md)" if anchor == "#arguments" else f"]({top}differences.md{anchor})"
 
-    markdown = re.sub(r"\]\((?:\.\./)+examples/", f"]({top}examples/", markdown)
+    markdown = re.sub(r"\]\((?:\.\./)+(examples/[\w/]+)\.(?:py|ipynb)\)", rf"]({top}\1.md)", markdown)
     return re.sub(r"\]\((?:\.\./)+COMPATIBILITY\.md(#[\w-]+)?\)", link_to_page, markdown)

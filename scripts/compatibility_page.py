@@ -29,7 +29,21 @@ The measure is `transformers` 5.24. "The same" means exactly: every entry of `lo
 names of checkpoint files, and the final weights by `torch.equal`.
 
 ## Where hftrainer differs
+
+**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script uses one
+of these:
+
 """
+#: What a difference changes → its heading, and a sentence.
+GROUPS = {
+    "numbers": ("What changes numbers", "Both give a result, and ours is another one."),
+    "checkpoints": (
+        "What changes checkpoints, resuming and uploads",
+        "The numbers of an undisturbed run are the same.",
+    ),
+    "runs": ("What runs in one of the two only", "The other ends with an error, or ignores what it was given."),
+    "messages": ("What changes messages, cards and inner workings", "Numbers and checkpoints are the same."),
+}
 RELEASES = """
 ## Releases of transformers
 
@@ -185,7 +199,8 @@ argument may be a little older; old names have their exact releases. `hftrainer`
 
 def page() -> str:
     """The text of COMPATIBILITY.md."""
-    differences = "".join(_differences(subject) for subject in DIFFERENCES)
+    differences = "".join(_differences(changes) for changes in GROUPS)
+    uses = "".join(f"- {subject}: {'; '.join(found)}\n" for subject, found in DIFFERENCES["numbers"].items())
     rows = "| argument | what it does | default | releases | here |\n| --- | --- | --- | --- | --- |\n"
     rows += "".join(_argument(name, about) for name, about in sorted(arguments_of(Seq2SeqTrainingArguments).items()))
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
@@ -199,6 +214,8 @@ def page() -> str:
     )
     attributes = "".join(_attribute(row) for row in differing.ATTRIBUTES)
     tables = (
+        uses,
+        _summary(),
         differences,
         RELEASES,
         releases,
@@ -229,9 +246,23 @@ def _argument(name: str, about: Argument) -> str:
     return f"| `{name}` | {about.help} | `{default}`{before} | {releases} | {here} |\n"
 
 
-def _differences(subject: str) -> str:
-    rows = "".join(f"| {what} | {why} |\n" for what, why in DIFFERENCES[subject].items())
-    return f"\n### {subject}\n\n| what | why |\n| --- | --- |\n{rows}"
+def _summary() -> str:
+    counts = {changes: sum(map(len, subjects.values())) for changes, subjects in DIFFERENCES.items()}
+    rows = "".join(f"| [{title}](#{_anchor(title)}) | {counts[changes]} |\n" for changes, (title, _) in GROUPS.items())
+    return f"\n| all differences, with reasons | rows |\n| --- | --- |\n{rows}"
+
+
+def _differences(changes: str) -> str:
+    title, sentence = GROUPS[changes]
+    tables = (
+        f"\n| {subject} | why |\n| --- | --- |\n" + "".join(f"| {what} | {why} |\n" for what, why in found.items())
+        for subject, found in DIFFERENCES[changes].items()
+    )
+    return f"\n### {title}\n\n{sentence}\n{''.join(tables)}"
+
+
+def _anchor(title: str) -> str:
+    return title.lower().replace(",", "").replace(" ", "-")
 
 
 def _attribute(row: dict[str, str]) -> str:

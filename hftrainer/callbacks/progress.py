@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import observed
@@ -16,7 +17,7 @@ from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_n
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import swap
 from hftrainer.compat.messages import wrapped
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.overrides import has_length, is_measurement
 
 
 def is_in_notebook() -> bool:
@@ -65,6 +66,8 @@ class ProgressCallback(TrainerCallback):
         """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
             self.training_bar = _bar(total=state.max_steps)
+            if not self.training_bar.disable and _is_terminal(sys.stdout):
+                sys.stdout = cast("TextIO", _AboveBars(sys.stdout))
         self.current_step = 0
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -113,6 +116,54 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
+            if isinstance(sys.stdout, _AboveBars):
+                sys.stdout.flush()
+                sys.stdout = sys.stdout.stream
+
+
+def close_bars(callbacks: list[Any]) -> None:
+    """Close the bar of a run that ends early; otherwise Python redraws it at exit, below the last message."""
+    for callback in callbacks:
+        if isinstance(callback, ProgressCallback):
+            callback.close()
+
+
+class _AboveBars:
+    """`sys.stdout` while a terminal shows a bar: lines that a script prints are above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from tqdm import tqdm
+
+        self.stream = stream
+        self._tqdm = tqdm
+        self._pid = os.getpid()
+        self._begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write whole lines, and keep the beginning of another."""
+        if os.getpid() != self._pid:  # a worker of a loader has copies of the bars, and their lock
+            return self.stream.write(text)
+        with self._tqdm.get_lock():
+            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            self._show(lines + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the beginning of a line too."""
+        if os.getpid() == self._pid:
+            with self._tqdm.get_lock():
+                begun, self._begun = self._begun, ""
+                self._show(begun)
+        self.stream.flush()
+
+    def _show(self, text: str) -> None:
+        if text:
+            with self._tqdm.external_write_mode():
+                self.stream.write(text)
+                self.stream.flush()
 
 
 class PrinterCallback(TrainerCallback):
@@ -130,35 +181,72 @@ def _text(shown: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, s
     """A log line as it is printed: `shown`, as the followed release does; of an observed run, for people."""
     if not observed(getattr(args, "observe", False)):
         return wrapped(str(shown), sys.stdout)
-    kept = re.sub(r"(?<=\S) (?=\S)", "\xa0", readable(logs, state))  # a name and its value stay together
+    width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
+    kept = re.sub(r"(?<=\S) (?=\S)", "\xa0", readable(logs, state, width))  # a name and its value stay together
     return wrapped(kept, sys.stdout).replace("\xa0", " ")
+
+
+def _is_terminal(stream: Any) -> bool:
+    return hasattr(stream, "isatty") and stream.isatty()
+
+
+def _rate(unit: str) -> Callable[[float], str]:
+    return lambda value: (f"{value:>6,.0f}" if value >= 100 else f"{value:>6.3g}") + f" {unit}"
 
 
 #: Value of an observed run → how a line for people shows it.
 _READABLE: dict[str, Callable[[float], str]] = {
-    "learning_rate": "lr {:.2e}".format,
-    "tokens_per_second": "{:>9,.0f} tokens/s".format,
-    "samples_per_second": "{:>8,.1f} samples/s".format,
-    "step_seconds": "{:>8.4g} s/step".format,
-    "peak_memory_mb": "{:>8,.0f} MB".format,
-    "mfu": "{:>6.1%} MFU".format,
-    "data_wait": "{:>4.0%} waiting".format,
-    "eval_share": "{:>4.0%} evaluating".format,
-    "save_share": "{:>4.0%} saving".format,
+    "grad_norm": "grad {:<5.3g}".format,
+    "learning_rate": "lr {:.1e}".format,
+}
+#: Measurements likewise, which may have a prefix like `eval_`. A narrow terminal leaves out the last of them.
+_MEASURED: dict[str, Callable[[float], str]] = {
+    "runtime": "{:.3g} s".format,
+    "tokens_per_second": _rate("tokens/s"),
+    "samples_per_second": _rate("samples/s"),
+    "data_wait": "wait {:>3.0%}".format,
+    "mfu": "{:.1%} MFU".format,
+    "eval_share": "eval {:.0%}".format,
+    "save_share": "save {:.0%}".format,
+    "peak_memory_mb": "{:,.0f} MB".format,
+    "step_seconds": "{:.3g} s/step".format,
+    "steps_per_second": _rate("steps/s"),
+    "model_preparation_time": "prepare {:.2g} s".format,
 }
 
 
-def readable(logs: Mapping[str, Any], state: TrainerState) -> str:
-    """A log line for people: the step first, values rounded and in columns. `log_history` keeps the numbers."""
-    width = len(f"{state.max_steps:,}")
-    parts = [f"{state.global_step:>{width},}/{state.max_steps:,}"]
+def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
+    """A log line for people: the step first, values rounded and in columns. `log_history` keeps the numbers.
+
+    Args:
+        logs: the log line.
+        state: the state of the run.
+        width: columns of the terminal, into which measurements are fitted; None shows all.
+    """
+    digits = len(f"{state.max_steps:,}")
+    parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}"]
     if "epoch" in logs:
-        parts.append(f"epoch {logs['epoch']:<6.4g}")
-    known = [name for name in _READABLE if name in logs and (not name.endswith("_share") or logs[name] >= 0.005)]
-    for name in [name for name in logs if name not in _READABLE and name not in ("epoch", "total_flos")]:
+        parts.append(f"ep {logs['epoch']:<5.2f}")
+    measured = {_measurement(name): value for name, value in logs.items()}
+    for name in [
+        name for name in logs if _measurement(name) is None and name not in (*_READABLE, "epoch", "total_flos")
+    ]:
         value = logs[name]
-        parts.append(f"{name} {value:<9.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
-    return "  ".join([*parts, *(_READABLE[name](logs[name]) for name in known)]).rstrip()
+        parts.append(f"{name} {value:<6.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
+    parts += [show(logs[name]) for name, show in _READABLE.items() if name in logs]
+    shown = [name for name in _MEASURED if name in measured]
+    shown = [name for name in shown if not name.endswith("_share") or measured[name] >= 0.005]
+    ends = [_MEASURED[name](measured[name]) for name in shown]
+    while ends and width is not None and len("  ".join([*parts, *ends])) > width:
+        ends.pop()
+    return "  ".join([*parts, *ends]).rstrip()
+
+
+def _measurement(name: str) -> str | None:
+    """The key of `_MEASURED` for an entry of a log line; None if it is no measurement."""
+    if name in _MEASURED or not is_measurement(name):
+        return name if name in _MEASURED else None
+    return next((key for key in _MEASURED if name.endswith(f"_{key}")), None)
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:

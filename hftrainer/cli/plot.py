@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def _compare(folders: list[str]) -> str:
         time = "" if seconds is None else duration(seconds)
         rows.append((name, *map(number, (*numbers, *rates)), time, "" if goodput is None else f"{goodput:.0%}"))
     known = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    return align(list(zip(*known, strict=True)))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return align(list(zip(*known, strict=True)), width)
 
 
 def _show(written: list[str], folders: list[str]) -> None:

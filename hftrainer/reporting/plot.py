@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import logging
 import math
@@ -37,6 +38,11 @@ SPEEDS = {
 PANELS |= SPEEDS
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
+#: Shape of a run's marks: matplotlib's and plotly's name.
+MARKS = {
+    **{"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down"},
+    **{"P": "cross", "<": "triangle-left", "X": "x", ">": "triangle-right"},
+}
 
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
 
@@ -138,6 +144,7 @@ class Line:
         run: what tells the run from others in the plot; empty for one run.
         colour: that of the run, or in a plot of one run that of the curve.
         dash: number of the style of its line.
+        mark: the shape of its marks, which tells runs apart in black and white.
     """
 
     panel: str
@@ -148,6 +155,15 @@ class Line:
     run: str = ""
     colour: str = COLOURS[0]
     dash: int = 0
+    mark: str = "o"
+
+    @property
+    def marked(self) -> list[int]:
+        """The indices of the points that have a mark: of one run all, if they are few, or else about ten."""
+        count = len(self.steps)
+        every = max(1, count // 10)
+        start = list(MARKS).index(self.mark) * every // len(MARKS)  # marks of runs that coincide lie side by side
+        return list(range(start, count, every)) if self.run else list(range(count if count < 30 else 0))
 
     @property
     def label(self) -> str:
@@ -173,7 +189,7 @@ def run_names(folders: list[str]) -> list[str]:
 
 
 def lines(folders: list[str]) -> list[Line]:
-    """The curves of runs: one run has a colour per curve; several have a colour per run and a dash per curve."""
+    """The curves of runs: one run has a colour per curve; several have a colour and mark per run, a dash per curve."""
     runs = run_names(folders) if len(folders) > 1 else [""]
     states = [read_run(folder) for folder in folders]
     return _with_styles([line for run, state in zip(runs, states, strict=True) for line in _plain_lines(state, run)])
@@ -199,7 +215,8 @@ def _with_styles(found: list[Line]) -> list[Line]:
         of_panel = places.setdefault(line.panel, {})
         place = of_panel.setdefault(line.name, len(of_panel))
         number, dash = (runs.index(line.run) if len(runs) > 1 else place), place
-        drawn[index] = replace(line, colour=COLOURS[number % len(COLOURS)], dash=dash % 4)
+        mark = list(MARKS)[runs.index(line.run) % len(MARKS)]
+        drawn[index] = replace(line, colour=COLOURS[number % len(COLOURS)], dash=dash % 4, mark=mark)
     return drawn
 
 
@@ -265,9 +282,9 @@ def draw_picture(drawn: list[Line], path: str, title: str) -> None:
         axis.set_xlim(first - margin, last + margin)
     for axis in axes[len(panels) :]:
         axis.remove()
-    runs = {line.run: line.colour for line in drawn if line.run}
+    runs = {line.run: {"color": line.colour, "marker": line.mark} for line in drawn if line.run}
     proxy = load("matplotlib.lines").Line2D
-    handles = [proxy([], [], color=colour, label=_shortened(run)) for run, colour in runs.items()]
+    handles = [proxy([], [], label=_shortened(run), **style) for run, style in runs.items()]
     if handles:
         count = max(1, min(4, 26 * columns // max(len(_shortened(run)) for run in runs)))
         figure.legend(handles=handles, loc="lower center", ncols=count, fontsize=8, frameon=False)
@@ -284,9 +301,9 @@ def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
     of_run = {"color": "black"} if shown[0].run else {}
     named: dict[str, Any] = {}
     for line in shown:
-        mark = "o" if len(line.steps) < 30 else None
         style = {"color": line.colour, "linestyle": dashes[line.dash], "linewidth": 1.3}
-        axis.plot(line.steps, line.values, marker=mark, markersize=3, **style)
+        marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
+        axis.plot(line.steps, line.values, **marks, **style)
         proxy = load("matplotlib.lines").Line2D
         named.setdefault(line.name, proxy([], [], label=line.name, **style | of_run))
         if line.best is not None:
@@ -297,7 +314,8 @@ def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
             )
     if gap := _gap(shown):
         axis.axvline(gap[0], color="red", linestyle=":")
-        axis.text(0.5, 0.02, gap[1], color="red", fontsize=8, ha="center", transform=axis.transAxes)
+        below = {"ha": "center", "va": "top", "transform": axis.transAxes}
+        axis.text(0.5, -0.175, gap[1], color="red", fontsize=8, **below)
     axis.set_title(panel, fontsize=11)
     axis.set_xlabel("optimizer step")
     axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
@@ -305,7 +323,7 @@ def _draw_panel(axis: Any, panel: str, shown: list[Line]) -> None:
     if _needs_log_scale(shown):
         axis.set_yscale("log")
     if panel == "share of time" or panel.startswith("peak memory"):
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, max([value for line in shown for value in line.finite], default=0) * 1.1 or 1)
     if len(named) == 1:
         axis.set_ylabel(*named)
     else:
@@ -327,11 +345,21 @@ def describe(drawn: list[Line]) -> str:
     return align(rows)
 
 
-def align(rows: list[tuple[str, ...]]) -> str:
-    """A text table, of rows that have a label first and numbers after it."""
+def align(rows: list[tuple[str, ...]], width: int | None = None) -> str:
+    """A text table, of rows that have a label first and numbers after it.
+
+    Args:
+        rows: the rows, with the headings.
+        width: characters of a line; columns that do not fit into it follow in a table below.
+    """
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    aligned = ([label.ljust(first), *map(str.rjust, cells, widths)] for label, *cells in rows)
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+    fitting = len(widths)
+    while width is not None and fitting > 1 and first + sum(widths[:fitting]) + 2 * fitting > width:
+        fitting -= 1
+    aligned = ([label.ljust(first), *map(str.rjust, cells[:fitting], widths[:fitting])] for label, *cells in rows)
+    table = "\n".join("  ".join(cells).rstrip() for cells in aligned)
+    rest = [(label, *cells[fitting:]) for label, *cells in rows]
+    return table if fitting == len(widths) else f"{table}\n\n{align(rest, width)}"
 
 
 def draw_html(drawn: list[Line], path: str, title: str) -> None:
@@ -339,29 +367,35 @@ def draw_html(drawn: list[Line], path: str, title: str) -> None:
     subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
     panels = _by_panel(drawn)
     spacing = 0.25 / len(panels)
+    gaps = {panel: gap for panel, shown in panels.items() if (gap := _gap(shown))}
+    titles = [f"{panel} <i>({gaps[panel][1]})</i>" if panel in gaps else panel for panel in panels]
     figure = subplots.make_subplots(
-        rows=len(panels), cols=1, subplot_titles=list(panels), shared_xaxes="all", vertical_spacing=spacing
+        rows=len(panels), cols=1, subplot_titles=titles, shared_xaxes="all", vertical_spacing=spacing
     )
     for row, (panel, shown) in enumerate(panels.items(), 1):
         for line in shown:
             style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
-            sizes = [12 if index == line.best else 4 for index in range(len(line.steps))]
-            shapes = ["star" if index == line.best else "circle" for index in range(len(line.steps))]
+            marked = dict.fromkeys(line.marked, 9 if line.run else 4)
+            sizes = [12 if index == line.best else marked.get(index, 0) for index in range(len(line.steps))]
+            shapes = ["star" if index == line.best else MARKS[line.mark] for index in range(len(line.steps))]
             group = line.run or panel
             trace = objects.Scatter(
                 **{"x": line.steps, "y": line.values, "name": line.name, "mode": "lines+markers", "line": style},
                 **{"marker": {"size": sizes, "symbol": shapes}, "legendgroup": group, "legendgrouptitle_text": group},
             )
             figure.add_trace(trace, row=row, col=1)
-        if gap := _gap(shown):
-            figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, annotation_text=gap[1], row=row, col=1)
+        names_shown = {line.name for line in shown}
+        figure.update_yaxes(title_text=shown[0].name if len(names_shown) == 1 else panel, row=row, col=1)
+        if panel in gaps:
+            figure.add_vline(gaps[panel][0], line={"color": "red", "dash": "dot"}, row=row, col=1)
         if _needs_log_scale(shown):
             figure.update_yaxes(type="log", row=row, col=1)
-    figure.update_xaxes(showticklabels=True)
-    figure.update_xaxes(title_text="optimizer step", row=len(panels), col=1)
+    figure.update_xaxes(showticklabels=True, title={"text": "optimizer step", "standoff": 2})
     legend = {"orientation": "h", "y": -0.2 / len(panels)}
     figure.update_layout(title=title, height=300 * len(panels) + 200, template="plotly_white", legend=legend)
-    figure.write_html(path, include_plotlyjs=True, config={"responsive": True})
+    page = figure.to_html(include_plotlyjs=True, config={"responsive": True})
+    head = f"<head><title>{html.escape(title)}</title>"
+    Path(path).write_text(page.replace("<head>", head, 1), encoding="utf-8")
 
 
 def load(module: str) -> Any:

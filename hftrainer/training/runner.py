@@ -15,6 +15,7 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import spelled
+from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
@@ -214,6 +215,7 @@ class TrainingRunner(Component):
                     self.run.signal_listener.leave()
         except BaseException as error:
             reason = type(error).__name__
+            close_bars(trainer.callback_handler.callbacks)
             components.checkpoint_writer.wait_ignoring_errors()
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
                 components.uploads.finish(is_urgent=lambda: True)  # a search goes on with the next trial instead

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.callbacks.progress import ProgressCallback
+from hftrainer.callbacks.progress import close_bars
 from hftrainer.compat.messages import tell
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.parallel.processes import Processes
@@ -240,8 +240,6 @@ class ControlSync:
             listener.received = None
             self._signal = 0
             return
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, ProgressCallback):
-                callback.close()  # otherwise Python redraws the bar at exit, below the last message
+        close_bars(self.trainer.callback_handler.callbacks)
         says_it = self.trainer.is_world_process_zero()
         listener.leave(summary.make_resume_hint(self.run.checkpoints_written, is_complete=False) if says_it else "")

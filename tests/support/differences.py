@@ -21,10 +21,10 @@ def files_in(folder: Path) -> list[str]:
 
 
 _LEDGER = tomllib.loads((Path(__file__).parents[2] / "compatibility.toml").read_text(encoding="utf-8"))
-#: What must differ → why, by subject.
-DIFFERENCES: dict[str, dict[str, str]] = {}
+#: What must differ and why: 'numbers', 'checkpoints', 'runs' or 'messages' → subject → what → why.
+DIFFERENCES: dict[str, dict[str, dict[str, str]]] = {}
 for _row in _LEDGER["difference"]:
-    DIFFERENCES.setdefault(_row["subject"], {})[_row["what"]] = _row["why"]
+    DIFFERENCES.setdefault(_row["changes"], {}).setdefault(_row["subject"], {})[_row["what"]] = _row["why"]
 #: Every callback of `lightning.pytorch.callbacks` → what to know of it here; "" when there is nothing.
 LIGHTNING_CALLBACKS: dict[str, str] = _LEDGER["lightning_callbacks"]
 #: Attributes of fresh arguments that differ under `install()`: names, releases, ours and theirs.

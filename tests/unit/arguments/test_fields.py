@@ -193,8 +193,9 @@ def test_public_names():
 
 
 def test_the_compatibility_page_is_fresh():
-    from scripts.compatibility_page import PAGE, page
+    from scripts.compatibility_page import DIFFERENCES, GROUPS, PAGE, page
 
+    assert set(DIFFERENCES) == set(GROUPS)
     assert PAGE.read_text(encoding="utf-8") == page(), "run python scripts/compatibility_page.py"
 
 

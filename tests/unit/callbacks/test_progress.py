@@ -35,14 +35,27 @@ SCRIPT = """
     class Warns(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             logging.getLogger("hftrainer.script").warning("After a step.")
+            print("Printed", "twice.")
+            print("Begun", end=" ", flush=True)
+            print("and ended.")
+
+        def on_train_end(self, args, state, control, **kwargs):
+            print("Never ended", end="")
 
     args = TrainingArguments({folder!r}, max_steps=4, gradient_accumulation_steps=2, logging_steps=2, use_cpu=True,
         eval_strategy="steps", eval_steps=2, save_strategy="no", report_to="none")
     trainer = Trainer(
         make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(), callbacks=[Warns]
     )
+    stdout = sys.stdout
     trainer.train()
+    assert sys.stdout is stdout
     trainer.evaluate()
+    trainer.train_dataset = [{{"absent": 1}}]
+    try:
+        trainer.train()
+    except Exception:
+        assert sys.stdout is stdout
 """
 
 
@@ -64,18 +77,35 @@ def script(folder):
                 "step_seconds": 0.0123,
                 "epoch": 0.5,
             },
-            "   20/1,000  epoch 0.5     loss 0.1235     lr 5.00e-05     12,346 tokens/s    0.0123 s/step",
+            "   20/1,000  ep 0.50   loss 0.1235  lr 5.0e-05  12,346 tokens/s  0.0123 s/step",
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.1, "mfu": 0.417, "total_flos": 1e9},
-            "   20/1,000  loss 1           41.7% MFU   25% waiting   10% saving",
+            "   20/1,000  loss 1       wait 25%  41.7% MFU  save 10%",
         ),
-        ({"eval_loss": 2.5, "eval_text": "a b"}, "   20/1,000  eval_loss 2.5        eval_text a b"),
+        (
+            {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
+            "   20/1,000  eval_loss 2.5     eval_text a b  0.5 s      64 samples/s",
+        ),
+        ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5     teacher_grad_norm 1"),
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
     ],
 )
 def test_lines_of_an_observed_run(logs, line):
     assert readable(logs, TrainerState(global_step=20, max_steps=1000)) == line
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (10, "20/40  loss 1       grad 0.5    lr 5.0e-05"),
+        (66, "20/40  loss 1       grad 0.5    lr 5.0e-05  12,346 tokens/s"),
+        (67, "20/40  loss 1       grad 0.5    lr 5.0e-05  12,346 tokens/s  382 MB"),
+    ],
+)
+def test_a_narrow_terminal_shows_fewer_measurements(width, shown):
+    logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "peak_memory_mb": 382.0, "tokens_per_second": 12345.6}
+    assert readable(logs, TrainerState(global_step=20, max_steps=40), width) == shown
 
 
 def make_trainer(tmp_path, *callbacks, **settings):
@@ -120,6 +150,9 @@ def test_on_a_terminal(tmp_path, processes):
     assert b"5/5" in text
     assert b"8/8" not in text
     assert re.findall(rb"([^\r\n]*)\[hftrainer\] After a step\.\r\n", text) == [b""] * 4
+    assert re.findall(rb"([^\r\n]*)Printed twice\.\r\n", text) == [b""] * 4
+    assert re.findall(rb"([^\r\n]*)Begun ", text) == [b""] * 4
+    assert b"Never ended" in text
 
 
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())

@@ -15,7 +15,7 @@ from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
-from hftrainer.reporting.plot import Line, curves, describe, lines, lines_of, logged, plot, read_run
+from hftrainer.reporting.plot import Line, align, curves, describe, lines, lines_of, logged, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -81,6 +81,15 @@ def test_colours_dashes_and_the_best(tmp_path):
     dashes = {line.label: line.dash for line in both}
     assert dashes == {"a: loss": 0, "a: eval_loss": 1, "a: eval_f1": 0, "b: eval_loss": 1, "b: loss": 0}
     assert {line.run: line.best for line in both if line.name == "eval_loss"} == {"a": 1, "b": 0}  # b: the lowest
+    assert {(line.run, line.mark) for line in both} == {("a", "o"), ("b", "s")}
+
+
+def test_marks_tell_curves_of_runs_apart_that_coincide():
+    """In black and white: about ten marks each, at other points. One run has marks only where points are few."""
+    steps = [float(step) for step in range(100)]
+    first, second = (Line("loss", "loss", steps, steps, run=mark, mark=mark).marked for mark in "os")
+    assert len(first) == len(second) == 10 and not set(first) & set(second)
+    assert [len(Line("loss", "loss", steps[:count], steps[:count]).marked) for count in (29, 30)] == [29, 0]
 
 
 def test_command_line(runs, tmp_path, capsys):
@@ -311,7 +320,9 @@ def test_an_outlier_among_gradient_norms(tmp_path, largest, scales):
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     plot([str(tmp_path)], html=True)
     page = (tmp_path / "training.html").read_text()
-    assert re.findall(r'"yaxis\d?":\{[^}]*"type":"(\w+)"', page) == scales
+    assert re.findall(r'"type":"(log)"', page) == scales
+    assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"(\w+)"', page) == ["loss", "grad_norm"]
+    assert f"<title>{tmp_path.name}</title>" in page
 
 
 def test_text():
@@ -322,6 +333,13 @@ def test_text():
         "a       1 to 4      0     7       0        7",
         "longer  2 to 4      5     5       5        5",
     ]
+
+
+@pytest.mark.parametrize("width", [12, 5])
+def test_columns_that_do_not_fit_follow_below(width):
+    rows = [("", "loss", "f1"), ("run a", "0.5", "1")]
+    whole, parts = "       loss  f1\nrun a   0.5   1", "       loss\nrun a   0.5\n\n       f1\nrun a   1"
+    assert (align(rows), align(rows, len("run a   0.5   1")), align(rows, width)) == (whole, whole, parts)
 
 
 @pytest.mark.parametrize(
