@@ -2,6 +2,7 @@
 
 import signal
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -124,6 +125,7 @@ class NeedsPath(TrainerCallback):
 OtherLightning = type("EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": id})
 MODEL = make_plain()
 OfLightning = type("OfLightning", (LightningModule,), {"training_step": id, "on_train_start": id, "log": id})
+LightningTrainer = pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
 OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.optim.SGD, {"lr": 0.1})
 
 
@@ -158,6 +160,8 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
         (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an object"),
         (WrongObject, {"args": MODEL}, r"args is a model, Plain: pass the model first, as Trainer\(model, args\)"),
+        (WrongObject, {"args": LightningTrainer}, r"args is a lightning\.\S+\.Trainer: pass TrainingArguments\('fold"),
+        (WrongObject, {"model": LightningTrainer}, r"model is a lightning\.\S+\.Trainer: pass a torch\.nn\.Module"),
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
         (WrongObject, {"model": "a-model"}, r"load it first, as with AutoModel\.from_pretrained\('a-model'\)"),
         (
@@ -448,6 +452,63 @@ def test_a_lightning_module_whose_step_is_the_loss(make_args):
 
     args = make_args(remove_unused_columns=False)
     assert OwnLoss(Lit(), args, train_dataset=plain_data()).train().global_step == args.max_steps
+
+
+def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
+    class Lit(Trainer):
+        def configure_optimizers(self):
+            raise AssertionError
+
+        validation_step = on_train_epoch_end = on_fit_start = configure_optimizers
+
+        def on_demand(self):
+            raise AssertionError
+
+        def train_dataloader(self):
+            return super().get_train_dataloader()
+
+        def get_train_dataloader(self):
+            return self.train_dataloader()
+
+    Lit(make_plain(), make_args(), train_dataset=plain_data()).train()
+    (listed,) = (each.getMessage() for each in caplog.records if "never calls" in each.getMessage())
+    first, *lines = listed.split("\n")
+    assert first == "Lit has methods that a Trainer never calls. What takes their place:"
+    names = [line.removeprefix("- ").partition(":")[0] for line in lines]
+    assert names == ["configure_optimizers", "on_fit_start", "on_train_epoch_end", "validation_step"]
+    assert "create_optimizer(self)" in lines[0]
+    assert "Trainer(callbacks=[...])" in lines[1]
+
+
+def test_training_step_of_a_lightning_module_in_a_trainer(make_args):
+    class Lit(Trainer):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError
+
+    with pytest.raises(WrongObject, match=r"Lit\.training_step takes batch_idx.*Override compute_loss\(self, model"):
+        Lit(make_plain(), make_args())
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "meant"),
+    [
+        (TrainerCallback, "on_train_epoch_ends", "on_epoch_end"),
+        (TrainerCallback, "on_epoch_finish", "on_epoch_end"),
+        (TrainerCallback, "on_train_start", "on_train_begin"),
+        (TrainerCallback, "on_steps_end", "on_step_end"),
+        (TrainerCallback, "on_validation_end", "on_evaluate"),
+        (TrainerCallback, "on_fire", None),
+        (pl.Callback, "on_train_epoch_ends", "on_train_epoch_end"),
+        (pl.Callback, "on_train_begin", "on_train_start"),
+        (pl.Callback, "on_step_begin", "on_train_batch_start"),
+        (pl.Callback, "on_fire", None),
+        (pl.Callback, "on_train_start", None),
+    ],
+)
+def test_events_that_are_misspelt(make_args, caplog, base, name, meant):
+    Trainer(make_plain(), make_args(), callbacks=[type("Own", (base,), {name: lambda *_, **__: None})])
+    found = [each.getMessage() for each in caplog.records if "never called" in each.getMessage()]
+    assert found == ([f"Own.{name} is never called; did you mean {meant}?"] if meant else [])
 
 
 def test_stale_samples_are_not_named(make_args):
