@@ -84,6 +84,11 @@ class MissingPackage(ImportError, ValueError, RuntimeError):
     """
 
 
+def unless_absent(error: Exception) -> Exception | None:
+    """The cause of a MissingPackage: none if the package is absent, which the message says itself."""
+    return None if isinstance(error, ModuleNotFoundError) else error
+
+
 class RanksLost(RuntimeError):
     """Other ranks have ended, or did not answer within `ddp_timeout`; the message names them and the operation."""
 

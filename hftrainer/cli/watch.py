@@ -87,12 +87,12 @@ def _console() -> Console:
     Raises:
         MissingPackage: without rich.
     """
-    from hftrainer.errors import MissingPackage
+    from hftrainer.errors import MissingPackage, unless_absent
 
     try:
         from rich.console import Console
     except ImportError as error:
-        raise MissingPackage("watch needs rich: pip install 'hftrainer[watch]'") from error
+        raise MissingPackage("watch needs rich: pip install 'hftrainer[watch]'") from unless_absent(error)
     return Console()
 
 

@@ -18,7 +18,7 @@ from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import checkpoints_newest_first
 from hftrainer.compat.overrides import is_measurement
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.monitoring.journal import read_events, without_undone
 
 logger = logging.getLogger(__name__)
@@ -374,7 +374,7 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from error
+        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
 
 
 def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> list[str]:
