@@ -52,6 +52,10 @@ class MissingFile(InvalidArgument, FileNotFoundError):
     """An argument names a file that does not exist."""
 
 
+class NotAFolder(InvalidArgument, FileExistsError):
+    """An argument names a file where a folder is needed."""
+
+
 class NotAnObject(InvalidArgument, NotImplementedError):
     """An argument is a class, but an instance of it is needed."""
 

@@ -41,7 +41,7 @@ from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument, WrongObject, suggest
+from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject, suggest
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -133,7 +133,13 @@ class TrainerSetup(Component):
         if args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
         if args.should_save:
-            os.makedirs(str(args.output_dir), exist_ok=True)
+            try:
+                os.makedirs(str(args.output_dir), exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise NotAFolder(
+                    f"output_dir={args.output_dir!r}: a file has this name, or that of a folder above: give the name "
+                    "of a folder, which may be new."
+                ) from None
         self.components.announce("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
