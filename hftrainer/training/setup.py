@@ -418,7 +418,7 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
         raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({how}).")
     if isinstance(args, nn.Module):
         raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
-    if args is not None and not hasattr(args, "should_log"):
+    if not isinstance(args, (TrainingArguments, type(None))) and not hasattr(args, "should_log"):
         raise WrongObject(f"args is a {_full_name(args)}: pass TrainingArguments('folder', ...).")
     if isinstance(model, type):
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
