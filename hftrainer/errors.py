@@ -52,6 +52,10 @@ class MissingFile(InvalidArgument, FileNotFoundError):
     """An argument names a file that does not exist."""
 
 
+class NotAFolder(InvalidArgument, FileExistsError):
+    """An argument names a file where a folder is needed."""
+
+
 class NotAnObject(InvalidArgument, NotImplementedError):
     """An argument is a class, but an instance of it is needed."""
 
@@ -82,6 +86,11 @@ class MissingPackage(ImportError, ValueError, RuntimeError):
     transformers raises one of the three, depending on the library: ImportError for optimizers, ValueError for some of
     them, and RuntimeError for trackers and search backends.
     """
+
+
+def unless_absent(error: Exception) -> Exception | None:
+    """The cause of a MissingPackage: none if the package is absent, which the message says itself."""
+    return None if isinstance(error, ModuleNotFoundError) else error
 
 
 class RanksLost(RuntimeError):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hftrainer.errors import MissingPackage
+from hftrainer.errors import MissingPackage, unless_absent
 
 if TYPE_CHECKING:
     from hftrainer_lightning.engine import LightningEngine as LightningEngine
@@ -48,7 +48,9 @@ def load(name: str, module: str = "") -> Any:
     except ImportError as error:
         if not plugin.extra:
             raise
-        raise MissingPackage(f"{name} cannot be used ({error}): pip install 'hftrainer[{plugin.extra}]'.") from error
+        raise MissingPackage(
+            f"{name} cannot be used ({error}): pip install 'hftrainer[{plugin.extra}]'."
+        ) from unless_absent(error)
 
 
 @functools.cache

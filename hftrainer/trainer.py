@@ -178,46 +178,49 @@ class Trainer(EarlierMethods):
         if unknown:
             known = list(inspect.signature(Trainer.__init__).parameters)[1:-1]
             raise UnknownArgument("; ".join(describe_unknown(name, known) for name in unknown))
-        check_objects(args, model, processing_class)
-        self._hftrainer = components = Components(self, optimizers)
-        if args is None:
-            args = TrainingArguments("tmp_trainer")
-            logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
-        add_missing_fields(args, TrainingArguments)
-        self.args = args
-        components.setup.resolve_arguments()
-        components.policy = components.resolved.policy
-        self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
-        self._memory_tracker.start()
-        components.setup.set_log_level()
-        set_tf32(self.args)
-        self.train_dataset = train_dataset
-        self.eval_dataset = eval_dataset
-        self.processing_class = _processing_class(processing_class, tokenizer)
-        self.model_init = model_init
-        self.compute_loss_func = compute_loss_func
-        self.compute_metrics = compute_metrics
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
-        self.optimizer, self.lr_scheduler = check_pair(optimizers)
-        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
-        self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
-        if (model is None) == (model_init is None):
-            given = "neither" if model is None else "both"
-            raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
-        self._validate_args()
-        integrations.add_kubeflow_tracker(self.args)
-        reports = integrations.chosen(self.args.report_to)
-        further_loggers = integrations.further_loggers(reports, loggers, self.args)
-        self.model = model  # type: ignore[assignment]  # None until model_init is called
-        self.create_accelerator_and_postprocess()
-        components.model_setup.seed()  # after the engine is built: importing its libraries draws random numbers
-        components.model_setup.set_model(model if model is not None else self.call_model_init())
-        components.setup.init_attributes()
-        if not isinstance(callbacks, (list, tuple, type(None))):
-            raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
-        components.setup.init_callbacks([*integrations.callback_classes(reports), *(callbacks or [])], further_loggers)
-        components.setup.end_init()
-        self._memory_tracker.stop_and_update_metrics()
+        with HideEngineFrames():
+            check_objects(args, model, processing_class)
+            self._hftrainer = components = Components(self, optimizers)
+            if args is None:
+                args = TrainingArguments("tmp_trainer")
+                logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
+            add_missing_fields(args, TrainingArguments)
+            self.args = args
+            components.setup.resolve_arguments()
+            components.policy = components.resolved.policy
+            self._memory_tracker = TrainerMemoryTracker(self.args.skip_memory_metrics)
+            self._memory_tracker.start()
+            components.setup.set_log_level()
+            set_tf32(self.args)
+            self.train_dataset = train_dataset
+            self.eval_dataset = eval_dataset
+            self.processing_class = _processing_class(processing_class, tokenizer)
+            self.model_init = model_init
+            self.compute_loss_func = compute_loss_func
+            self.compute_metrics = compute_metrics
+            self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+            self.optimizer, self.lr_scheduler = check_pair(optimizers)
+            self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+            self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
+            if (model is None) == (model_init is None):
+                given = "neither" if model is None else "both"
+                raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
+            self._validate_args()
+            integrations.add_kubeflow_tracker(self.args)
+            reports = integrations.chosen(self.args.report_to)
+            further_loggers = integrations.further_loggers(reports, loggers, self.args)
+            self.model = model  # type: ignore[assignment]  # None until model_init is called
+            self.create_accelerator_and_postprocess()
+            components.model_setup.seed()  # after the engine is built: importing its libraries draws random numbers
+            components.model_setup.set_model(model if model is not None else self.call_model_init())
+            components.setup.init_attributes()
+            if not isinstance(callbacks, (list, tuple, type(None))):
+                raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
+            components.setup.init_callbacks(
+                [*integrations.callback_classes(reports), *(callbacks or [])], further_loggers
+            )
+            components.setup.end_init()
+            self._memory_tracker.stop_and_update_metrics()
 
     def __getstate__(self) -> dict[str, Any]:
         return self._hftrainer.trainer_state_for_copy()

@@ -16,7 +16,7 @@ from torch import nn
 from hftrainer.arguments.choices import OptimizerNames
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat import peers, swap
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.optimizers import low_rank
 from hftrainer.optimizers.adamw_hf import AdamW
 from hftrainer.parallel.config_files import parse_bool
@@ -143,7 +143,9 @@ def _load(name: str, module: str, attribute: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise MissingPackage(f"optim={name!r} needs {module}.{attribute} ({error}): {INSTALL[module]}") from error
+        raise MissingPackage(
+            f"optim={name!r} needs {module}.{attribute} ({error}): {INSTALL[module]}"
+        ) from unless_absent(error)
 
 
 def _builder(

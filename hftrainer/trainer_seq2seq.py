@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hftrainer.compat.overrides import recorded
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, WrongObject
 from hftrainer.evaluation.collected import make_full_gather
 from hftrainer.trainer import Trainer
 from hftrainer.trainer_utils import PredictionOutput
@@ -28,6 +28,11 @@ class Seq2SeqTrainer(Trainer):
 
     def __init__(self, model: nn.Module | None = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
         super().__init__(model, args, *positional, **kwargs)
+        if not hasattr(self.args, "predict_with_generate"):
+            raise WrongObject(
+                f"args is a {type(self.args).__name__}, which has no arguments for generation: pass "
+                "Seq2SeqTrainingArguments."
+            )
         self._gen_kwargs: dict[str, Any] = {}
         given = getattr(self.args, "generation_config", None)
         if given is not None:

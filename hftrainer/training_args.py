@@ -30,6 +30,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
+from hftrainer.compat.tracebacks import HideEngineFrames
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
@@ -55,9 +56,10 @@ class _HiddenFieldsMeta(abc.ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         hidden = _find_unaccepted(cls.__init__, [name for name in kwargs if name in legacy.HIDDEN_FIELDS])  # type: ignore[misc]
         given = {name: kwargs.pop(name) for name in hidden}
-        instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
-        vars(instance)["_hidden_given"] = given
-        instance.__init__(*args, **kwargs)
+        with HideEngineFrames():
+            instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
+            vars(instance)["_hidden_given"] = given
+            instance.__init__(*args, **kwargs)
         vars(instance).pop("_hidden_given", None)  # where a subclass's `__post_init__` has not called ours
         return instance
 

@@ -45,7 +45,7 @@ FINDERS = (BatchSizeFinder, LearningRateFinder)
 TRAINING_ONLY = (StochasticWeightAveraging, WeightAveraging)
 #: Callbacks that change weights when an epoch ends: after the checkpoint of its last step.
 _AT_EPOCH_END = (ModelPruning, WeightAveraging)
-_HOOKS = [name for name in vars(Callback) if name.startswith("on_") and name != "on_fit_start"]
+HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 #: Prefix of the user's model in the generated module's state dict.
 _PREFIX = "model."
 
@@ -131,7 +131,7 @@ def _problems_of_finder(finder: Callback, name: str, run: RunFacts) -> Iterator[
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
-    for hook in [hook for hook in _HOOKS if _overrides(finder, hook, *FINDERS)]:
+    for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides(finder, hook, *FINDERS)]:
         kind = next(kind.__name__ for kind in FINDERS if isinstance(finder, kind))
         yield (
             f"{name}.{hook} would run trial steps during training, which would be counted and logged: a {kind} "

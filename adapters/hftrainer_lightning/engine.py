@@ -18,7 +18,11 @@ from hftrainer.parallel.environment import cluster_environment
 from hftrainer.reporting.tracking import LogFolder as LogFolder
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
-from hftrainer_lightning.callbacks import has_progress_bar, is_lightning_callback as is_lightning_callback
+from hftrainer_lightning.callbacks import (
+    HOOKS as HOOKS,
+    has_progress_bar,
+    is_lightning_callback as is_lightning_callback,
+)
 from hftrainer_lightning.launching import LaunchedEnvironment, start_other_processes as start_other_processes
 from hftrainer_lightning.loggers import CallbackMetricsLogger, is_lightning_logger as is_lightning_logger
 from hftrainer_lightning.module import TrainerModule

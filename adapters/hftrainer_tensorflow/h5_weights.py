@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer.checkpointing.weights import shards_in
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def weights_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         import h5py
     except ImportError as error:
-        raise MissingPackage(f"{path} needs h5py to be read: pip install 'hftrainer[tf]'") from error
+        raise MissingPackage(f"{path} needs h5py to be read: pip install 'hftrainer[tf]'") from unless_absent(error)
     with h5py.File(path) as file:
         for layer in file.attrs["layer_names"]:
             held = file[layer]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.errors import MissingPackage
+from hftrainer.errors import MissingPackage, unless_absent
 from hftrainer.parallel.devices import INSTALL_TORCH_TPU, INSTALL_TORCH_XLA
 from hftrainer.parallel.environment import RankInfo
 
@@ -30,7 +30,7 @@ def load() -> Any:
         raise MissingPackage(
             f"torch {torch.__version__} cannot load the installed torch_xla ({error}): {INSTALL_TORCH_XLA}, or "
             f"pip uninstall torch_xla and {INSTALL_TORCH_TPU}. Or set use_cpu=True to train on the CPU."
-        ) from error
+        ) from unless_absent(error)
     return torch_xla
 
 

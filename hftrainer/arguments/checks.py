@@ -66,6 +66,8 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
             "model in that type instead, as with dtype=torch.bfloat16."
         )
     several = processes > 1 and kind not in ("mps", "xla")
+    if several and args.ddp_timeout <= 0:
+        yield f"ddp_timeout={args.ddp_timeout!r}: every operation would time out at once; give seconds above 0."
     if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}"
 

@@ -62,13 +62,13 @@ class Explanation:
     def __str__(self) -> str:
         parts = []
         for kind, title in TITLES.items():
-            if lines := [line for line in self.lines if line.kind == kind]:
-                shown = (f"{line.argument}={line.value!r}: {line.detail}" for line in lines)
+            shown = [f"{line.argument}={line.value!r}: {line.detail}" for line in self.lines if line.kind == kind]
+            if kind == "refused":
+                shown += [error for error in self.errors if _argument(error) not in self.refused]
+            if shown:
                 parts += [title, *(text for sentence in shown for text in _wrap_indented(sentence)), ""]
         if not self.lines:
             parts += ["All arguments have their defaults.", ""]
-        if self.errors:
-            parts += [TITLES["refused"], *(text for error in self.errors for text in _wrap_indented(error)), ""]
         if self.refused:
             parts += [*_wrap_indented(f"A Trainer refuses {', '.join(self.refused)}, for the reasons above."), ""]
         if self.refused or self.errors:
@@ -87,15 +87,18 @@ def explain(args: BaseArguments) -> Explanation:
     from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()
+    resolved = ResolvedArguments(args)
+    errors = check_values(resolved)
+    wrong = {_argument(error): error for error in errors}
     lines = []
     for name, (given, about) in given_arguments(args).items():
         if name in values or name in legacy.HIDDEN_FIELDS:
             value = values.get(name, given)
             detail = about.detail or about.help
             detail = f"off; with True: {detail}" if value is False else detail
-            lines.append(Line(name, value, "refused" if about.refuses(value) else about.kind, detail))
-    resolved = ResolvedArguments(args)
-    errors = check_values(resolved)
+            detail = wrong.get(name, detail).removeprefix(f"{name}={value!r}: ")
+            is_refused = name in wrong or about.refuses(value)
+            lines.append(Line(name, value, "refused" if is_refused else about.kind, detail))
     plan = make_plan(resolved)
     call = ", ".join(f"{name}={value!r}" for name, value in plan.trainer_keywords().items())
     if plan.spreads_model:
@@ -103,6 +106,11 @@ def explain(args: BaseArguments) -> Explanation:
         kind = "DeepSpeed" if plan.deepspeed is not None else "FSDP" if flattens else "ModelParallel"
         call += f", strategy={kind}Strategy()"
     return Explanation(tuple(lines), tuple(errors), f"lightning.Trainer({call})", ResolvedArguments.of(args).policy)
+
+
+def _argument(error: str) -> str:
+    """The argument that an error is about, which it names first."""
+    return error.partition("=")[0]
 
 
 def _shown(policy: ReleasePolicy) -> list[str]:

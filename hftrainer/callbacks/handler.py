@@ -9,6 +9,7 @@ import itertools
 import logging
 import reprlib
 import types
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -62,13 +63,8 @@ class CallbackHandler(TrainerCallback):
                 f"callbacks: {given} handles no event, such as on_step_end: pass a TrainerCallback or a Lightning "
                 "callback"
             )
-        for name in dir(kind) if issubclass(kind, TrainerCallback) else ():
-            if (
-                name.startswith("on_")
-                and name not in EVENTS
-                and (near := difflib.get_close_matches(name, EVENTS, 1, 0.9))
-            ):
-                logger.warning("%s.%s is never called; did you mean %s?", kind.__name__, name, near[0])
+        if issubclass(kind, TrainerCallback):
+            warn_of_misspelt_events(kind, EVENTS, _EVENTS_BY_MEANING)
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()
@@ -143,6 +139,25 @@ class CallbackHandler(TrainerCallback):
                 raise NotACallback(f"{name} returned {reprlib.repr(result)}: return the control, or nothing.")
             control = result
         return control
+
+
+def warn_of_misspelt_events(kind: type, events: Collection[str], meant: Mapping[str, str]) -> None:
+    """Warn about the methods of a callback that are not events, but have almost the name of one.
+
+    Args:
+        kind: the class of the callback.
+        events: the names of the methods that are called.
+        meant: further names, with those of the events that are meant by them.
+    """
+    known = {**meant, **{name.replace("start", "begin"): name for name in events}}
+    for name in dir(kind):
+        spelled = name.replace("start", "begin").replace("finish", "end")
+        if (
+            name.startswith("on_")
+            and name not in events
+            and (near := difflib.get_close_matches(spelled, known, 1, 0.9))
+        ):
+            logger.warning("%s.%s is never called; did you mean %s?", kind.__name__, name, known[near[0]])
 
 
 @functools.lru_cache(maxsize=256)  # called at every step
@@ -220,6 +235,20 @@ def _make_event_method(event: str):
 #: The callbacks that show a progress bar; only one is kept.
 PROGRESS_BAR_CALLBACKS = ("ProgressCallback", "NotebookProgressCallback")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+#: Hook of Lightning, with 'begin' for 'start' → the event.
+_EVENTS_BY_MEANING = {
+    "on_fit_begin": "on_train_begin",
+    "on_fit_end": "on_train_end",
+    "on_train_epoch_begin": "on_epoch_begin",
+    "on_train_epoch_end": "on_epoch_end",
+    "on_train_batch_begin": "on_step_begin",
+    "on_train_batch_end": "on_step_end",
+    "on_validation_epoch_end": "on_evaluate",
+    "on_validation_end": "on_evaluate",
+    "on_save_checkpoint": "on_save",
+}
+#: Event → the hook of Lightning that is meant by it in one of Lightning's callbacks.
+HOOKS_BY_MEANING = {event: hook.replace("begin", "start") for hook, event in _EVENTS_BY_MEANING.items()}
 #: Event → the control flags that are cleared before it is called.
 CLEARED_FLAGS = {
     "on_train_begin": ("should_training_stop",),

@@ -175,7 +175,9 @@ class CheckpointFolder:
         """Why the folder is not a checkpoint at all; None if it has a trainer state."""
         if (self.path / names.TRAINER_STATE_NAME).is_file():
             return None
-        return f"it lacks {names.TRAINER_STATE_NAME}" if self.path.is_dir() else "the folder does not exist"
+        if self.path.is_dir():
+            return f"it lacks {names.TRAINER_STATE_NAME}"
+        return "it is not a folder" if self.path.exists() else "the folder does not exist"
 
     def accept(self) -> Inspection:
         """Accept the checkpoint in its current state: check that its files can be read, and write a new manifest.

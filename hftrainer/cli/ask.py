@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from typing import Any
 
 from hftrainer.cli.parser import Parser
@@ -26,14 +25,20 @@ def add(commands: Any) -> None:
 
 
 def _ask(parser: Parser, options: argparse.Namespace) -> None:
+    from hftrainer.errors import InvalidArgument
+    from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.requests import ask
 
-    if not os.path.isdir(options.folder):
-        parser.fail(f"{options.folder} is not a folder: give the output_dir of a run.")
+    try:
+        check_folder(options.folder)
+    except InvalidArgument as error:
+        parser.fail(error)
     answer = ask(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(
-            f"no answer within {options.timeout:g} s: the run has ended, or a step takes longer (--timeout).", status=1
+            f"{options.folder}: no answer within {options.timeout:g} s: no run writes here now, or a step takes longer "
+            "(--timeout).",
+            status=1,
         )
     print(json.dumps({"answer": answer}) if options.json else f"{options.request}: {answer}")
     parser.exit(1 if answer.startswith("refused") else 0)

@@ -20,9 +20,9 @@ def add(commands: Any) -> None:
         "checkpoint",
         help="show what a checkpoint holds and on what it resumes, or accept one that was changed intentionally",
         description="Show the step, the position in the data, the sizes and whether the checkpoint is whole; exits "
-        "with 1 if it is not. With --accept, read the files of a checkpoint that was changed after it was written (for "
-        "example, its weights were converted), and write a new manifest, so that it counts as whole; if a file cannot "
-        "be read, exits with 1 and changes nothing.",
+        "with 1 if it is not, and with 2 if FOLDER is not a checkpoint. With --accept, read the files of a checkpoint "
+        "that was changed after it was written (for example, its weights were converted), and write a new manifest, "
+        "so that it counts as whole; if a file cannot be read, exits with 1 and changes nothing.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint-xxx folder")
     parser.add_argument("--accept", action="store_true", help="accept its files as they are")
@@ -31,8 +31,14 @@ def add(commands: Any) -> None:
 
 
 def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
+    from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
+    folder = options.folder
+    if (reason := CheckpointFolder(folder).why_no_checkpoint) is not None:
+        newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
+        hint = f"the newest one in it is {newest}" if newest else "name a checkpoint-xxx folder"
+        parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
     try:
         if options.accept:
             _accept(options.folder, as_json=options.json)
@@ -73,21 +79,16 @@ def describe(folder: str) -> dict[str, Any]:
     """A description of a checkpoint and its run; None for values that it does not record.
 
     Raises:
-        CheckpointNotFound: for a folder that is not a checkpoint.
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.files import list_files
-    from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
+    from hftrainer.checkpointing.folder import CheckpointFolder
     from hftrainer.checkpointing.progress import load_progress
-    from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+    from hftrainer.errors import DamagedCheckpoint
 
     state_file = os.path.join(folder, names.TRAINER_STATE_NAME)
-    if (reason := CheckpointFolder(folder).why_no_checkpoint) is not None:
-        newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
-        hint = f"; the newest one in it is {newest}" if newest else ""
-        raise CheckpointNotFound(f"{folder} is not a checkpoint: {reason}{hint}.")
     try:
         state = TrainerState.load_from_json(state_file)
     except ValueError as error:

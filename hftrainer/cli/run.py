@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hftrainer.cli.parser import Parser
+from hftrainer.errors import suggest
 from hftrainer.plugins import load
 
 _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s --tpu [-m] SCRIPT [arguments …]"
@@ -118,8 +119,12 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     launcher = make_launch_parser(parser)
     defaults = vars(launcher.parse_args(["SCRIPT"]))
     # argparse sets no default for an attribute that exists, so an option that is still None was not given.
-    told = vars(launcher.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults))))
-    given = {name: value for name, value in told.items() if value is not None}
+    told, unknown = launcher.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], launcher._option_string_actions)}"
+        )
+    given = {name: value for name, value in vars(told).items() if value is not None}
     options = argparse.Namespace(**{**defaults, **given})
     if wrong := _contradiction(options, given):
         parser.error(wrong)

@@ -59,14 +59,15 @@ def _seconds(text: str) -> float:
 
 def _watch(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument, MissingPackage
+    from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.page import WatchedRun
     from hftrainer.reporting.plot import run_names
 
-    if absent := [folder for folder in options.folders if not os.path.isdir(folder)]:
-        parser.fail(f"{absent[0]}: the folder does not exist; give the output_dir of a run.")
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:
+        for folder in options.folders:
+            check_folder(folder)
         console = None if options.json else _console()
         if console is not None and sys.stdout.isatty() and not options.once:
             _show(console, runs, names, options.every)
@@ -87,12 +88,12 @@ def _console() -> Console:
     Raises:
         MissingPackage: without rich.
     """
-    from hftrainer.errors import MissingPackage
+    from hftrainer.errors import MissingPackage, unless_absent
 
     try:
         from rich.console import Console
     except ImportError as error:
-        raise MissingPackage("watch needs rich: pip install 'hftrainer[watch]'") from error
+        raise MissingPackage("watch needs rich: pip install 'hftrainer[watch]'") from unless_absent(error)
     return Console()
 
 

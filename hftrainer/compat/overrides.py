@@ -8,11 +8,15 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import logging
+import re
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument, WrongObject
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=type)
 
@@ -199,6 +203,40 @@ def refuse_uncalled(kind: type, *names: str) -> None:
     overridden = [name for name in names if getattr(kind, name, None) is not record.get(name)]
     if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in overridden]:
         raise UnsupportedArgument("\n".join(found))
+
+
+_PREDICTION = "prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None), or pass compute_metrics"
+#: Method of a LightningModule → what takes its place in a subclass of the Trainer.
+_OF_LIGHTNING = {
+    "configure_optimizers": "create_optimizer(self), which sets self.optimizer, or pass optimizers",
+    **dict.fromkeys(("validation_step", "test_step", "predict_step"), _PREDICTION),
+    "train_dataloader": "get_train_dataloader(self), or pass train_dataset",
+    "val_dataloader": "get_eval_dataloader(self, eval_dataset=None), or pass eval_dataset",
+    **dict.fromkeys(("test_dataloader", "predict_dataloader"), "get_test_dataloader(self, test_dataset)"),
+}
+
+
+def check_lightning_methods(kind: Any) -> None:
+    """Warn about a LightningModule's methods in a subclass of the Trainer, unless another of its methods calls them.
+
+    Raises:
+        WrongObject: for a `training_step` with Lightning's parameters.
+    """
+    if has_parameter(kind.training_step, "batch_idx"):
+        raise WrongObject(
+            f"{kind.__name__}.training_step takes batch_idx, as in a LightningModule, but a Trainer passes it model, "
+            "inputs and num_items_in_batch. Override compute_loss(self, model, inputs, return_outputs=False, "
+            "num_items_in_batch=None) instead, and return the loss."
+        )
+    record, listed = _record_of(kind), ""
+    functions = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, types.FunctionType)]
+    called = {name for function in functions for name in function.__code__.co_names}
+    for name in () if kind in _RECORDED else dir(kind):
+        is_hook = re.fullmatch(r"on_\w+_(start|begin|end)", name) and not hasattr(kind, "on_init_end")
+        if name not in record and name not in called and (is_hook or name in _OF_LIGHTNING):
+            listed += f"\n- {name}: {_OF_LIGHTNING.get(name, 'a callback, in Trainer(callbacks=[...])')}"
+    if listed:
+        logger.warning("%s has methods that a Trainer never calls. What takes their place:%s", kind.__name__, listed)
 
 
 def refuse_rewritten(trainer: Any) -> None:

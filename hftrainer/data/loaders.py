@@ -232,12 +232,14 @@ class PreparedDataLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         number = next(_ITERATIONS)
         self.position = self.position._replace(iteration=number)
+        unread = getattr(self.batch_sampler, "unread", None)
         try:
             yield from self._batches(number)
         except Exception as error:
-            indices = getattr(self.batch_sampler, "latest_indices", None)
-            if indices is not None and not self.num_workers:
-                add_note(error, f"This happened while the samples {reprlib.repr(indices)} were read and collated.")
+            # An error of another kind means that a worker has ended, which may have read a later batch.
+            is_raised_there = self.in_order and "in DataLoader worker process" in str(error)
+            if unread and (not self.num_workers or is_raised_there):
+                add_note(error, f"This happened while the samples {reprlib.repr(unread[0])} were read and collated.")
             raise
         finally:
             self.position = self.position._replace(iteration=0)
@@ -294,7 +296,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if start.restore_random is not None:
                 start.restore_random()
             return
-        batches = self._open(start)
+        batches = self._received(self._open(start))
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skip_now()
         for _ in range(start.skipped_batches * times):
@@ -319,6 +321,14 @@ class PreparedDataLoader(DataLoader[Any]):
         for batch in iterator:
             yield log.after_read(batch)
             log.before_read()
+
+    def _received(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches, each taken from the `unread` ones of the batch sampler."""
+        unread = getattr(self.batch_sampler, "unread", None)
+        for batch in batches:
+            if unread:
+                unread.popleft()
+            yield batch
 
     def _draw_without_reading(self, start: _IterationStart) -> None:
         """Draw the random numbers that opening the data would draw, without workers: only the main process reads."""

@@ -110,14 +110,14 @@ class SkippingBatchSampler(BatchSamplerWrapper):
 
     Attributes:
         recorded_indices: if it is a list, the indices of each yielded batch are appended to it.
-        latest_indices: the indices of the batch that is being read; None between batches.
+        unread: the indices of each batch that the loader has not returned yet; workers read several ahead.
     """
 
     def __init__(self, batch_sampler: Any, skipped: int = 0) -> None:
         super().__init__(batch_sampler)
         self.skipped = skipped
         self.recorded_indices: list[list[int]] | None = None
-        self.latest_indices: list[int] | None = None
+        self.unread: collections.deque[list[int]] = collections.deque()
         self._batches: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -127,12 +127,12 @@ class SkippingBatchSampler(BatchSamplerWrapper):
     def _indices(self) -> Iterator[list[int]]:
         # Skip at the first request, not earlier: the loader draws its seed in between.
         self.skip_now()
+        self.unread.clear()
         for batch in self._batches:
             if self.recorded_indices is not None:
                 self.recorded_indices.append(list(batch))
-            self.latest_indices = batch
+            self.unread.append(batch)
             yield batch
-            self.latest_indices = None
 
     def skip_now(self) -> None:
         """Skip the batches now, if not yet done."""

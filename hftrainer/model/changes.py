@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hftrainer.compat import peers
-from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage, suggest
+from hftrainer.errors import InvalidArgument, MissingMethod, MissingPackage, suggest, unless_absent
 from hftrainer.hf_argparser import string_to_bool
 from hftrainer.training_args import TrainingArguments
 
@@ -151,7 +151,7 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
     except ImportError as error:
         raise MissingPackage(
             f"use_liger_kernel=True needs liger-kernel ({error}): pip install liger-kernel, on a machine with a GPU."
-        ) from error
+        ) from unless_absent(error)
     bare = peers.unwrap_peft(model)
     if not peers.is_transformers_model(bare):
         logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", type(bare).__name__)

@@ -22,7 +22,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.errors import InvalidArgument, MissingPackage
+from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.parallel.processes import Processes
 
 _GetState = Callable[[], TrainerState]
@@ -304,7 +304,9 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:
-        raise MissingPackage("metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'") from error
+        raise MissingPackage(
+            "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
+        ) from unless_absent(error)
     host, port = read_address(given)
     registry = CollectorRegistry()
     registry.register(reporter)

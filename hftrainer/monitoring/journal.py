@@ -21,6 +21,8 @@ import os
 import time
 from typing import Any
 
+from hftrainer.errors import InvalidArgument
+
 logger = logging.getLogger(__name__)
 
 NAME = "journal.jsonl"
@@ -63,6 +65,16 @@ def parse(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return event if isinstance(event, dict) and {"time", "event", "step"} <= event.keys() else None
+
+
+def check_folder(folder: str) -> None:
+    """Raise `InvalidArgument` for what is no folder."""
+    if not os.path.isdir(folder):
+        reason = "is not a folder" if os.path.exists(folder) else "the folder does not exist"
+        raise InvalidArgument(
+            f"{folder}: {reason}; give the output_dir of a run, which holds its checkpoint-xxx folders, and with "
+            "observe=True a journal."
+        )
 
 
 def read_events(folder: str) -> list[dict[str, Any]]:

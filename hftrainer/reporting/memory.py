@@ -7,7 +7,7 @@ import inspect
 import threading
 from typing import Any
 
-from hftrainer.errors import MissingPackage
+from hftrainer.errors import MissingPackage, unless_absent
 from hftrainer.parallel import devices
 
 #: Method that is a stage → the stage's name in the metrics.
@@ -45,7 +45,7 @@ class TrainerMemoryTracker:
         try:
             import psutil
         except ImportError as error:
-            raise MissingPackage("skip_memory_metrics=False needs psutil: pip install psutil") from error
+            raise MissingPackage("skip_memory_metrics=False needs psutil: pip install psutil") from unless_absent(error)
         self._process = psutil.Process()
 
     def start(self) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import as_json
 from hftrainer.compat.overrides import is_measurement
-from hftrainer.errors import MetricNotFound
+from hftrainer.errors import MetricNotFound, WrongObject
 
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
@@ -74,6 +75,7 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
 
     Raises:
         MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
+        WrongObject: when it cannot be compared, such as a tensor with several elements.
     """
     key = evaluation_key(name)
     if key not in metrics:
@@ -81,4 +83,11 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
             f"metric_for_best_model={name!r}: evaluation does not return {key!r}, only "
             f"{', '.join(comparable_names(metrics)) or 'times'}."
         )
+    try:
+        bool(metrics[key] < 0)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise WrongObject(
+            f"metric_for_best_model={name!r}: {key!r} is {reprlib.repr(metrics[key])}, which cannot be compared "
+            f"({error}); compute_metrics must return one number for it, such as the mean."
+        ) from None
     return metrics[key]

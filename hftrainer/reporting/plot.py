@@ -19,8 +19,8 @@ from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import checkpoints_newest_first
 from hftrainer.compat.overrides import is_measurement
-from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.monitoring.journal import read_events, without_undone
+from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
+from hftrainer.monitoring.journal import check_folder, read_events, without_undone
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +53,15 @@ def read_state(folder: str) -> TrainerState:
     Raises:
         InvalidArgument: when there is neither, or it cannot be read.
     """
-    if not Path(folder).is_dir():
-        raise InvalidArgument(f"{folder}: the folder does not exist; give the output_dir of a run.")
+    check_folder(folder)
     # Only the log is needed, so a checkpoint without weights is drawn too.
     places = (Path(place) / names.TRAINER_STATE_NAME for place in (folder, *checkpoints_newest_first(folder)))
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         raise InvalidArgument(
-            f"{folder}: neither it nor a checkpoint-xxx in it holds {names.TRAINER_STATE_NAME}; give the output_dir of "
-            "a run that has saved a checkpoint, or has called trainer.save_state()."
+            f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it holds "
+            f"{names.TRAINER_STATE_NAME}. A run writes it with each checkpoint, and by trainer.save_state(), and watch "
+            "and plot also read the journal of observe=True; give the output_dir of a run."
         )
     try:
         return TrainerState.load_from_json(str(file))
@@ -75,6 +75,7 @@ def read_run(folder: str) -> TrainerState:
     Raises:
         InvalidArgument: when there is no run, or its log has nothing to draw.
     """
+    check_folder(folder)
     events = without_undone(read_events(folder))
     try:
         state = read_state(folder)
@@ -408,7 +409,7 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.split(".")[0]
-        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from error
+        raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
 
 
 def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> list[str]:

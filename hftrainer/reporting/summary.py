@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import numbers
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,10 +54,11 @@ def finished(
     if state.global_step < state.max_steps:
         at = f"step {state.global_step:,} of {state.max_steps:,}"
         yield f"Stopped at {at}, by a callback, a request or a limit of time."
-    if metric is not None and state.best_metric is not None and math.isfinite(state.best_metric):
+    best: Any = state.best_metric  # an override of `evaluate` may return an array of one element
+    if metric is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
         kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
-        yield f"Best {evaluation_key(metric)}: {state.best_metric:.6g}{at}{kept}."
+        yield f"Best {evaluation_key(metric)}: {best:.6g}{at}{kept}."
 
 
 def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:

@@ -27,15 +27,21 @@ from hftrainer.arguments.validation import (
     check_values,
     set_accumulation_steps,
 )
-from hftrainer.callbacks.handler import CallbackHandler, make_callback, pop_matching
+from hftrainer.callbacks.handler import (
+    HOOKS_BY_MEANING,
+    CallbackHandler,
+    make_callback,
+    pop_matching,
+    warn_of_misspelt_events,
+)
 from hftrainer.callbacks.progress import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import has_length, is_overridden, recorded, refuse_rewritten
+from hftrainer.compat.overrides import check_lightning_methods, has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument, WrongObject, suggest
+from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject, suggest
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -115,6 +121,7 @@ class TrainerSetup(Component):
     def init_attributes(self) -> None:
         """Initialize the documented attributes that a run, a search or an upload sets later."""
         trainer = self.trainer
+        check_lightning_methods(type(trainer))
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
@@ -126,7 +133,13 @@ class TrainerSetup(Component):
         if args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
         if args.should_save:
-            os.makedirs(str(args.output_dir), exist_ok=True)
+            try:
+                os.makedirs(str(args.output_dir), exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise NotAFolder(
+                    f"output_dir={args.output_dir!r}: a file has this name, or that of a folder above: give the name "
+                    "of a folder, which may be new."
+                ) from None
         self.components.storage.open()
         self.components.announce("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
@@ -160,6 +173,7 @@ class TrainerSetup(Component):
         of_lightning = self.components.lightning_callbacks
         if _is_of_lightning(callback):
             of_lightning.append(make_callback(callback))
+            warn_of_misspelt_events(type(of_lightning[-1]), adapter().HOOKS, HOOKS_BY_MEANING)
         else:
             handler.add_callback(callback)
             added = handler.callbacks[-1]
@@ -405,13 +419,21 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
         raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({how}).")
     if isinstance(args, nn.Module):
         raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
+    if not isinstance(args, (TrainingArguments, type(None))) and not hasattr(args, "should_log"):
+        raise WrongObject(f"args is a {_full_name(args)}: pass TrainingArguments('folder', ...).")
     if isinstance(model, type):
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
     if isinstance(model, str):
         raise WrongObject(f"model={model!r}: load it first, as with AutoModel.from_pretrained({model!r}).")
+    if model is not None and not hasattr(model, "children"):
+        raise WrongObject(f"model is a {_full_name(model)}: pass a torch.nn.Module.")
     if isinstance(processing_class, str):
         how = f"AutoTokenizer.from_pretrained({processing_class!r})"
         raise WrongObject(f"processing_class={processing_class!r}: load it first, as with {how}.")
+
+
+def _full_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:

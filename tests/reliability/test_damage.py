@@ -300,7 +300,7 @@ def test_what_a_checkpoint_says_of_its_run(checkpoint, command):
     status, printed, _ = command(checkpoint)
     assert status == 1
     assert f"no: {checkpoint / 'optimizer.pt'} has another size than when it was written" in printed
-    assert command(checkpoint.parent)[0] == 1
+    assert command(checkpoint.parent)[0] == 2
 
 
 def test_accept(runs, checkpoint, command, caplog):
@@ -336,7 +336,7 @@ def test_accept_other_bytes(checkpoint, command):
 )
 def test_accept_what_is_none(checkpoint, command, folder, said):
     status, _, errors = command("--accept", checkpoint / folder)
-    assert (status, f"is not a checkpoint: {said}" in errors) == (1, True), errors
+    assert (status, f"is not a checkpoint: {said}" in errors) == (2, True), errors
 
 
 def test_accept_a_folder_of_transformers(checkpoint, command):

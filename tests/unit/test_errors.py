@@ -2,6 +2,7 @@
 
 import signal
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -10,7 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from hftrainer import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.support import check_supported
 from hftrainer.errors import (
     CheckpointNotFound,
     InvalidArgument,
@@ -124,6 +127,7 @@ class NeedsPath(TrainerCallback):
 OtherLightning = type("EarlyStopping", (), {"__module__": "pytorch_lightning.callbacks", "on_train_end": id})
 MODEL = make_plain()
 OfLightning = type("OfLightning", (LightningModule,), {"training_step": id, "on_train_start": id, "log": id})
+LightningTrainer = pl.Trainer(logger=False, accelerator="cpu", enable_checkpointing=False)
 OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.optim.SGD, {"lr": 0.1})
 
 
@@ -158,6 +162,8 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
         (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an object"),
         (WrongObject, {"args": MODEL}, r"args is a model, Plain: pass the model first, as Trainer\(model, args\)"),
+        (WrongObject, {"args": LightningTrainer}, r"args is a lightning\.\S+\.Trainer: pass TrainingArguments\('fold"),
+        (WrongObject, {"model": LightningTrainer}, r"model is a lightning\.\S+\.Trainer: pass a torch\.nn\.Module"),
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
         (WrongObject, {"model": "a-model"}, r"load it first, as with AutoModel\.from_pretrained\('a-model'\)"),
         (
@@ -448,6 +454,108 @@ def test_a_lightning_module_whose_step_is_the_loss(make_args):
 
     args = make_args(remove_unused_columns=False)
     assert OwnLoss(Lit(), args, train_dataset=plain_data()).train().global_step == args.max_steps
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy(), [1.0, 2.0], "high", None])
+def test_a_best_metric_that_is_no_number(make_args, value):
+    args = make_args(**STEPS, eval_steps=1, save_steps=1, metric_for_best_model="score")
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data(8)}
+    with pytest.raises(WrongObject, match=r"metric_for_best_model='score': 'eval_score' is .* must return one number"):
+        Trainer(make_plain(), args, compute_metrics=lambda _: {"score": value}, **data).train()
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(1).numpy(), torch.tensor(1.0), 1])
+def test_a_best_metric_of_one_element(make_args, value):
+    class Own(Trainer):
+        def evaluate(self, *_, **__):
+            return {"eval_score": value}
+
+    args = make_args(**STEPS, eval_steps=1, save_steps=1, metric_for_best_model="score")
+    trainer = Own(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_output_dir_that_is_a_file(tmp_path, name):
+    (tmp_path / "file").touch()
+    args = TrainingArguments(str(tmp_path / name), use_cpu=True)
+    with pytest.raises(FileExistsError, match=r"output_dir=.*: a file has this name, or that of a folder above"):
+        Trainer(make_plain(), args)
+
+
+def test_seq2seq_with_arguments_of_another_trainer(make_args):
+    with pytest.raises(WrongObject, match=r"args is a TrainingArguments, .* pass Seq2SeqTrainingArguments"):
+        Seq2SeqTrainer(make_plain(), make_args())
+
+
+def test_a_timeout_that_no_operation_meets(make_args, monkeypatch):
+    Trainer(make_plain(), make_args(ddp_timeout=-1))  # one process waits for no other
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    found = check_supported(ResolvedArguments(make_args(ddp_timeout=-1)))
+    assert any("ddp_timeout=-1: every operation would time out" in each for each in found)
+
+
+@pytest.mark.parametrize(("given", "is_told"), [((), True), ((False,), False), ((None,), True)])
+def test_resume_from_checkpoint_is_for_the_script(make_args, caplog, given, is_told):
+    args = make_args(resume_from_checkpoint=f"checkpoint-{len(given)}-{is_told}")
+    Trainer(make_plain(), args, train_dataset=plain_data()).train(*given)
+    told = "to resume, call train(resume_from_checkpoint=args.resume_from_checkpoint)" in caplog.text
+    assert told is is_told
+
+
+def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
+    class Lit(Trainer):
+        def configure_optimizers(self):
+            raise AssertionError
+
+        validation_step = on_train_epoch_end = on_fit_start = configure_optimizers
+
+        def on_demand(self):
+            raise AssertionError
+
+        def train_dataloader(self):
+            return super().get_train_dataloader()
+
+        def get_train_dataloader(self):
+            return self.train_dataloader()
+
+    Lit(make_plain(), make_args(), train_dataset=plain_data()).train()
+    (listed,) = (each.getMessage() for each in caplog.records if "never calls" in each.getMessage())
+    first, *lines = listed.split("\n")
+    assert first == "Lit has methods that a Trainer never calls. What takes their place:"
+    names = ["configure_optimizers: create_op", "on_fit_start: a callback, ", "on_train_epoch_end", "validation_step"]
+    assert all(line.startswith(f"- {name}") for line, name in zip(lines, names, strict=True))
+
+
+def test_training_step_of_a_lightning_module_in_a_trainer(make_args):
+    class Lit(Trainer):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError
+
+    with pytest.raises(WrongObject, match=r"Lit\.training_step takes batch_idx.*Override compute_loss\(self, model"):
+        Lit(make_plain(), make_args())
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "meant"),
+    [
+        (TrainerCallback, "on_train_epoch_ends", "on_epoch_end"),
+        (TrainerCallback, "on_epoch_finish", "on_epoch_end"),
+        (TrainerCallback, "on_train_start", "on_train_begin"),
+        (TrainerCallback, "on_validation_end", "on_evaluate"),
+        (TrainerCallback, "on_fire", None),
+        (pl.Callback, "on_train_epoch_ends", "on_train_epoch_end"),
+        (pl.Callback, "on_train_begin", "on_train_start"),
+        (pl.Callback, "on_step_begin", "on_train_batch_start"),
+        (pl.Callback, "on_train_start", None),
+    ],
+)
+def test_events_that_are_misspelt(make_args, caplog, base, name, meant):
+    Trainer(make_plain(), make_args(), callbacks=[type("Own", (base,), {name: lambda *_, **__: None})])
+    found = [each.getMessage() for each in caplog.records if "never called" in each.getMessage()]
+    assert found == ([f"Own.{name} is never called; did you mean {meant}?"] if meant else [])
 
 
 def test_stale_samples_are_not_named(make_args):

@@ -103,7 +103,10 @@ def test_command_line(runs, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plot", str(tmp_path / "none")])
     assert ended.value.code == 2
-    assert "the folder does not exist; give the output_dir of a run" in capsys.readouterr().err
+    assert (
+        "the folder does not exist; give the output_dir of a run, which holds its checkpoint-xxx folders"
+        in capsys.readouterr().err
+    )
 
 
 def test_nothing_to_draw(tmp_path):

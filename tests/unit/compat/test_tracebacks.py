@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import hftrainer
+from hftrainer.errors import MissingPackage
+from hftrainer.reporting import plot
 from tests.support.tiny import Plain, make_plain, plain_data
 
 
@@ -62,9 +64,9 @@ CASES = {
 }
 
 
-def fail_to_train(folder, given):
+def fail_to_train(folder, given, **others):
     settings = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "per_device_train_batch_size": 4}
-    settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True}
+    settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True} | others
     args = hftrainer.TrainingArguments(str(folder), **settings)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(10), "compute_metrics": lambda _: {"a": 1.0}}
     with pytest.raises((LookupError, RuntimeError)) as caught:
@@ -93,3 +95,49 @@ def test_all_frames_on_request(tmp_path, monkeypatch):
 def test_weights_that_are_frozen(tmp_path):
     error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
     assert "model.requires_grad_(True)" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("given", [{"data_collator": fail}, {"train_dataset": Data(plain_data())}])
+def test_samples_that_a_loading_process_read(tmp_path, given):
+    error = fail_to_train(tmp_path, given, dataloader_num_workers=2, dataloader_prefetch_factor=3)
+    assert f"This happened {READING}" in error.__notes__
+
+
+class FailsLater(list):
+    def __getitem__(self, index):
+        if index == 21:
+            raise LookupError("mine")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_a_later_batch(tmp_path, workers):
+    given = {"train_dataset": FailsLater(plain_data())}
+    error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
+    assert f"This happened {READING.replace('0, 1, 2, 3', '20, 21, 22, 23')}" in error.__notes__
+
+
+def test_construction(tmp_path):
+    """Arguments and a Trainer that are refused: where the script makes them, and where the message is."""
+    with pytest.raises(ValueError, match="no_such") as of_arguments:
+        hftrainer.TrainingArguments(str(tmp_path), optim="no_such")
+
+    class Own(hftrainer.Trainer):
+        def __init__(self, **given):
+            super().__init__(**given)
+
+    with pytest.raises(ValueError, match="learning_rate=-1") as of_trainer:
+        Own(model=make_plain(), args=hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=-1))
+    names = [[frame.name for frame in traceback.extract_tb(each.tb)][1:] for each in (of_arguments, of_trainer)]
+    assert names == [["__call__", "normalize"], ["__init__", "__init__", "validate_args"]]
+
+
+@pytest.mark.parametrize(("error", "is_shown"), [(ModuleNotFoundError("no"), False), (ImportError("broken"), True)])
+def test_the_cause_of_a_missing_package(monkeypatch, error, is_shown):
+    def fail_to_import(*_):
+        raise error
+
+    monkeypatch.setattr(plot.importlib, "import_module", fail_to_import)
+    with pytest.raises(MissingPackage, match="pip install") as caught:
+        plot.load("matplotlib.pyplot")
+    assert ("broken" in "".join(traceback.format_exception(caught.value))) is is_shown

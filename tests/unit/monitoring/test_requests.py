@@ -99,7 +99,7 @@ def test_the_command(tmp_path, capsys):
     assert not list((tmp_path / FOLDER).iterdir())
     with pytest.raises(SystemExit) as ended:
         main(["ask", str(tmp_path / "nowhere"), "save"])
-    assert ended.value.code == 2 and "is not a folder" in capsys.readouterr().err
+    assert ended.value.code == 2 and "the folder does not exist" in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_is_not_asked(tmp_path):
