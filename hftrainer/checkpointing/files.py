@@ -52,40 +52,68 @@ class HostCopies:
 
     The memory is kept for the next checkpoint. `DefaultStager` of torch.distributed.checkpoint does the same, but older
     releases of torch do not have it, and that of torch 2.11 works only once.
+
+    Attributes:
+        size: bytes copied since `begin`.
     """
 
     def __init__(self) -> None:
+        self.size = self._used = 0
         self._buffers: list[torch.UntypedStorage] = []
-        self._used = 0
 
     def begin(self) -> None:
         """Reuse the memory, whose contents have been written."""
-        self._used = 0
+        self.size = self._used = 0
+
+    def close(self) -> None:
+        """Release what is not memory."""
 
     def copy(self, values: Any) -> Any:
         """A deep copy; tensors that share memory share it in the copy too."""
-        storages: dict[int, torch.UntypedStorage] = {}
         memo: dict[int, Any] = {}
+        plain = []
         for tensor in _tensors(values):
-            if type(tensor) not in _WITH_STORAGE or tensor.layout != torch.strided:
+            if type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided:
+                plain.append((tensor, tensor.untyped_storage()))
+            else:
                 memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
-                continue
-            original = tensor.untyped_storage()
-            if (key := original.data_ptr()) not in storages:
-                storages[key] = self._filled(original)
-            copied = torch.empty(0, dtype=tensor.dtype)
-            memo[id(tensor)] = copied.set_(storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
+        originals = {storage.data_ptr(): storage for _, storage in plain}
+        self._reserve([storage.nbytes() for storage in originals.values()])
+        storages = {key: self._filled(storage) for key, storage in originals.items()}
+        for tensor, storage in plain:
+            copied, shape = (
+                torch.empty(0, dtype=tensor.dtype),
+                (tensor.storage_offset(), tensor.size(), tensor.stride()),
+            )
+            memo[id(tensor)] = copied.set_(storages[storage.data_ptr()], *shape)
         for device in {tensor.device for tensor in _tensors(values) if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return copy.deepcopy(values, memo)
 
+    def _reserve(self, sizes: list[int]) -> None:
+        """Prepare to copy storages of these sizes, in bytes."""
+        self.size += sum(sizes)
+
     def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
-        if self._used >= len(self._buffers) or self._buffers[self._used].nbytes() != original.nbytes():
+        on_gpu = original.device.type == "cuda"
+        return self._buffer(original.nbytes(), pinned=on_gpu).copy_(original, non_blocking=on_gpu)
+
+    def _buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
+        """Memory of exactly this size, reused if possible; torch's own pinned memory may be up to twice as large."""
+        if self._used >= len(self._buffers) or self._buffers[self._used].nbytes() != size:
             del self._buffers[self._used :]
-            self._buffers.append(_allocate(original.nbytes(), pinned=original.device.type == "cuda"))
-        buffer = self._buffers[self._used]
+            self._buffers.append(torch.UntypedStorage(size))
+            if pinned and size >= _PINNED:
+                self._pin(self._buffers[-1])
         self._used += 1
-        return buffer.copy_(original, non_blocking=original.device.type == "cuda")
+        return self._buffers[self._used - 1]
+
+    @staticmethod
+    def _pin(buffer: torch.UntypedStorage) -> None:
+        runtime, size = torch.cuda.cudart(), buffer.nbytes()
+        # If the system limits pinned memory, copying is only slower.
+        if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
+            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
@@ -94,17 +122,6 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     elif isinstance(values, (Mapping, list, tuple)):
         for value in values.values() if isinstance(values, Mapping) else values:
             yield from _tensors(value)
-
-
-def _allocate(size: int, pinned: bool) -> torch.UntypedStorage:
-    """Allocate memory of exactly this size; torch's own pinned memory may be up to twice as large."""
-    buffer = torch.UntypedStorage(size)
-    if pinned and size >= _PINNED:
-        runtime = torch.cuda.cudart()
-        # If the system limits pinned memory, copying is only slower.
-        if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
-            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
-    return buffer
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -285,6 +302,12 @@ def _flush_and_describe(paths: list[Path], written: Mapping[str, Entry]) -> dict
             drop_from_cache(path)
             found[path] = Entry(sizes[path], crc32)
     return {path: found[path] for path in paths}
+
+
+def describe_large_files(folder: Path) -> dict[str, Entry]:
+    """Path → entry of each large file in a folder; all of them are on the disk when this returns."""
+    paths = [path for name in list_files(folder) if (path := folder / name).stat().st_size >= _LARGE]
+    return {str(path): entry for path, entry in _flush_and_describe(paths, {}).items()}
 
 
 def crc32_of_list(files: dict[str, Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import inspect
 import json
@@ -35,13 +36,11 @@ _PART = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_(\w+\.pt)$")
 _MODEL_STATES = "model_states.pt"
 
 
-def save_weights(
-    model: torch.nn.Module, folder: str, state_dict: dict[str, Any] | None = None, *, safe: bool = True
-) -> None:
+def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = None, *, safe: bool = True) -> None:
     """Write `model` to `folder`: with `save_pretrained` for models of transformers and PEFT, else its state dict.
 
     Args:
-        model: the model; tied weights are written once.
+        model: the model; tied weights are written once. None for a plain module whose `state_dict` is given.
         folder: an existing folder.
         state_dict: the weights to write instead of the model's current ones.
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
@@ -56,6 +55,28 @@ def save_weights(
         save_torch_state_dict(weights, folder, max_shard_size=MAX_SHARD_SIZE)
     else:
         torch.save(weights, os.path.join(folder, names.WEIGHTS_NAME))
+
+
+def without_tensors(model: Any) -> Any:
+    """A copy of a model of transformers, with its tensors on 'meta', to be pickled; None for a plain module.
+
+    With it, `save_weights` writes given weights in another process.
+
+    Raises:
+        TypeError: if the model's class has its own `save_pretrained`, which may depend on this process.
+    """
+    if not peers.is_transformers_model(model):
+        return None
+    if not type(model).save_pretrained.__module__.startswith("transformers."):
+        raise TypeError(f"{type(model).__name__} has its own save_pretrained")
+    tensors = [*model.parameters(), *model.buffers()]
+    memo: dict[int, Any] = {
+        id(each): torch.nn.Parameter(each.to("meta"), each.requires_grad)
+        if isinstance(each, torch.nn.Parameter)
+        else each.to("meta")
+        for each in tensors
+    }
+    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

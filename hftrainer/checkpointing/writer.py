@@ -18,15 +18,18 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from hftrainer.checkpointing import files, names
+from hftrainer.checkpointing import files, names, writer_process
 from hftrainer.checkpointing.files import Entry
 from hftrainer.checkpointing.folder import CheckpointFolder
+from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
 from hftrainer.errors import CheckpointNotWritten
 
 logger = logging.getLogger(__name__)
 
 #: A disk with fewer free bytes counts as full.
 _FULL_BELOW = 1 << 18
+#: In the background, another process writes checkpoints with states of at least so many bytes.
+_WORTH_A_PROCESS = 1 << 26
 
 
 #: Error numbers of a storage that is full, over a quota, read-only, forbidden or broken.
@@ -55,6 +58,21 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class DeferredWrite:
+    """A call of `write(values)` that is made in the background.
+
+    Attributes:
+        write: the function.
+        values: a copy of what it writes.
+        portable: makes a function that does the same and can be pickled, for another process; None if there is none.
+    """
+
+    write: Callable[[Any], None]
+    values: Any
+    portable: Callable[[], Callable[[Any], Any]] | None
+
+
 @dataclass(eq=False)
 class CheckpointInProgress:
     """A checkpoint from its first file until it is announced.
@@ -63,7 +81,8 @@ class CheckpointInProgress:
         folder: where it is written.
         then: called when it is complete.
         if_failed: called in the caller's thread if the storage fails.
-        writes: functions that the background thread calls once the checkpoint is filled.
+        writes: what the background thread writes once the checkpoint is filled.
+        packed: the same for the other process, if it writes this checkpoint.
         written: path → manifest entry, for large files that the writer has written.
         futures: writes that another thread does while the checkpoint is filled.
         announcements: called in the caller's thread when it is complete.
@@ -73,7 +92,8 @@ class CheckpointInProgress:
     folder: CheckpointFolder
     then: Callable[[], None]
     if_failed: Callable[[], None]
-    writes: list[Callable[[], None]] = field(default_factory=list)
+    writes: list[DeferredWrite] = field(default_factory=list)
+    packed: list[bytes] = field(default_factory=list)
     written: dict[str, Entry] = field(default_factory=dict)
     futures: list[Future[None]] = field(default_factory=list)
     announcements: list[Callable[[], None]] = field(default_factory=list)
@@ -168,7 +188,7 @@ class CheckpointWriter:
 
     Args:
         in_background: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
-            so they take as much memory as a checkpoint.
+            so they take as much memory as a checkpoint. Large ones are written by another process.
         stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of skipping it.
         to_cpu: moves a state to the CPU where writing needs it.
 
@@ -187,6 +207,12 @@ class CheckpointWriter:
     _uses_other_thread: bool = False
     _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
     _copies: files.HostCopies = field(default_factory=files.HostCopies)
+    _process: WriterProcess | None = None
+
+    def __post_init__(self) -> None:
+        if self.in_background and writer_process.IS_AVAILABLE:
+            self._copies = copies = SharedCopies()
+            self._process = WriterProcess(copies)
 
     @contextlib.contextmanager
     def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
@@ -221,6 +247,7 @@ class CheckpointWriter:
                 for future in current.futures:
                     future.result()
             if self.in_background:
+                self._pack(current)
                 current.published = self._thread.submit(self._publish, current)
                 self._pending = current
             else:
@@ -229,14 +256,39 @@ class CheckpointWriter:
     def _publish(self, current: CheckpointInProgress) -> None:
         """Run the deferred writes, rename the folder, and call `then`."""
         with current.discard_partial_on_error():
-            for write in current.writes:
-                write()
+            self._write_deferred(current)
             self.added.copy_to(current.folder)
             current.folder.publish(current.written)
         try:
             current.then()
         except OSError as error:
             logger.warning("Older checkpoints could not be deleted: %s", error)
+
+    def _pack(self, current: CheckpointInProgress) -> None:
+        """Pack a large checkpoint's writes for the other process; a thread makes them if that is impossible."""
+        portable = [each.portable for each in current.writes]
+        if self._process is None or self._copies.size < _WORTH_A_PROCESS or None in portable:
+            return
+        try:
+            current.packed = [self._process.pack(each.portable(), each.values) for each in current.writes]  # type: ignore[misc]
+        except Exception as error:  # an object of the script may raise anything
+            self._keep_to_thread(error)
+
+    def _write_deferred(self, current: CheckpointInProgress) -> None:
+        if current.packed and self._process is not None:
+            try:
+                current.written.update(self._process.run(current.packed, current.folder.staging))
+                return
+            except CannotUnpack as error:
+                self._keep_to_thread(error)
+        for each in current.writes:
+            each.write(each.values)
+
+    def _keep_to_thread(self, error: Exception) -> None:
+        logger.info("A thread writes checkpoints, since another process cannot: %s: %s", type(error).__name__, error)
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
     @property
     def defers_writes(self) -> bool:
@@ -259,14 +311,25 @@ class CheckpointWriter:
             if (entry := files.save(values, path)) is not None:
                 written[path] = entry
 
-        self.call(write, value)
+        self.call(write, value, portable=lambda: functools.partial(files.save, path=path))
 
-    def call(self, write: Callable[[Any], None], values: Any) -> None:
-        """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory."""
+    def call(
+        self,
+        write: Callable[[Any], None],
+        values: Any,
+        *,
+        portable: Callable[[], Callable[[Any], Any]] | None = None,
+    ) -> None:
+        """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory.
+
+        Args:
+            write: the function.
+            values: what it writes.
+            portable: makes a function that does the same and can be pickled, for another process.
+        """
         values = self.to_cpu(values)
         if self._filled is not None and self.in_background:
-            copied = self._copies.copy(values)
-            self._filled.writes.append(lambda: write(copied))
+            self._filled.writes.append(DeferredWrite(write, self._copies.copy(values), portable))
         elif self._filled is not None and self._uses_other_thread:
             self._filled.futures.append(self._thread.submit(write, values))
         else:
@@ -326,7 +389,11 @@ class CheckpointWriter:
             self.wait()
         finally:
             self._thread.shutdown()
+            if self._process is not None:
+                self._process.close()
+            self._copies.close()
             self._thread, self._copies = _make_thread(), files.HostCopies()
+            self.__post_init__()
 
     @contextlib.contextmanager
     def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:

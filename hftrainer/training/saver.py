@@ -19,7 +19,7 @@ from hftrainer.callbacks.state import drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.progress import POSITION_SETTINGS, RunProgress, load_progress
-from hftrainer.checkpointing.weights import save_configs, save_weights
+from hftrainer.checkpointing.weights import save_configs, save_weights, without_tensors
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.accumulation import TrainingSchedule
@@ -217,7 +217,8 @@ class CheckpointSaver(Component):
         os.makedirs(folder, exist_ok=True)
         model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
-        write = functools.partial(save_weights, model, folder, safe=legacy.value(self.trainer.args, "save_safetensors"))
+        safe = bool(legacy.value(self.trainer.args, "save_safetensors"))
+        write = functools.partial(save_weights, model, folder, safe=safe)
         on_device = self.trainer.args.device.type == "xla"  # torch writes files from CPU memory
         if weights == {}:  # DeepSpeed's weights stay in shards
             save_configs(model, folder)
@@ -227,7 +228,11 @@ class CheckpointSaver(Component):
             if (self.components.checkpoint_writer.defers_writes or on_device) and weights is None:
                 # Pass the weights, so that the writer copies them: training changes the model's own meanwhile.
                 weights = peers.unwrap_compiled(self.trainer.model).state_dict()
-            self.components.checkpoint_writer.call(write, weights)
+            self.components.checkpoint_writer.call(
+                write,
+                weights,
+                portable=lambda: functools.partial(save_weights, without_tensors(model), folder, safe=safe),
+            )
         processing_class = self.trainer.processing_class
         if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
             processing_class = getattr(self.trainer.data_collator, "tokenizer", None)

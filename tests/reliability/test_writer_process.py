@@ -1,0 +1,134 @@
+"""Another process writes the large checkpoints of the background: the same files, and no harm if it is killed."""
+
+import errno
+import functools
+import os
+import signal
+import sys
+import types
+
+import pytest
+import torch
+from transformers import BertForSequenceClassification
+
+from hftrainer.checkpointing import files, writer
+from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
+from tests.support.checkpoints import BACKGROUND, At, finished, make_trainer
+from tests.support.jobs import names
+from tests.support.tiny import MODELS
+
+
+@pytest.fixture
+def always(monkeypatch):
+    monkeypatch.setattr(writer, "_WORTH_A_PROCESS", 0)
+
+
+@pytest.fixture
+def process():
+    copies = SharedCopies()
+    started = WriterProcess(copies)
+    yield started, copies
+    started.close()
+    copies.close()
+
+
+def process_of(trainer):
+    return trainer._hftrainer.checkpoint_writer._process
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("model", ["plain", "bert"])
+def test_the_same_files(tmp_path, model):
+    used = []
+    finished(make_trainer(tmp_path / "at once", model))
+    trainer = make_trainer(tmp_path / "process", model, **BACKGROUND)
+    trainer.add_callback(At(9, lambda: used.append(process_of(trainer)._process is not None)))
+    finished(trainer)
+    assert used == [True]
+    for step in (3, 6, 9):
+        ours, theirs = (tmp_path / kind / f"checkpoint-{step}" for kind in ("process", "at once"))
+        assert names(ours) == names(theirs)
+        for name in set(names(ours)) - {"hftrainer_manifest.json", "training_args.bin", "progress.pt"}:
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+@pytest.mark.usefixtures("always")
+def test_killed_while_it_waits(tmp_path, caplog):
+    """Costs the next checkpoint, and is started again for the one after it."""
+    trainer = make_trainer(tmp_path, **BACKGROUND)
+
+    def kill():
+        trainer._hftrainer.checkpoint_writer.wait()
+        os.kill(process_of(trainer)._process.pid, signal.SIGKILL)
+        process_of(trainer)._process.wait()
+
+    trainer.add_callback(At(5, kill))
+    assert finished(trainer).state.global_step == 9
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-9"]
+    assert (
+        "checkpoint-6 could not be written (the process that writes checkpoints has ended by signal 9)" in caplog.text
+    )
+
+
+def test_what_it_raises(process, tmp_path):
+    started, copies = process
+    state = copies.copy({"x": torch.arange(5.0), "y": 3})
+    full = functools.partial(files.save, path="/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        started.run([started.pack(full, state)], tmp_path)
+    assert raised.value.errno == errno.ENOSPC
+    pid = started._process.pid
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a launcher, to all its processes
+        os.kill(pid, number)
+    assert (
+        started.run([started.pack(functools.partial(files.save, path=str(tmp_path / "x.pt")), state)], tmp_path) == {}
+    )
+    assert torch.equal(torch.load(tmp_path / "x.pt")["x"], torch.arange(5.0))
+    assert started._process.pid == pid
+
+
+def test_memory_and_entries(process, tmp_path):
+    """Of a large state there is one copy, which is used again; its files are described and on the disk."""
+    started, copies = process
+    path = str(tmp_path / "state.pt")
+    for round_ in range(3):
+        copies.begin()
+        whole = torch.full((5 << 20,), float(round_))
+        state = copies.copy({"whole": whole, "half": whole[: 5 << 19], "empty": torch.empty(0), "bits": whole.bool()})
+        assert copies.size == 25 << 20
+        entries = started.run([started.pack(functools.partial(files.save, path=path), state)], tmp_path)
+        assert entries == {path: files.Entry(os.path.getsize(path), files.crc32_of_file(path))}
+        loaded = torch.load(path)
+        assert all(torch.equal(loaded[name], value) for name, value in state.items())
+        assert loaded["half"].untyped_storage().data_ptr() == loaded["whole"].untyped_storage().data_ptr()
+    assert copies.size <= os.fstat(copies.file).st_size <= copies.size + 8192
+
+
+class Own(BertForSequenceClassification):
+    def save_pretrained(self, *args, **kwargs):
+        kwargs["max_shard_size"] = "5KB"
+        super().save_pretrained(*args, **kwargs)
+
+
+def test_a_class_that_it_cannot_import(process, tmp_path):
+    started, _ = process
+    module = types.ModuleType("only_here")
+    exec("class Kept:\n    pass", vars(module))
+    sys.modules["only_here"] = module
+    call = started.pack(functools.partial(files.save, path=str(tmp_path / "x.pt")), {"x": module.Kept()})
+    del sys.modules["only_here"]
+    with pytest.raises(CannotUnpack, match="ModuleNotFoundError: No module named 'only_here'"):
+        started.run([call], tmp_path)
+    assert not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.usefixtures("always")
+def test_a_model_that_saves_itself(tmp_path):
+    """A thread writes it, since its `save_pretrained` may depend on what is in this process."""
+    make_model, _ = MODELS["bert"]
+    trainer = make_trainer(tmp_path, "bert", trainer={"model": Own(make_model().config)}, **BACKGROUND)
+    used = []
+    trainer.add_callback(At(8, lambda: used.append(process_of(trainer))))
+    finished(trainer)
+    assert used == [None]
+    assert "model.safetensors.index.json" in names(tmp_path / "checkpoint-9")
