@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -190,7 +190,7 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
         if getattr(args, name):
             yield f"{name}=True would round sharded weights: use {name[:4]}=True, or leave out fsdp."
     yield from _check_optimizers(args, settings, has_custom_optimizer)
-    yield from _check_saving(args, settings, resolved.lightning_config)
+    yield from _check_saving(args)
 
 
 def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla: XlaSettings) -> Iterator[str]:
@@ -233,12 +233,14 @@ def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_op
         )
 
 
-def _check_saving(args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any]) -> Iterator[str]:
-    if settings.state_dict_type != "FULL_STATE_DICT" and config.get("async_checkpoint"):
-        yield (
-            "lightning_config['async_checkpoint']=True writes from one process, but fsdp_config['state_dict_type']="
-            "'SHARDED_STATE_DICT' writes from all: leave one of them out."
-        )
+def check_checkpoint_format(resolved: ResolvedArguments) -> Iterator[str]:
+    """Yields an error for a format that the strategy, which has its own parts, cannot write."""
+    own = "deepspeed" if resolved.deepspeed is not None else "XLA" if resolved.device.type == "xla" else None
+    if own is not None and getattr(resolved.args, "checkpoint_format", None) == "dcp":
+        yield f"checkpoint_format='dcp' does not apply to {own}, which has its own parts: leave it out."
+
+
+def _check_saving(args: BaseArguments) -> Iterator[str]:
     logged = os.environ.get("WANDB_LOG_MODEL", "false").lower()
     if "wandb" in (args.report_to or ()) and logged not in ("", "false"):
         yield (

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,13 @@ _BESIDE = re.compile(
     rf"(?P<name>({names.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
 _CHECKPOINT = re.compile(rf"^{names.PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+def _is_of_weights(name: str) -> bool:
+    """Whether a file, or a part in a folder of torch's distributed checkpoints, holds weights or lists their shards."""
+    if name.endswith((names.PART_SUFFIX, names.LIST_OF_PARTS)):
+        return not name.startswith(f"{names.PARTS['optimizer']}/")
+    return _WEIGHTS.search(Path(name).name) is not None
 
 
 @dataclass(frozen=True)
@@ -134,9 +141,9 @@ class CheckpointFolder:
         listed = read_manifest(self.path)
         if listed is None:
             return Inspection(self.path, fault=self._visible_damage())
-        asked = _WEIGHTS if only_weights else re.compile("")
-        entries = {name: entry for name, entry in listed.items() if asked.search(Path(name).name)}
-        found = {name: self.path / name for name in list_files(self.path) if asked.search(Path(name).name)}
+        asked = _is_of_weights if only_weights else bool
+        entries = {name: entry for name, entry in listed.items() if asked(name)}
+        found = {name: self.path / name for name in list_files(self.path) if asked(name)}
         added = [name for name in found if name not in entries]
         removed = [name for name in entries if name not in found]
         kept = [name for name in entries if name in found]
@@ -148,7 +155,7 @@ class CheckpointFolder:
         read = [found[name] for name in (*resized, *added) if name in resized or _READ.search(found[name].name)]
         fault = next((f"{path} {reason}" for path in read if (reason := unreadable_reason(path)) is not None), None)
         if fault is None and not altered:  # so that indices can be trusted
-            fault = self._missing_weights(removed)
+            fault = self._missing_weights(removed) or self._missing_parts(removed, {*kept} - {*resized})
         return Inspection(self.path, tuple(added), tuple(removed), tuple(resized), tuple(altered), fault)
 
     def _visible_damage(self) -> str | None:
@@ -169,6 +176,12 @@ class CheckpointFolder:
         weights = next((self.path / name for name in removed if _WEIGHTS.search(Path(name).name)), None)
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
+
+    def _missing_parts(self, removed: Iterable[str], unchanged: Container[str]) -> str | None:
+        """Which part is missing, though the list of parts beside it is still the one that was written."""
+        parts = (name for name in removed if name.endswith(names.PART_SUFFIX))
+        listed = (name for name in parts if Path(name).with_name(names.LIST_OF_PARTS).as_posix() in unchanged)
+        return next((f"{self.path / name} is missing" for name in listed), None)
 
     @property
     def why_no_checkpoint(self) -> str | None:

@@ -35,7 +35,7 @@ from hftrainer.compat.reading import (
     read_weights,
     weights_only,
 )
-from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
 
@@ -56,10 +56,15 @@ _CLASSES = {
 _ALLOWED = frozenset(f"{module}.{name}" for module, kinds in _CLASSES.items() for name in kinds)
 
 
-def _options(model: nn.Module, whole: bool, only_trainable: bool = False) -> Any:
+def _options(model: nn.Module, whole: bool, only_trainable: bool = False, flat: bool = False) -> Any:
     # On the CPU there is nothing to offload, and FSDP1 crashes if it tries.
     on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
-    return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trainable)
+    return StateDictOptions(
+        full_state_dict=whole,
+        cpu_offload=not on_cpu,
+        ignore_frozen_params=only_trainable,
+        flatten_optimizer_state_dict=flat,
+    )
 
 
 def model_state(model: nn.Module, *, whole: bool, only_trainable: bool = False) -> dict[str, Any]:
@@ -96,10 +101,28 @@ def broadcast_buffers(model: nn.Module) -> None:
                 distributed.broadcast(buffer, 0)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
-    """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, flat: bool = False
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0.
+
+    Args:
+        model: the model that the optimizer trains.
+        optimizer: the optimizer.
+        whole: gather the whole state, instead of this process's part.
+        flat: in one dict, with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
+
+    Raises:
+        UnsupportedArgument: if `flat` is impossible, since the state holds other objects than tensors and numbers.
+    """
     reshard(model)
-    return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
+    try:
+        return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole, flat=flat))
+    except NotImplementedError as error:
+        raise UnsupportedArgument(
+            f"checkpoint_format='dcp' cannot hold the state of {type(optimizer).__name__} ({error}): use another "
+            "optimizer, or checkpoint_format='transformers'."
+        ) from error
 
 
 def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool = False) -> LoadResult | None:
@@ -116,7 +139,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     Raises:
         CheckpointNotFound: if there are no weights, or only adapters, which a sharded model cannot load.
     """
-    if holds(PARTS, "model", folder):
+    if names.folder_of_parts("model", folder) is not None:
         load_model_parts(model, folder, only_trainable=only_trainable)
         return None
     whole = first_file(folder, WHOLES["model"])
@@ -171,9 +194,11 @@ def load_optimizer(
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
-    if holds(PARTS, "optimizer", folder):
-        state = _load_parts("optimizer", optimizer_state(model, optimizer, whole=False), folder)
-        state_dict.set_optimizer_state_dict(model, optimizer, state)
+    if (parts := names.folder_of_parts("optimizer", folder)) is not None:
+        flat = os.path.basename(parts) == names.DCP
+        state = _load_parts("optimizer", optimizer_state(model, optimizer, whole=False, flat=flat), parts)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
         return
     if holds(WHOLES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
@@ -195,29 +220,67 @@ def _is_first() -> bool:
 # ---- A part from each process ---------------------------------------------------------------------------------------
 
 
-def save_parts(states: dict[str, Any], folder: str) -> None:
-    """Write this process's part of each state; the keys are 'model' and 'optimizer'.
+def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
+    """Write this process's part of each state, as transformers does.
+
+    Args:
+        states: the states 'model' and 'optimizer'.
+        folder: the checkpoint.
+        group: the process group in which the processes agree; None for the default one.
 
     Raises:
         OSError: the first error of any process.
     """
     for kind, state in states.items():
-        with _plain_errors():
-            save({kind: state}, storage_writer=FileSystemWriter(os.path.join(folder, PARTS[kind])))
+        _save({kind: state}, os.path.join(folder, PARTS[kind]), process_group=group)
+
+
+def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """This process's part of the weights by name and, unless it is None, of the 'optimizer', as in torchtitan."""
+    only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+    states = model_state(model, whole=False, only_trainable=only_trainable)
+    return states if optimizer is None else {**states, "optimizer": optimizer_state(model, optimizer, whole=False, flat=True)}
+
+
+def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: bool = False) -> None:
+    """Write what `states_for_dcp` returns; see `save_parts`.
+
+    Args:
+        states: the states.
+        folder: the checkpoint.
+        group: the process group in which the processes agree; None for the default one.
+        alone: whether this process writes all.
+    """
+    _save(states, os.path.join(folder, names.DCP), process_group=group, no_dist=alone)
+
+
+def _save(states: dict[str, Any], path: str, **how: Any) -> None:
+    with _plain_errors():
+        save(states, storage_writer=FileSystemWriter(path), **how)
 
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
-    state = _load_parts("model", model_state(model, whole=False, only_trainable=only_trainable), folder)
+    parts = names.folder_of_parts("model", folder)
+    assert parts is not None
+    state = _load_parts("model", model_state(model, whole=False, only_trainable=only_trainable), parts)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
-def _load_parts(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, PARTS[kind])
+def holds_optimizer(path: str) -> bool:
+    """Whether a folder of parts holds an optimizer's state."""
+    return any(name.startswith("optimizer.") for name in _PartsReader(path).read_metadata().state_dict_metadata)
+
+
+def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
+    reader = _PartsReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    # A folder of ours or torchtitan's holds the weights by their names alone; scripts often write {"model": ...}.
+    is_bare = kind == "model" and sum(name in stored for name in state) > sum(f"{kind}.{name}" in stored for name in state)
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
     with weights_only(path), _plain_errors(fitting(path)):
-        load({kind: state}, storage_reader=_PartsReader(path), planner=planner)
+        load(state if is_bare else {kind: state}, storage_reader=reader, planner=planner)
     return state
 
 

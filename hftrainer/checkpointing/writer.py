@@ -22,6 +22,7 @@ from hftrainer.checkpointing import files, names
 from hftrainer.checkpointing.files import Entry
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotWritten
+from hftrainer.parallel.process_group import start_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ class CheckpointWriter:
     _filled: CheckpointInProgress | None = None
     _pending: CheckpointInProgress | None = None
     _uses_other_thread: bool = False
+    _part: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
     _copies: files.HostCopies = field(default_factory=files.HostCopies)
 
@@ -200,8 +202,7 @@ class CheckpointWriter:
         Raises:
             CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
         """
-        self.wait()
-        self._copies.begin()
+        self._begin()
         current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
         self.failed = False
         with self._reporting(path, if_failed), current.discard_partial_on_error():
@@ -214,6 +215,9 @@ class CheckpointWriter:
                 self._filled = current
                 try:
                     yield str(current.folder.staging)
+                except BaseException:
+                    self.wait_for_part()
+                    raise
                 finally:
                     self._filled = None
                     # Otherwise the other thread would go on writing into a folder that is discarded.
@@ -229,6 +233,8 @@ class CheckpointWriter:
     def _publish(self, current: CheckpointInProgress) -> None:
         """Run the deferred writes, rename the folder, and call `then`."""
         with current.discard_partial_on_error():
+            if self._part is not None:
+                self._part.result()  # done when all processes have written theirs
             for write in current.writes:
                 write()
             self.added.copy_to(current.folder)
@@ -272,6 +278,26 @@ class CheckpointWriter:
         else:
             write(values)
 
+    def write_part(self, write: Callable[[Any], None], values: Any) -> None:
+        """Call `write(values)`, which writes this process's part together with all others: now, or in the background.
+
+        Every process calls it for each checkpoint, in a block of `checkpoint` or `report_part_errors`.
+        """
+        if self.in_background:
+            self._part = start_in_thread(functools.partial(write, self._copies.copy(values)))
+        else:
+            write(values)
+
+    def wait_for_part(self) -> None:
+        """Wait until this process's part is written. Its errors are those of all, which rank 0 reports."""
+        if self._part is not None:
+            wait([self._part])
+
+    def _begin(self) -> None:
+        self.wait()
+        self._part = None
+        self._copies.begin()
+
     @contextlib.contextmanager
     def in_other_thread(self) -> Iterator[None]:
         """Run the writes of the block in another thread. The checkpoint waits for them at the end.
@@ -289,6 +315,7 @@ class CheckpointWriter:
 
         It reports storage errors as `checkpoint` does.
         """
+        self._begin()
         self.failed = False
         return self._reporting(path, lambda: None)
 
@@ -303,6 +330,7 @@ class CheckpointWriter:
         Raises:
             CheckpointNotWritten: with `stop_on_error`, when it could not be written.
         """
+        self.wait_for_part()
         pending, self._pending = self._pending, None
         if pending is None or pending.published is None:
             return

@@ -180,6 +180,7 @@ class LightningPlan:
         layout: how the processes share the model and the batches.
         deepspeed: DeepSpeed's configuration; None without DeepSpeed.
         async_checkpoint: whether checkpoints are written in the background.
+        saves_dcp: whether checkpoints hold weights and optimizer in one folder of torch's distributed checkpoints.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
         read_once: argument → its value when the plan was made, for arguments whose later changes have no effect.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they override the others.
@@ -199,6 +200,7 @@ class LightningPlan:
     layout: Layout
     deepspeed: Any
     async_checkpoint: bool
+    saves_dcp: bool
     stop_on_save_error: bool
     read_once: Mapping[str, Any]
     config: Mapping[str, Any]
