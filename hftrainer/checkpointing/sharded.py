@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,9 +36,12 @@ from hftrainer.compat.reading import (
     read_weights,
     weights_only,
 )
-from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
+
+# Not always wrong: one process may write and read all, also in a thread, where no block can catch warnings.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 #: Components that wrappers add to parameter names.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -56,15 +60,10 @@ _CLASSES = {
 _ALLOWED = frozenset(f"{module}.{name}" for module, kinds in _CLASSES.items() for name in kinds)
 
 
-def _options(model: nn.Module, whole: bool, only_trainable: bool = False, flat: bool = False) -> Any:
+def _options(model: nn.Module, whole: bool, only_trainable: bool = False) -> Any:
     # On the CPU there is nothing to offload, and FSDP1 crashes if it tries.
     on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
-    return StateDictOptions(
-        full_state_dict=whole,
-        cpu_offload=not on_cpu,
-        ignore_frozen_params=only_trainable,
-        flatten_optimizer_state_dict=flat,
-    )
+    return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trainable)
 
 
 def model_state(model: nn.Module, *, whole: bool, only_trainable: bool = False) -> dict[str, Any]:
@@ -101,28 +100,10 @@ def broadcast_buffers(model: nn.Module) -> None:
                 distributed.broadcast(buffer, 0)
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, flat: bool = False
-) -> dict[str, Any]:
-    """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0.
-
-    Args:
-        model: the model that the optimizer trains.
-        optimizer: the optimizer.
-        whole: gather the whole state, instead of this process's part.
-        flat: in one dict, with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
-
-    Raises:
-        UnsupportedArgument: if `flat` is impossible, since the state holds other objects than tensors and numbers.
-    """
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
+    """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
     reshard(model)
-    try:
-        return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole, flat=flat))
-    except NotImplementedError as error:
-        raise UnsupportedArgument(
-            f"checkpoint_format='dcp' cannot hold the state of {type(optimizer).__name__} ({error}): use another "
-            "optimizer, or checkpoint_format='transformers'."
-        ) from error
+    return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
 
 
 def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool = False) -> LoadResult | None:
@@ -195,10 +176,12 @@ def load_optimizer(
         if "train_mode" in group:
             group["train_mode"] = True
     if (parts := names.folder_of_parts("optimizer", folder)) is not None:
-        flat = os.path.basename(parts) == names.DCP
-        state = _load_parts("optimizer", optimizer_state(model, optimizer, whole=False, flat=flat), parts)
-        options = StateDictOptions(flatten_optimizer_state_dict=flat)
-        state_dict.set_optimizer_state_dict(model, optimizer, state, options=options)
+        state = optimizer_state(model, optimizer, whole=False)
+        if os.path.basename(parts) == names.DCP:
+            _unflatten(_load_parts("optimizer", _flatten(state), parts), state)
+        else:
+            _load_parts("optimizer", state, parts)
+        state_dict.set_optimizer_state_dict(model, optimizer, state)
         return
     if holds(WHOLES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
@@ -239,7 +222,30 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     """This process's part of the weights by name and, unless it is None, of the 'optimizer', as in torchtitan."""
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, whole=False, only_trainable=only_trainable)
-    return states if optimizer is None else {**states, "optimizer": optimizer_state(model, optimizer, whole=False, flat=True)}
+    if optimizer is not None:
+        states["optimizer"] = _flatten(optimizer_state(model, optimizer, whole=False))
+    return states
+
+
+def _flatten(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
+
+    This is torch's own flat form, which torch cannot read back if a group is empty.
+    """
+    flat = {f"state.{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
+    for group in state["param_groups"]:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+    return flat
+
+
+def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
+    """Write the values of a flat state into one with the same names."""
+    for name, values in state["state"].items():
+        values.update({key: flat[f"state.{name}.{key}"] for key in values})
+    for group in state["param_groups"]:
+        for name in group["params"][:1]:
+            group.update({key: flat[f"param_groups.{name}.{key}"] for key in group if key != "params"})
 
 
 def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: bool = False) -> None:

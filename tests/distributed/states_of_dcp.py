@@ -4,14 +4,23 @@ import pytest
 
 from hftrainer.strategies.fsdp import FsdpStrategy
 from hftrainer.strategies.strategy import ReplicasStrategy
+from tests.support.checkpoints import BACKGROUND
 from tests.support.model_states import ModelStatesSuite
 
+DCP = {"checkpoint_format": "dcp"}
+#: In the background also the parts of FSDP's own format.
+WAYS = {
+    "replicas": DCP,
+    "replicas, background": {**DCP, **BACKGROUND},
+    "fsdp1": {**DCP, "fsdp": "full_shard", "fsdp_config": {"version": 1}},
+    "fsdp2, background": {**DCP, **BACKGROUND, "fsdp": "full_shard"},
+    "parts, background": {**BACKGROUND, "fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}},
+}
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("version", [0, 1, 2])
+
+@pytest.mark.parametrize("way", WAYS)
 class TestDcp(ModelStatesSuite):
     @pytest.fixture(autouse=True)
-    def _strategy(self, version, background):
-        self.implementation = FsdpStrategy if version else ReplicasStrategy
-        fsdp = {"fsdp": "full_shard", "fsdp_config": {"version": version}} if version else {}
-        self.settings = {"checkpoint_format": "dcp", "lightning_config": {"async_checkpoint": background}, **fsdp}
+    def _strategy(self, way):
+        self.settings = WAYS[way]
+        self.implementation = FsdpStrategy if "fsdp" in self.settings else ReplicasStrategy
