@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import distributed
@@ -143,6 +142,8 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
         )
     if args.fp16 or args.fp16_full_eval:
         yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
+    if getattr(args, "checkpoint_format", None) == "dcp":
+        yield "checkpoint_format='dcp' is not supported on TPUs, whose checkpoints have their own parts: leave it out."
     if args.torch_compile and kind == "xla":
         yield "torch_compile=True: XLA already compiles the whole step; leave it out."
     elif args.torch_compile and args.torch_compile_backend == "inductor":
@@ -231,13 +232,6 @@ def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_op
             "optimizers holds the parameters of the whole model, which fsdp replaces: pass optimizer_cls_and_kwargs, "
             "or override create_optimizer."
         )
-
-
-def check_checkpoint_format(resolved: ResolvedArguments) -> Iterator[str]:
-    """Yields an error for a format that the strategy, which has its own parts, cannot write."""
-    own = "deepspeed" if resolved.deepspeed is not None else "XLA" if resolved.device.type == "xla" else None
-    if own is not None and getattr(resolved.args, "checkpoint_format", None) == "dcp":
-        yield f"checkpoint_format='dcp' does not apply to {own}, which has its own parts: leave it out."
 
 
 def _check_saving(args: BaseArguments) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import check_launch_variables, find_unknown_variables
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.checks import check_checkpoint_format, check_device, check_fsdp, check_xla
+from hftrainer.arguments.checks import check_device, check_fsdp, check_xla
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
@@ -70,7 +70,6 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
             found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
         found += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
         found += check_device(resolved)
-        found += check_checkpoint_format(resolved)
     except InvalidConfig as error:
         found.append(str(error))
     return found + check_launch(resolved)
@@ -110,7 +109,6 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         layout=resolved.layout,
         deepspeed=resolved.deepspeed,
         async_checkpoint=config.get("async_checkpoint", False) or _has_async_checkpoint_plugin(config.get("plugins")),
-        saves_dcp=getattr(args, "checkpoint_format", None) == "dcp",
         stop_on_save_error=config.get("on_save_error") == "stop",
         read_once=MappingProxyType(
             {name: copy.copy(getattr(args, name, None)) for name, about in ARGUMENTS.items() if about.read_once}

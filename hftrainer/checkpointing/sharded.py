@@ -219,7 +219,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """This process's part of the weights by name and, unless it is None, of the 'optimizer', as in torchtitan."""
+    """Weights by name, and the state of the `optimizer` if it is given: the part of this process, named as by torchtitan."""
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, whole=False, only_trainable=only_trainable)
     if optimizer is not None:
@@ -282,7 +282,9 @@ def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
     reader = _PartsReader(path)
     stored = reader.read_metadata().state_dict_metadata
     # A folder of ours or torchtitan's holds the weights by their names alone; scripts often write {"model": ...}.
-    is_bare = kind == "model" and sum(name in stored for name in state) > sum(f"{kind}.{name}" in stored for name in state)
+    is_bare = kind == "model" and sum(name in stored for name in state) > sum(
+        f"{kind}.{name}" in stored for name in state
+    )
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
     with weights_only(path), _plain_errors(fitting(path)):

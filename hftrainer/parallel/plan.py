@@ -180,7 +180,6 @@ class LightningPlan:
         layout: how the processes share the model and the batches.
         deepspeed: DeepSpeed's configuration; None without DeepSpeed.
         async_checkpoint: whether checkpoints are written in the background.
-        saves_dcp: whether checkpoints hold weights and optimizer in one folder of torch's distributed checkpoints.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
         read_once: argument → its value when the plan was made, for arguments whose later changes have no effect.
         config: further keywords of `lightning.Trainer`, from `lightning_config`; they override the others.
@@ -200,7 +199,6 @@ class LightningPlan:
     layout: Layout
     deepspeed: Any
     async_checkpoint: bool
-    saves_dcp: bool
     stop_on_save_error: bool
     read_once: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -209,6 +207,11 @@ class LightningPlan:
     def mixed_precision(self) -> str:
         """Accelerate's name of the precision."""
         return {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision, "no")
+
+    @property
+    def saves_dcp(self) -> bool:
+        """Whether checkpoints hold weights and optimizer in one folder of torch's distributed checkpoints."""
+        return self.read_once.get("checkpoint_format") == "dcp"
 
     @property
     def has_fractional_limit(self) -> bool:

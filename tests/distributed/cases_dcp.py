@@ -44,7 +44,9 @@ def read_all(folder):
             for reader in _here():
                 for steps in (2, 3):
                     settings = {"max_steps": steps, "save_strategy": "no"}
-                    found[count, writer, reader, steps] = run("plain", WAYS[reader], folder / "read", checkpoint, **settings)
+                    found[count, writer, reader, steps] = run(
+                        "plain", WAYS[reader], folder / "read", checkpoint, **settings
+                    )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints in torch's distributed format: torch reads them, we read torch's, and any number of processes reads any."""
+"""Checkpoints in torch's distributed format: torch reads ours, we torch's, and any number of processes any."""
 
 import shutil
 
@@ -12,6 +12,7 @@ from tests.distributed.cases_dcp import OTHERS, PLACES, adapt, die, fail, read_a
 from tests.support.jobs import names
 from tests.support.parity import assert_same_weights
 from tests.support.processes import RanksFailed
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -91,7 +92,9 @@ def test_damage(checkpoint, tmp_path):
     assert get_last_checkpoint(str(tmp_path / "run")) == str(damaged)
     part.write_bytes(content[::-1])
     for only_weights in (False, True):
-        assert "__1_0.distcp have changed" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
+        assert (
+            "__1_0.distcp have changed" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
+        )
     part.unlink()
     for only_weights in (False, True):
         assert "__1_0.distcp is missing" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
