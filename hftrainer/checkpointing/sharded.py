@@ -219,7 +219,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Weights by name, and the state of the `optimizer` if it is given: the part of this process, named as by torchtitan."""
+    """Weights by name and, if it is given, the state of the `optimizer`, of this process and as in torchtitan."""
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, whole=False, only_trainable=only_trainable)
     if optimizer is not None:
