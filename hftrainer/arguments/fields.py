@@ -407,8 +407,7 @@ class CurrentArguments:
     )
     checkpoint_format: str = arg(
         "transformers",
-        "How checkpoints hold weights and optimizer: 'transformers', in its files; 'dcp', in one folder of "
-        "torch.distributed.checkpoint, as torchtitan does.",
+        "'dcp' saves weights and optimizer in one folder of torch.distributed.checkpoint, as torchtitan does.",
         OURS,
         "checkpointing.sharded",
         choices=("transformers", "dcp"),
