@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
@@ -40,7 +40,7 @@ from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
 
-# Not always wrong: one process may write and read all, also in a thread, where no block can catch warnings.
+# Not always wrong: one process may write and read all.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 #: Components that wrappers add to parameter names.
@@ -215,7 +215,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         OSError: the first error of any process.
     """
     for kind, state in states.items():
-        _save({kind: state}, os.path.join(folder, PARTS[kind]), process_group=group)
+        _save({kind: state}, os.path.join(folder, PARTS[kind]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -257,12 +257,18 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: b
         group: the process group in which the processes agree; None for the default one.
         alone: whether this process writes all.
     """
-    _save(states, os.path.join(folder, names.DCP), process_group=group, no_dist=alone)
+    path = os.path.join(folder, names.DCP)
+    if alone:
+        with _plain_errors():
+            # As torch's own tool does: `save` takes `no_dist` only in newer releases.
+            _save_state_dict(states, FileSystemWriter(path), no_dist=True)
+    else:
+        _save(states, path, group)
 
 
-def _save(states: dict[str, Any], path: str, **how: Any) -> None:
+def _save(states: dict[str, Any], path: str, group: Any) -> None:
     with _plain_errors():
-        save(states, storage_writer=FileSystemWriter(path), **how)
+        save(states, storage_writer=FileSystemWriter(path), process_group=group)
 
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:

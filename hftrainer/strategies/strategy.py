@@ -299,8 +299,8 @@ class ReplicasStrategy(Strategy):
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
 
     def write_whole(self, folder: str, write: CallWrite) -> None:
-        """Write the gathered states, if there are any."""
-        if self._gathered:
+        """Write the gathered states, if they are saved so."""
+        if self.plan.saves_dcp:
             from hftrainer.checkpointing import sharded
 
             write(functools.partial(sharded.save_dcp, folder=folder, alone=True), self._gathered)
