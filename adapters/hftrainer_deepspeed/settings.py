@@ -299,6 +299,8 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             f"lightning_config['precision']={lightning_config['precision']!r} does not apply to DeepSpeed: set bf16 or "
             "fp16, or their sections in the configuration."
         )
+    if getattr(args, "checkpoint_format", None) == "dcp":
+        yield "checkpoint_format='dcp' does not apply to deepspeed, which writes its own parts: leave it out."
     if lightning_config.get("async_checkpoint"):
         yield (
             "lightning_config['async_checkpoint']=True writes from one process, but deepspeed writes from all: leave "

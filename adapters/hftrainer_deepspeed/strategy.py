@@ -16,7 +16,7 @@ from hftrainer.compat import peers
 from hftrainer.errors import InvalidConfig, UnsupportedArgument
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.strategy import MakeOptimizer, Strategy, cast_floating, is_deepspeed_engine
+from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy, cast_floating, is_deepspeed_engine
 from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_deepspeed.settings import DeepSpeedPlugin
 from hftrainer_deepspeed.start import connect
@@ -190,7 +190,7 @@ class DeepSpeedStrategy(Strategy):
             return {}
         return prepare_for_saving(self.run.gather_full_weights(model, only_trainable=adapters), model)
 
-    def _write_parts(self, folder: str) -> None:
+    def _write_parts(self, folder: str, write: CallWrite) -> None:
         if self._saves_states:
             self.run.save(folder, self.plan.processes)
 

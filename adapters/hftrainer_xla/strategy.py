@@ -19,7 +19,7 @@ from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer.parallel.process_state import DistributedType
-from hftrainer.strategies.strategy import MakeOptimizer, ReplicasStrategy, Strategy
+from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, ReplicasStrategy, Strategy
 from hftrainer_xla import devices, sharding
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         """No files: each process writes its own part."""
         return iter(())
 
-    def _write_parts(self, folder: str) -> None:
+    def _write_parts(self, folder: str, write: CallWrite) -> None:
         for kind, part in self._gathered.items():
             torch.save(part, os.path.join(folder, self._part_name(kind)))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import distributed
@@ -143,6 +142,8 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
         )
     if args.fp16 or args.fp16_full_eval:
         yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
+    if getattr(args, "checkpoint_format", None) == "dcp":
+        yield "checkpoint_format='dcp' is not supported on TPUs, whose checkpoints have their own parts: leave it out."
     if args.torch_compile and kind == "xla":
         yield "torch_compile=True: XLA already compiles the whole step; leave it out."
     elif args.torch_compile and args.torch_compile_backend == "inductor":
@@ -190,7 +191,7 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
         if getattr(args, name):
             yield f"{name}=True would round sharded weights: use {name[:4]}=True, or leave out fsdp."
     yield from _check_optimizers(args, settings, has_custom_optimizer)
-    yield from _check_saving(args, settings, resolved.lightning_config)
+    yield from _check_saving(args)
 
 
 def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla: XlaSettings) -> Iterator[str]:
@@ -233,12 +234,7 @@ def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_op
         )
 
 
-def _check_saving(args: BaseArguments, settings: FsdpSettings, config: Mapping[str, Any]) -> Iterator[str]:
-    if settings.state_dict_type != "FULL_STATE_DICT" and config.get("async_checkpoint"):
-        yield (
-            "lightning_config['async_checkpoint']=True writes from one process, but fsdp_config['state_dict_type']="
-            "'SHARDED_STATE_DICT' writes from all: leave one of them out."
-        )
+def _check_saving(args: BaseArguments) -> Iterator[str]:
     logged = os.environ.get("WANDB_LOG_MODEL", "false").lower()
     if "wandb" in (args.report_to or ()) and logged not in ("", "false"):
         yield (

@@ -405,6 +405,14 @@ class CurrentArguments:
         "storage.mirror",
         minimum=1,
     )
+    checkpoint_format: str = arg(
+        "transformers",
+        "'dcp' saves weights and optimizer in one folder of torch.distributed.checkpoint, as torchtitan does.",
+        OURS,
+        "checkpointing.sharded",
+        choices=("transformers", "dcp"),
+        read_once=True,
+    )
     save_on_interrupt: bool = arg(
         True,
         "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,8 @@ _READ = re.compile(
     rf"{_WEIGHTS.pattern}|^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$"
     rf"|^{re.escape(names.TRAINER_STATE_NAME)}$"
 )
+#: Ends of the names of files of torch's distributed checkpoints.
+_OF_PARTS = (names.PART_SUFFIX, names.LIST_OF_PARTS)
 _REPLACED, _REMOVED = "replaced_", "removed_"
 #: Folders of one process, and what they are renamed to. The leading underscore keeps them out of repositories. The only
 #: hyphen is the one before the step, since some scripts split names there.
@@ -46,6 +48,13 @@ _BESIDE = re.compile(
     rf"(?P<name>({names.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
 _CHECKPOINT = re.compile(rf"^{names.PREFIX_CHECKPOINT_DIR}-(\d+)$")
+
+
+def _is_of_weights(name: str) -> bool:
+    """Whether a file, or a part in a folder of torch's distributed checkpoints, holds weights or lists their shards."""
+    if name.endswith(_OF_PARTS):
+        return not name.startswith(f"{names.PARTS['optimizer']}/")
+    return _WEIGHTS.search(Path(name).name) is not None
 
 
 @dataclass(frozen=True)
@@ -134,9 +143,9 @@ class CheckpointFolder:
         listed = read_manifest(self.path)
         if listed is None:
             return Inspection(self.path, fault=self._visible_damage())
-        asked = _WEIGHTS if only_weights else re.compile("")
-        entries = {name: entry for name, entry in listed.items() if asked.search(Path(name).name)}
-        found = {name: self.path / name for name in list_files(self.path) if asked.search(Path(name).name)}
+        asked = _is_of_weights if only_weights else bool
+        entries = {name: entry for name, entry in listed.items() if asked(name)}
+        found = {name: self.path / name for name in list_files(self.path) if asked(name)}
         added = [name for name in found if name not in entries]
         removed = [name for name in entries if name not in found]
         kept = [name for name in entries if name in found]
@@ -145,10 +154,11 @@ class CheckpointFolder:
         if contents:
             same_size = (name for name in kept if name not in resized)
             altered = [name for name in same_size if crc32_of_file(found[name]) != entries[name].crc32]
-        read = [found[name] for name in (*resized, *added) if name in resized or _READ.search(found[name].name)]
+        text = [name for name in resized if not name.endswith(_OF_PARTS)]
+        read = [found[name] for name in (*text, *added) if name in text or _READ.search(found[name].name)]
         fault = next((f"{path} {reason}" for path in read if (reason := unreadable_reason(path)) is not None), None)
         if fault is None and not altered:  # so that indices can be trusted
-            fault = self._missing_weights(removed)
+            fault = self._missing_weights(removed) or self._damaged_part(removed, resized, {*kept} - {*resized})
         return Inspection(self.path, tuple(added), tuple(removed), tuple(resized), tuple(altered), fault)
 
     def _visible_damage(self) -> str | None:
@@ -169,6 +179,14 @@ class CheckpointFolder:
         weights = next((self.path / name for name in removed if _WEIGHTS.search(Path(name).name)), None)
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
+
+    def _damaged_part(self, removed: list[str], resized: list[str], unchanged: Container[str]) -> str | None:
+        """Which part is missing or has another size, though the list of parts beside it is as it was written."""
+        for name in (*removed, *resized):
+            is_listed = Path(name).with_name(names.LIST_OF_PARTS).as_posix() in unchanged
+            if name.endswith(names.PART_SUFFIX) and is_listed:
+                return f"{self.path / name} {'is missing' if name in removed else 'has another size than was written'}"
+        return None
 
     @property
     def why_no_checkpoint(self) -> str | None:

@@ -12,7 +12,10 @@ SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
 #: Written under FSDP: state of a sharded model → the folder of the parts from each process.
 PARTS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
-LIST_OF_PARTS = ".metadata"
+#: Written with `checkpoint_format='dcp'`: the folder of the parts of both states.
+DCP = "dcp"
+#: Lists the parts, in each of these folders.
+LIST_OF_PARTS, PART_SUFFIX = ".metadata", ".distcp"
 #: Written under FSDP: state of a sharded model → the file with the full state.
 WHOLES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Not in transformers: the states of Lightning's callbacks, if any.
@@ -41,3 +44,10 @@ def rng_name(process_index: int, world_size: int) -> str:
 def holds(files: dict[str, str], kind: str, folder: str) -> bool:
     """Whether a checkpoint holds the 'model' or the 'optimizer' in the layout `files`, `PARTS` or `WHOLES`."""
     return os.path.exists(os.path.join(folder, files[kind]))
+
+
+def folder_of_parts(kind: str, folder: str) -> str | None:
+    """The folder in a checkpoint that may hold the parts of the 'model' or the 'optimizer'; None without one."""
+    if os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
+        return os.path.join(folder, DCP)
+    return os.path.join(folder, PARTS[kind]) if holds(PARTS, kind, folder) else None

@@ -23,7 +23,7 @@ from hftrainer.checkpointing.folder import (
     get_last_checkpoint,
     sort_checkpoints,
 )
-from hftrainer.checkpointing.names import PARTS, WHOLES, holds
+from hftrainer.checkpointing.names import WHOLES, holds
 from hftrainer.compat.reading import fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
@@ -202,7 +202,7 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    has_parts, has_whole = (holds(files, "optimizer", folder) for files in (PARTS, WHOLES))
+    has_parts, has_whole = _holds_parts_of_optimizer(folder), holds(WHOLES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or has_parts or has_whole) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
@@ -223,6 +223,16 @@ def load_optimizer_and_scheduler(
             optimizer.load_state_dict(state)
     load_scheduler_or_scaler(scheduler, folder, "scheduler")
     _warn_of_kept_settings(before, optimizer)
+
+
+def _holds_parts_of_optimizer(folder: str) -> bool:
+    """Whether a checkpoint holds the optimizer's state in a folder of parts; one for both states may lack it."""
+    parts = names.folder_of_parts("optimizer", folder)
+    if parts is None or os.path.basename(parts) != names.DCP:
+        return parts is not None
+    from hftrainer.checkpointing.sharded import holds_optimizer  # imports torch's FSDP
+
+    return holds_optimizer(parts)
 
 
 #: Keys of a parameter group that are not user settings: the current rate, and how a device computes the step.

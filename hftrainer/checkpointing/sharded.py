@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
@@ -38,6 +39,9 @@ from hftrainer.compat.reading import (
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
+
+# Not always wrong: one process may write and read all.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 #: Components that wrappers add to parameter names.
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
@@ -116,7 +120,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     Raises:
         CheckpointNotFound: if there are no weights, or only adapters, which a sharded model cannot load.
     """
-    if holds(PARTS, "model", folder):
+    if names.folder_of_parts("model", folder) is not None:
         load_model_parts(model, folder, only_trainable=only_trainable)
         return None
     whole = first_file(folder, WHOLES["model"])
@@ -171,8 +175,12 @@ def load_optimizer(
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
-    if holds(PARTS, "optimizer", folder):
-        state = _load_parts("optimizer", optimizer_state(model, optimizer, whole=False), folder)
+    if (parts := names.folder_of_parts("optimizer", folder)) is not None:
+        state = optimizer_state(model, optimizer, whole=False)
+        if os.path.basename(parts) == names.DCP:
+            _unflatten(_load_parts("optimizer", _flatten(state), parts), state)
+        else:
+            _load_parts("optimizer", state, parts)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         return
     if holds(WHOLES, "optimizer", folder):
@@ -195,29 +203,98 @@ def _is_first() -> bool:
 # ---- A part from each process ---------------------------------------------------------------------------------------
 
 
-def save_parts(states: dict[str, Any], folder: str) -> None:
-    """Write this process's part of each state; the keys are 'model' and 'optimizer'.
+def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
+    """Write this process's part of each state, as transformers does.
+
+    Args:
+        states: the states 'model' and 'optimizer'.
+        folder: the checkpoint.
+        group: the process group in which the processes agree; None for the default one.
 
     Raises:
         OSError: the first error of any process.
     """
     for kind, state in states.items():
+        _save({kind: state}, os.path.join(folder, PARTS[kind]), group)
+
+
+def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Weights by name and, if it is given, the state of the `optimizer`, of this process and as in torchtitan."""
+    only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
+    states = model_state(model, whole=False, only_trainable=only_trainable)
+    if optimizer is not None:
+        states["optimizer"] = _flatten(optimizer_state(model, optimizer, whole=False))
+    return states
+
+
+def _flatten(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
+
+    This is torch's own flat form, which torch cannot read back if a group is empty.
+    """
+    flat = {f"state.{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
+    for group in state["param_groups"]:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+    return flat
+
+
+def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
+    """Write the values of a flat state into one with the same names."""
+    for name, values in state["state"].items():
+        values.update({key: flat[f"state.{name}.{key}"] for key in values})
+    for group in state["param_groups"]:
+        for name in group["params"][:1]:
+            group.update({key: flat[f"param_groups.{name}.{key}"] for key in group if key != "params"})
+
+
+def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: bool = False) -> None:
+    """Write what `states_for_dcp` returns; see `save_parts`.
+
+    Args:
+        states: the states.
+        folder: the checkpoint.
+        group: the process group in which the processes agree; None for the default one.
+        alone: whether this process writes all.
+    """
+    path = os.path.join(folder, names.DCP)
+    if alone:
         with _plain_errors():
-            save({kind: state}, storage_writer=FileSystemWriter(os.path.join(folder, PARTS[kind])))
+            # As torch's own tool does: `save` takes `no_dist` only in newer releases.
+            _save_state_dict(states, FileSystemWriter(path), no_dist=True)
+    else:
+        _save(states, path, group)
+
+
+def _save(states: dict[str, Any], path: str, group: Any) -> None:
+    with _plain_errors():
+        save(states, storage_writer=FileSystemWriter(path), process_group=group)
 
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights that were written by any number of processes, in place."""
-    state = _load_parts("model", model_state(model, whole=False, only_trainable=only_trainable), folder)
+    parts = names.folder_of_parts("model", folder)
+    assert parts is not None
+    state = _load_parts("model", model_state(model, whole=False, only_trainable=only_trainable), parts)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
-def _load_parts(kind: str, state: dict[str, Any], folder: str) -> dict[str, Any]:
-    path = os.path.join(folder, PARTS[kind])
+def holds_optimizer(path: str) -> bool:
+    """Whether a folder of parts holds an optimizer's state."""
+    return any(name.startswith("optimizer.") for name in _PartsReader(path).read_metadata().state_dict_metadata)
+
+
+def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
+    reader = _PartsReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    # A folder of ours or torchtitan's holds the weights by their names alone; scripts often write {"model": ...}.
+    is_bare = kind == "model" and sum(name in stored for name in state) > sum(
+        f"{kind}.{name}" in stored for name in state
+    )
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
     with weights_only(path), _plain_errors(fitting(path)):
-        load({kind: state}, storage_reader=_PartsReader(path), planner=planner)
+        load(state if is_bare else {kind: state}, storage_reader=reader, planner=planner)
     return state
 
 

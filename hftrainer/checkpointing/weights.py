@@ -152,13 +152,15 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    by_fsdp = any(holds(files, "model", folder) for files in (PARTS, WHOLES))
-    return by_fsdp or holds_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
+    by_name = names.folder_of_parts("model", folder) is not None or holds(WHOLES, "model", folder)
+    return by_name or holds_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
     """The first missing file of weights in several files, shards or parts; None if none is missing."""
     lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in PARTS.values()]
+    if any(name.endswith(names.PART_SUFFIX) for name in _names_in(os.path.join(folder, names.DCP))):
+        lists.append(os.path.join(folder, names.DCP, names.LIST_OF_PARTS))
     needed = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
     return next((path for path in needed if not os.path.isfile(path)), None) or missing_part(folder)
 
@@ -184,7 +186,7 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
     Raises:
         CheckpointNotFound: if there are no weights.
     """
-    if holds(PARTS, "model", folder):
+    if names.folder_of_parts("model", folder) is not None:
         from hftrainer.checkpointing.sharded import load_model_parts  # imports torch's FSDP
 
         load_model_parts(model, folder, only_trainable=peers.is_peft(model))

@@ -23,6 +23,7 @@ from hftrainer.checkpointing.files import Entry
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.checkpointing.writer_process import CannotUnpack, SharedCopies, WriterProcess
 from hftrainer.errors import CheckpointNotWritten
+from hftrainer.parallel.process_group import start_in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,12 @@ class DeferredWrite:
     Attributes:
         write: the function.
         values: a copy of what it writes.
-        portable: makes a function that does the same and can be pickled, for another process; None if there is none.
+        portable: makes a function that does the same and can be pickled, for another process.
     """
 
     write: Callable[[Any], None]
     values: Any
-    portable: Callable[[], Callable[[Any], Any]] | None
+    portable: Callable[[], Callable[[Any], Any]]
 
 
 @dataclass(eq=False)
@@ -205,6 +206,7 @@ class CheckpointWriter:
     _filled: CheckpointInProgress | None = None
     _pending: CheckpointInProgress | None = None
     _uses_other_thread: bool = False
+    _part: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
     _copies: files.HostCopies = field(default_factory=files.HostCopies)
     _process: WriterProcess | None = None
@@ -226,8 +228,7 @@ class CheckpointWriter:
         Raises:
             CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
         """
-        self.wait()
-        self._copies.begin()
+        self._begin()
         current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
         self.failed = False
         with self._reporting(path, if_failed), current.discard_partial_on_error():
@@ -240,6 +241,9 @@ class CheckpointWriter:
                 self._filled = current
                 try:
                     yield str(current.folder.staging)
+                except BaseException:
+                    self.wait_for_part()
+                    raise
                 finally:
                     self._filled = None
                     # Otherwise the other thread would go on writing into a folder that is discarded.
@@ -256,6 +260,8 @@ class CheckpointWriter:
     def _publish(self, current: CheckpointInProgress) -> None:
         """Run the deferred writes, rename the folder, and call `then`."""
         with current.discard_partial_on_error():
+            if self._part is not None:
+                self._part.result()  # done when all processes have written theirs
             self._write_deferred(current)
             self.added.copy_to(current.folder)
             current.folder.publish(current.written)
@@ -266,11 +272,10 @@ class CheckpointWriter:
 
     def _pack(self, current: CheckpointInProgress) -> None:
         """Pack a large checkpoint's writes for the other process; a thread makes them if that is impossible."""
-        portable = [each.portable for each in current.writes]
-        if self._process is None or self._copies.size < _WORTH_A_PROCESS or None in portable:
+        if self._process is None or self._copies.size < _WORTH_A_PROCESS:
             return
         try:
-            current.packed = [self._process.pack(each.portable(), each.values) for each in current.writes]  # type: ignore[misc]
+            current.packed = [self._process.pack(each.portable(), each.values) for each in current.writes]
         except Exception as error:  # an object of the script may raise anything
             self._keep_to_thread(error)
 
@@ -325,15 +330,35 @@ class CheckpointWriter:
         Args:
             write: the function.
             values: what it writes.
-            portable: makes a function that does the same and can be pickled, for another process.
+            portable: makes a function that does the same and can be pickled, for another process; default `write`.
         """
         values = self.to_cpu(values)
         if self._filled is not None and self.in_background:
-            self._filled.writes.append(DeferredWrite(write, self._copies.copy(values), portable))
+            self._filled.writes.append(DeferredWrite(write, self._copies.copy(values), portable or (lambda: write)))
         elif self._filled is not None and self._uses_other_thread:
             self._filled.futures.append(self._thread.submit(write, values))
         else:
             write(values)
+
+    def write_part(self, write: Callable[[Any], None], values: Any) -> None:
+        """Call `write(values)`, which writes this process's part together with all others: now, or in the background.
+
+        Every process calls it for each checkpoint, in a block of `checkpoint` or `report_part_errors`.
+        """
+        if self.in_background:
+            self._part = start_in_thread(functools.partial(write, self._copies.copy(values)))
+        else:
+            write(values)
+
+    def wait_for_part(self) -> None:
+        """Wait until this process's part is written. Its errors are those of all, which rank 0 reports."""
+        if self._part is not None:
+            wait([self._part])
+
+    def _begin(self) -> None:
+        self.wait()
+        self._part = None
+        self._copies.begin()
 
     @contextlib.contextmanager
     def in_other_thread(self) -> Iterator[None]:
@@ -352,6 +377,7 @@ class CheckpointWriter:
 
         It reports storage errors as `checkpoint` does.
         """
+        self._begin()
         self.failed = False
         return self._reporting(path, lambda: None)
 
@@ -366,6 +392,7 @@ class CheckpointWriter:
         Raises:
             CheckpointNotWritten: with `stop_on_error`, when it could not be written.
         """
+        self.wait_for_part()
         pending, self._pending = self._pending, None
         if pending is None or pending.published is None:
             return

@@ -120,7 +120,7 @@ def _lacks(folder: str, has_position: bool) -> str | None:
     """What a run that resumes starts anew."""
     from hftrainer.checkpointing import names
 
-    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.WHOLES["optimizer"], "latest")
+    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.DCP, names.WHOLES["optimizer"], "latest")
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
         lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")
@@ -132,6 +132,8 @@ def _strategy(folder: str) -> tuple[str, str]:
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.weights import has_weights, read_tag
 
+    if os.path.isfile(os.path.join(folder, names.DCP, names.LIST_OF_PARTS)):
+        return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
     if names.holds(names.PARTS, "model", folder):
         return "a part from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):

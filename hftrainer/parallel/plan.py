@@ -209,6 +209,11 @@ class LightningPlan:
         return {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(self.precision, "no")
 
     @property
+    def saves_dcp(self) -> bool:
+        """Whether checkpoints hold weights and optimizer in one folder of torch's distributed checkpoints."""
+        return self.read_once.get("checkpoint_format") == "dcp"
+
+    @property
     def has_fractional_limit(self) -> bool:
         """Whether `lightning_config` limits an evaluation to a fraction of its batches."""
         limits = [value for name, value in self.config.items() if name.startswith("limit_")]

@@ -64,9 +64,14 @@ def wait_for_peers(connect: Callable[[], T], timeout: timedelta, lost: str) -> T
 
 
 @functools.cache
-def cpu_group(timeout: timedelta) -> Any:
-    """A process group for tensors in CPU memory; None means the default group."""
-    if "gloo" in distributed.get_backend():
+def cpu_group(timeout: timedelta, own: bool = False) -> Any:
+    """A process group for tensors in CPU memory; None means the default group.
+
+    Args:
+        timeout: timeout of a collective operation.
+        own: never the default group, so that another thread can communicate at the same time.
+    """
+    if "gloo" in distributed.get_backend() and not own:
         return None
     lost = (
         f"The ranks could not create a gloo group for CPU tensors within ddp_timeout={timeout.total_seconds():g} "

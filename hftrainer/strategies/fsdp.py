@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,10 @@ from hftrainer.compat import peers
 from hftrainer.parallel import fsdp_sharding as sharding
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan
+from hftrainer.parallel.process_group import cpu_group
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load
-from hftrainer.strategies.strategy import MakeOptimizer, Strategy
+from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 
 
 class FsdpStrategy(Strategy):
@@ -106,13 +108,16 @@ class FsdpStrategy(Strategy):
     @property
     def writes_parts(self) -> bool:  # type: ignore[override]
         """Whether each process writes its part."""
-        return self.plugin is not None and not self.plugin.whole
+        return self.plan.saves_dcp or (self.plugin is not None and not self.plugin.whole)
 
     only_parts = writes_parts
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather the weights and, unless `optimizer` is None, its state."""
         sharded.broadcast_buffers(model)
+        if self.plan.saves_dcp:
+            self._gathered = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
+            return
         whole = not self.writes_parts
         only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
         self._gathered = {"model": sharded.model_state(model, whole=whole, only_trainable=only_trainable)}
@@ -131,8 +136,10 @@ class FsdpStrategy(Strategy):
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
                 yield names.WHOLES[kind], state
 
-    def _write_parts(self, folder: str) -> None:
-        sharded.save_parts(self._gathered, folder)
+    def _write_parts(self, folder: str, write: CallWrite) -> None:
+        save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts
+        group = cpu_group(self.plan.processes.timeout, own=True) if self.plan.async_checkpoint else None
+        write(functools.partial(save, folder=folder, group=group), self._gathered)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint, each process its part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from hftrainer.trainer_pt_utils import nested_apply
 
 #: Returns the optimizer, made at the first call: some strategies never need it.
 MakeOptimizer = Callable[[], torch.optim.Optimizer]
+#: Calls a function that writes values, with these values.
+CallWrite = Callable[[Callable[[Any], None], Any], None]
 #: Attributes by which transformers' Trainer names its strategy; scripts read them. All are False but a strategy's own.
 FLAGS = (
     *("is_deepspeed_enabled", "is_fsdp_enabled"),
@@ -220,15 +223,23 @@ class Strategy(ABC):
         """
         return iter(())
 
-    def write_parts(self, folder: str) -> None:
-        """Write this process's part of a checkpoint, if each writes one, once rank 0 has created the folder."""
+    def write_parts(self, folder: str, write: CallWrite) -> None:
+        """Write this process's part of a checkpoint, if each writes one, once rank 0 has created the folder.
+
+        Args:
+            folder: the folder.
+            write: calls a function with what it writes, perhaps in the background.
+        """
         if self.writes_parts:
             self._has_waited = True
             if self.plan.processes.from_main(lambda: True):
-                self._write_parts(folder)
+                self._write_parts(folder, write)
 
-    def _write_parts(self, folder: str) -> None:
+    def _write_parts(self, folder: str, write: CallWrite) -> None:
         """Write this process's part into the folder, which exists."""
+
+    def write_whole(self, folder: str, write: CallWrite) -> None:
+        """Write what one process writes in the format of the parts; see `write_parts`."""
 
     def save_parts_beside_model(self, folder: str) -> None:
         """Write the parts that `save_model()` has not written."""
@@ -270,10 +281,29 @@ class ReplicasStrategy(Strategy):
         """Lightning's strategy for one device, or for DDP."""
         return load("lightning", "strategies").build_replicas(self.plan, settings)
 
+    @property
+    def only_parts(self) -> bool:  # type: ignore[override]
+        """Whether checkpoints hold the model in the format of parts alone, here of one part."""
+        return self.plan.saves_dcp
+
+    def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
+        """Gather both states by name, if they are saved so."""
+        if self.plan.saves_dcp:
+            from hftrainer.checkpointing import sharded  # imports torch's FSDP
+
+            self._gathered = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
+
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """The optimizer's state."""
-        if optimizer is not None:
+        if optimizer is not None and not self.plan.saves_dcp:
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
+
+    def write_whole(self, folder: str, write: CallWrite) -> None:
+        """Write the gathered states, if they are saved so."""
+        if self.plan.saves_dcp:
+            from hftrainer.checkpointing import sharded
+
+            write(functools.partial(sharded.save_dcp, folder=folder, alone=True), self._gathered)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint."""

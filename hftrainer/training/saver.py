@@ -52,7 +52,8 @@ class CheckpointSaver(Component):
         """Write everything that a run needs to resume."""
         trainer = self.trainer
         components = self.components
-        components.strategy.write_parts(folder)
+        components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
+        components.strategy.write_whole(folder, components.checkpoint_writer.call)
         in_other_thread = not trainer.args.save_only_model and self._can_write_optimizer_beside()
         if in_other_thread:
             with components.checkpoint_writer.in_other_thread():
@@ -114,6 +115,7 @@ class CheckpointSaver(Component):
         state, writer = self.trainer.state, self.components.checkpoint_writer
         from_main = self.trainer.accelerator.processes.from_main
         if writer.in_background:
+            writer.wait_for_part()
             from_main(writer.wait)
             writer.failed, state.best_model_checkpoint = from_main(lambda: (writer.failed, state.best_model_checkpoint))
 
@@ -194,7 +196,8 @@ class CheckpointSaver(Component):
         strategy = self.components.strategy
         model = peers.unwrap_compiled(self.trainer.model)
         if internal and strategy.only_parts:
-            yield None  # checkpoints hold a shard from each rank
+            # transformers writes nothing else then; with 'dcp' there are the model's other files.
+            yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
             return
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
@@ -220,7 +223,7 @@ class CheckpointSaver(Component):
         safe = bool(legacy.value(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
         on_device = self.trainer.args.device.type == "xla"  # torch writes files from CPU memory
-        if weights == {}:  # DeepSpeed's weights stay in shards
+        if weights == {}:  # they stay in parts
             save_configs(model, folder)
         elif peers.is_peft(model):  # adapters are small, so they are not written in the background
             write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
@@ -318,7 +321,7 @@ class CheckpointSaver(Component):
                 # Overrides may gather weights.
                 trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
                 with writer.report_part_errors(path):
-                    strategy.write_parts(staged)
+                    strategy.write_parts(staged, writer.write_part)
                 yield lambda: None
         finally:
             strategy.finish()

@@ -34,6 +34,7 @@ STRATEGIES = {
     "fsdp1": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 1}},
     "fsdp1 parts": {"fsdp": "full_shard", "fsdp_config": {"version": 1, **PARTS}},
     "fsdp2": {"fsdp": True},
+    "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp", "lightning_config": {"async_checkpoint": True}},
     "fsdp2 parts bfloat16": {"fsdp": True, "fsdp_config": PARTS, "bf16": True},
 }
 

@@ -192,6 +192,7 @@ CASES: dict[str, Case] = {
     "save_total_limit": _always(1, STEPS),
     "save_only_model": _always(True, STEPS),
     "save_on_each_node": _shown(True, f"{_HERE}what_processes_write"),
+    "checkpoint_format": _alone("dcp", "distributed/test_dcp.py::test_torch_reads_ours"),
     "save_on_interrupt": _alone(False, "reliability/test_interruption.py::test_signal"),
     "enable_jit_checkpoint": _shown(True, "reliability/test_interruption.py::test_jit_checkpoint", STEPS),
     "load_best_model_at_end": _always(True, {**BEST, "greater_is_better": True}),

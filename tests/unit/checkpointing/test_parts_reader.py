@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hftrainer.checkpointing import sharded
-from hftrainer.checkpointing.names import PARTS
+from hftrainer.checkpointing.names import DCP, PARTS
 from hftrainer.checkpointing.sharded import load_model_parts
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 from tests.support.checkpoints import Mischief
@@ -65,6 +65,20 @@ def test_a_class_that_the_user_allows(tmp_path):
     with torch.serialization.safe_globals([Note]):
         load_model_parts(make_plain(), str(tmp_path))
         assert load_optimizer(tmp_path, note=None).param_groups[0]["note"].text == "kept"
+
+
+def test_a_folder_of_both_states(tmp_path):
+    """Read as data too; one that another program wrote may lack the optimizer."""
+    model, optimizer = stepped()
+    for folder, given in (("both", optimizer), ("weights", None)):
+        sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), alone=True)
+        assert sharded.holds_optimizer(str(tmp_path / folder / DCP)) == (given is not None)
+    assert load_optimizer(tmp_path / "both").state_dict()["state"][0]["step"] == 1
+    optimizer.param_groups[0]["note"] = Mischief(tmp_path / "trace")
+    sharded.save_dcp(sharded.states_for_dcp(model, optimizer), str(tmp_path / "harm"), alone=True)
+    with pytest.raises(UnsafeCheckpoint, match=r"dcp holds a pickled posix\.mkdir"):
+        load_optimizer(tmp_path / "harm", note=None)
+    assert not (tmp_path / "trace").exists()
 
 
 def renamed(name):

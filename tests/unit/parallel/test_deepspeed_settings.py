@@ -149,6 +149,7 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat parts")),
         ({}, {"auto_find_batch_size": True}, ("auto_find_batch_size=True",)),
         ({}, {"lightning_config": {"async_checkpoint": True}}, ("async_checkpoint",)),
+        ({}, {"checkpoint_format": "dcp"}, ("checkpoint_format='dcp'", "deepspeed")),
         ({}, ONLY_MODEL, ("save_only_model=True", "load_best_model_at_end")),
     ],
 )

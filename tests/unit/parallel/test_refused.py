@@ -11,7 +11,6 @@ START = "start the script with python -m hftrainer run --tpu"
 NOT_ON_MPS = "not possible on Apple's GPU"
 XLA = {"fsdp": True, "fsdp_config": {"xla": True}}
 SPMD = {"fsdp": True, "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
-BACKGROUND = {"lightning_config": {"async_checkpoint": True}, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
 TWICE = {"activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}
 
 
@@ -29,7 +28,6 @@ CASES = {
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
         ({**CPU, "fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
         ({**CPU, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
-        ({**CPU, "fsdp": True, **BACKGROUND}, "async_checkpoint"),
         (sharded(optim="lomo"), "optim='lomo' needs whole parameters"),
         (sharded(optim="adamw_bnb_8bit"), "optim='adamw_bnb_8bit' needs whole parameters"),
         (sharded(optim="adafactor", fsdp_config={"version": 1}), "FSDP1 flattens them: use FSDP2"),
@@ -68,6 +66,7 @@ CASES = {
         (XLA, None),
         ({"tpu_num_cores": 8}, f"this run uses 1 of this machine's cores: {START}"),
         ({"fp16": True}, "TPUs, which compute in bfloat16"),
+        ({"checkpoint_format": "dcp"}, "checkpoint_format='dcp' is not supported on TPUs"),
         ({"torch_compile": True}, "XLA already compiles the whole step"),
         ({"fsdp": True}, "uses torch_xla: give fsdp_config={'xla': True} too"),
         ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),

@@ -1,0 +1,107 @@
+"""Trainings whose checkpoints are in torch's distributed format, for one, two or four processes."""
+
+import errno
+import os
+import signal
+import threading
+from pathlib import Path
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from tests.distributed.cases_sharding import run, world_size
+from tests.support.checkpoints import At
+from tests.support.jobs import names
+
+#: Name → arguments. One process has no launcher, and so no FSDP.
+DCP = {"checkpoint_format": "dcp", "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+BACKGROUND = {**DCP, "lightning_config": {"async_checkpoint": True}}
+WAYS = {
+    "replicas": BACKGROUND,
+    "fsdp1": {**DCP, "fsdp": True, "fsdp_config": {"version": 1}},
+    "fsdp2": {**BACKGROUND, "fsdp": True},
+}
+#: Processes → which of these write, and read.
+PLACES = {1: ("replicas",), 2: tuple(WAYS), 4: ("fsdp1", "fsdp2")}
+#: Processes of readers → processes of writers.
+OTHERS = {1: (2, 4), 2: (1, 4), 4: (1, 2)}
+
+
+def write_all(folder):
+    """Each way writes a checkpoint at its second step, and ends with it."""
+    return {name: run("plain", WAYS[name], folder / f"{world_size()} {name}", max_steps=2) for name in _here()}
+
+
+def _here():
+    return PLACES[world_size()]
+
+
+def read_all(folder):
+    """Each way goes on from each other's checkpoint: to its own step, and to one more."""
+    found = {}
+    for count in OTHERS[world_size()]:
+        for writer in PLACES[count]:
+            checkpoint = folder / f"{count} {writer}" / "checkpoint-2"
+            for reader in _here():
+                for steps in (2, 3):
+                    settings = {"max_steps": steps, "save_strategy": "no"}
+                    found[count, writer, reader, steps] = run(
+                        "plain", WAYS[reader], folder / "read", checkpoint, **settings
+                    )
+    return found
+
+
+def read_given(folder, way, checkpoints):
+    """The weights of these checkpoints."""
+    given = {"max_steps": 2, "save_strategy": "no"}
+    return [run("plain", WAYS[way], folder / "read", each, **given)["weights"] for each in checkpoints]
+
+
+def adapt(folder):
+    """Adapters, whose frozen weights no checkpoint holds: undisturbed and resumed."""
+    found = {}
+    for name in ("replicas", "fsdp2"):
+        whole = run("peft", WAYS[name], folder / name, max_steps=4)
+        found[name] = whole, run("peft", WAYS[name], folder / "resumed", folder / name / "checkpoint-2", max_steps=4)
+    return found
+
+
+class _Interferes:
+    """Calls `act` when a rank's thread is about to write a part of `checkpoint-2`."""
+
+    def __init__(self, rank, act):
+        self.rank, self.act, self.threads, self.original = rank, act, [], FileSystemWriter.write_data
+        FileSystemWriter.write_data = lambda writer, *given: self(writer, *given)
+
+    def __call__(self, writer, *given):
+        self.threads.append(threading.current_thread())
+        if int(os.environ["RANK"]) == self.rank and "checkpoint-2" in str(writer.path):
+            self.act()
+        return self.original(writer, *given)
+
+    def end(self):
+        FileSystemWriter.write_data = self.original
+
+
+def fail(folder):
+    """Parts of one rank cannot be written; another rank's are held back until the step after the next."""
+    found = {}
+
+    def raise_error():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, way in (("now", DCP), ("later", BACKGROUND)):
+        interferes = _Interferes(1, raise_error)
+        run("plain", {**way, "fsdp": True}, folder / name, max_steps=4)
+        interferes.end()
+        found[name] = names(folder / name), threading.main_thread() in interferes.threads
+    after = threading.Event()
+    interferes, callbacks = _Interferes(0, after.wait), [At(3, after.set)]
+    run("plain", WAYS["fsdp2"], folder / "held", max_steps=4, trainer={"callbacks": callbacks})
+    interferes.end()
+    return {**found, "held": names(folder / "held")}
+
+
+def die(folder):
+    """One rank is killed while it writes its part in the background."""
+    _Interferes(1, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    run("plain", WAYS["fsdp2"], Path(folder), max_steps=4)

@@ -1,0 +1,119 @@
+"""Checkpoints in torch's distributed format: torch reads ours, we torch's, and any number of processes any."""
+
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+from hftrainer.checkpointing.folder import CheckpointFolder, get_last_checkpoint
+from tests.distributed.cases_dcp import OTHERS, PLACES, adapt, die, fail, read_all, read_given, write_all
+from tests.support.jobs import names
+from tests.support.parity import assert_same_weights
+from tests.support.processes import RanksFailed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("dcp")
+
+
+@pytest.fixture(scope="module")
+def written(processes, folder):
+    return {count: processes.run_ranks(write_all, count, folder)[0] for count in PLACES}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(written, folder):
+    """Of FSDP2 in two processes."""
+    return folder / "2 fsdp2" / "checkpoint-2"
+
+
+@pytest.mark.parametrize("count", OTHERS)
+def test_any_number_of_processes_reads_what_any_has_written(processes, folder, written, count):
+    found = processes.run_ranks(read_all, count, folder)[0]
+    for (of, writer, reader, steps), read in found.items():
+        if steps == 2:
+            assert_same_weights(read["weights"], written[of][writer]["weights"])
+        else:  # with the optimizer's state, but for the order of summation
+            for name, value in found[of, writer, reader, 3]["weights"].items():
+                expected = found[of, PLACES[of][0], PLACES[count][0], 3]["weights"][name]
+                assert torch.allclose(value, expected, rtol=0, atol=1e-6)
+                assert not torch.equal(value, written[of][writer]["weights"][name])
+
+
+@pytest.mark.parametrize("name", ["1 replicas", "2 replicas", "2 fsdp1", "2 fsdp2", "4 fsdp2"])
+def test_torch_reads_ours(written, folder, tmp_path, name):
+    parts, (count, way) = folder / name / "checkpoint-2" / "dcp", name.split()
+    expected = written[int(count)][way]["weights"]
+    dcp_to_torch_save(parts, tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt")
+    optimizer = found.pop("optimizer")
+    assert_same_weights(found, expected)
+    assert optimizer["state.layers.0.weight.exp_avg"].shape == expected["layers.0.weight"].shape
+    assert optimizer["param_groups.layers.0.weight.betas"] == (0.9, 0.999)
+    loaded = {key: torch.zeros_like(value) for key, value in expected.items()}
+    dcp.load(loaded, checkpoint_id=parts)
+    assert_same_weights(loaded, expected)
+    assert not (parts.parent / "model.safetensors").exists() and (parts.parent / "training_args.bin").exists()
+
+
+def test_we_read_torchs(processes, written, checkpoint, tmp_path):
+    """A checkpoint whose folder of parts one of torch's has replaced, with weights alone."""
+    weights = {name: value + 1 for name, value in written[2]["fsdp2"]["weights"].items()}
+    given = []
+    for name, content in {"nested": {"model": weights}, "flat": weights, "converted": {"model": weights}}.items():
+        given.append(tmp_path / name / "checkpoint-2")
+        shutil.copytree(checkpoint, given[-1])
+        shutil.rmtree(given[-1] / "dcp")
+        if name == "converted":
+            torch.save(content, tmp_path / "all.pt")
+            torch_save_to_dcp(tmp_path / "all.pt", given[-1] / "dcp")
+        else:
+            dcp.save(content, checkpoint_id=given[-1] / "dcp")
+    for count, way in ((1, "replicas"), (2, "replicas"), (2, "fsdp2")):
+        for read in processes.run_ranks(read_given, count, tmp_path, way, given)[0]:
+            assert_same_weights(read, weights)
+
+
+def test_adapters(processes, tmp_path):
+    for name, (whole, resumed) in processes.run_ranks(adapt, 2, tmp_path)[0].items():
+        assert_same_weights(resumed["weights"], whole["weights"])
+        assert names(tmp_path / name / "checkpoint-2" / "dcp")
+        assert not list((tmp_path / name / "checkpoint-2").glob("adapter_model*"))
+
+
+def test_damage(checkpoint, tmp_path):
+    shutil.copytree(checkpoint.parent, tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoint-2"
+    part = damaged / "dcp" / "__1_0.distcp"
+    content = part.read_bytes()
+    assert get_last_checkpoint(str(tmp_path / "run")) == str(damaged)
+    part.write_bytes(content[::-1])
+    for only_weights in (False, True):
+        assert (
+            "__1_0.distcp have changed" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
+        )
+    part.unlink()
+    for only_weights in (False, True):
+        assert "__1_0.distcp is missing" in CheckpointFolder(damaged).inspect(only_weights=only_weights).unusable_reason
+    assert get_last_checkpoint(str(tmp_path / "run")) is None
+    part.write_bytes(content)
+    (damaged / "dcp" / ".metadata").unlink()
+    assert "dcp/.metadata is missing" in CheckpointFolder(damaged).inspect().fault
+
+
+def test_parts_that_cannot_be_written(processes, tmp_path):
+    """They cost that checkpoint in all ranks, and training goes on; it does not wait for parts in the background."""
+    for found in processes.run_ranks(fail, 2, tmp_path):
+        assert found["now"] == (["checkpoint-4"], True)
+        assert found["later"] == (["checkpoint-4"], False)
+        assert found["held"] == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_rank_that_dies_while_it_writes(processes, tmp_path):
+    with pytest.raises(RanksFailed, match="status -9"):
+        processes.run_ranks(die, 2, tmp_path)
+    assert not [name for name in names(tmp_path) if name.startswith("checkpoint")]
+    assert get_last_checkpoint(str(tmp_path)) is None
