@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import logging
 import os
 import shutil
@@ -45,12 +46,14 @@ class ResumedCSVLogger(CSVLogger):
         super().__init__(folder, name=name, version=version)
         self._last_step = last_step
 
-    @property
+    @functools.cached_property
     def experiment(self) -> Any:
         """The writer."""
-        if self._experiment is None:
-            self._experiment = self._rewound_writer()
-        return self._experiment
+        return self._rewound_writer()
+
+    def finalize(self, status: str) -> None:
+        """Write what was logged since the last line."""
+        self.save()
 
     def _rewound_writer(self) -> ExperimentWriter:
         # Lightning's writer deletes what is in its folder: it begins in another one, so that a kill costs no rows.
@@ -62,7 +65,8 @@ class ResumedCSVLogger(CSVLogger):
                 for row in csv.DictReader(file):
                     is_whole = None not in row.values()  # a kill may have cut off the last one
                     if is_whole and (step := int(row.pop("step"))) <= self._last_step:
-                        writer.log_metrics({name: value for name, value in row.items() if value}, step)
+                        kept: dict[str, Any] = {name: value for name, value in row.items() if value}
+                        writer.log_metrics(kept, step)
             writer.save()
             if os.path.isfile(writer.metrics_file_path):
                 os.replace(writer.metrics_file_path, table)

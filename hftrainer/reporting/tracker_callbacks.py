@@ -110,7 +110,9 @@ class WandbCallback(TrackerCallback):
         if held > lines:
             run = self._rewound(run, project, lines, earlier.step)
         elif held < lines and not is_all_ours:
-            why = f"it holds {held} lines of {lines}, and some of these were not the Trainer's, which has its own again."
+            why = (
+                f"it holds {held} lines of {lines}, and some of these were not the Trainer's, which has its own again."
+            )
             if not held:
                 run.finish()
                 self._warn_of_new_run(run_id, why)
@@ -131,6 +133,7 @@ class WandbCallback(TrackerCallback):
             return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id)
         except self._wandb.Error as error:
             logger.warning("W&B cannot rewind the run %s to step %d: it has later steps twice: %s", run.id, step, error)
+        self._wandb.teardown()  # its service holds on to the id of a run that could not be opened
         run = init(id=run.id, resume="must")
         run.config.update({"resumed_from_step": step}, allow_val_change=True)
         return run
@@ -299,7 +302,8 @@ class MLflowCallback(TrackerCallback):
 
     def run_ids(self) -> dict[str, str]:
         """The run's id, if this callback has started it."""
-        return {"id": self._begun} if self._opened and self._begun == self._opened[0].run_id else {}
+        run_id = self._opened[0].run_id if self._opened else None
+        return {"id": str(run_id)} if run_id is not None and run_id == self._begun else {}
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new run for the trial, unless the user's run is active."""
@@ -417,8 +421,9 @@ class CometCallback(TrackerCallback):
         """Go on with the experiment of the checkpoint; False if there is none, or it cannot go on."""
         import comet_ml
 
-        earlier, is_asked = self._take_earlier(), os.environ.get("COMET_MODE", "").lower() in ("create", "get")
-        if earlier is None or is_asked or os.environ.get("COMET_EXPERIMENT_KEY") or comet_ml.get_running_experiment():
+        earlier, running = self._take_earlier(), comet_ml.get_running_experiment()
+        is_chosen = os.environ.get("COMET_EXPERIMENT_KEY") or os.environ.get("COMET_MODE", "").lower() == "create"
+        if earlier is None or is_chosen or not (running is None or running.ended):
             return False
         key = earlier.ids["key"]
         try:
@@ -430,8 +435,11 @@ class CometCallback(TrackerCallback):
         return True
 
     def run_ids(self) -> dict[str, str]:
-        """The experiment's key."""
-        return {} if self._experiment is None else {"key": self._experiment.get_key()}
+        """The experiment's key; not offline, where Comet names the files of a key at random, from the run's seed."""
+        import comet_ml
+
+        is_online = self._experiment is not None and not isinstance(self._experiment, comet_ml.OfflineExperiment)
+        return {"key": self._experiment.get_key()} if is_online else {}
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new experiment for the trial, and end the previous one."""

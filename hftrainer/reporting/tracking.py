@@ -384,7 +384,7 @@ def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
 
 
 def ids_of_open_runs(callbacks: Sequence[Any], run_folder: str) -> dict[str, Any]:
-    """What a checkpoint holds of the runs that are open in trackers: the folder of its checkpoints, and ids by tracker."""
+    """What a checkpoint holds of the runs that are open in trackers: the run's folder, and ids by tracker."""
     runs = {each.name: ids for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
     return {"folder": os.path.abspath(run_folder), "runs": runs} if runs else {}
 

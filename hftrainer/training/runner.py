@@ -321,8 +321,8 @@ class TrainingRunner(Component):
             for callback in callbacks if trainer.state.is_hyper_param_search else ():
                 callback.start_trial(trainer.args, trainer.state.trial_name)
             if self.run.progress is not None and not trainer.args.new_tracker_run:
-                saved, run_dir = self.run.progress.tracker_runs, trainer._get_output_dir(trial)
-                resume_runs(callbacks, saved, trainer.args, trainer.state, run_dir)
+                saved, folder = self.run.progress.tracker_runs, trainer._get_output_dir(trial)
+                resume_runs(callbacks, saved, trainer.args, trainer.state, folder)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.added.begin_run(run_dir)

@@ -2,11 +2,12 @@
 
 import csv
 import itertools
-import os
+import shutil
 import signal
 
 import pytest
 
+import hftrainer
 from tests.support import tracking
 from tests.support.jobs import Forked, log
 from tests.support.tracking import make_trainer, scalars
@@ -28,17 +29,18 @@ def steps(table, name="train/loss"):
     return [int(row["step"]) for row in table if row.get(name)]
 
 
-def test_five_kills(tmp_path, monkeypatch, processes):
+def test_five_kills(tmp_path, processes):
     """Each tracker has one run with the numbers of the log, which a run that was never killed has too."""
-    folder, database = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db")
-    variables = {"MLFLOW_TRACKING_URI": database, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), Runs()
     settings = {"save_steps": 4, "logging_steps": 1, "num_train_epochs": 1}
     reported = {**settings, "report_to": ["tensorboard", "csv", "mlflow", "wandb"]}
-    for step in KILLS:
-        job = Forked(folder, variables, dies_at=step, **reported)
-        job.process.join()
-        assert job.process.exitcode == -signal.SIGKILL, job.output.read_text()
-    Forked(folder, variables, **reported).finish()
+    with server.serving() as address:
+        variables = {**address, "WANDB_DIR": str(tmp_path), "MLFLOW_TRACKING_URI": database}
+        for step in KILLS:
+            job = Forked(folder, variables, dies_at=step, **reported)
+            job.process.join()
+            assert job.process.exitcode == -signal.SIGKILL, job.output.read_text()
+        Forked(folder, variables, **reported).finish()
     Forked(tmp_path / "whole", **settings).finish()
     lines = log(tmp_path / "whole")
     assert log(folder) == lines
@@ -59,11 +61,6 @@ def test_five_kills(tmp_path, monkeypatch, processes):
     assert run.info.status == "FINISHED"
     assert run.data.tags["hftrainer.resumed_from_step"] == "4, 8, 8, 12, 12"
 
-    server = Runs()
-    with server.serving() as address:
-        for segment in sorted(tmp_path.glob("wandb/offline-run-*")):
-            done = processes.run("-m", "wandb", "sync", segment, env={**os.environ, **address}, merge=True)
-            assert done.returncode == 0, done.stderr
     assert server.steps("train/loss") == STEPS
     (history,) = server.lines.values()
     assert [line["train/loss"] for line in history if "train/loss" in line] == losses
@@ -71,9 +68,11 @@ def test_five_kills(tmp_path, monkeypatch, processes):
 
 
 def train(tracker, resume=False, folder=None, **settings):
-    """Train up to step 8; a resumed run goes on from step 4 with what a new process would have."""
+    """Train up to step 8; a resumed run goes on from step 4, in a tracker that holds later steps."""
     defaults = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
-    trainer = make_trainer("hftrainer", folder or tracker.folder, "plain", **{**tracker.settings, **defaults, **settings})
+    trainer = make_trainer(
+        "hftrainer", folder or tracker.folder, "plain", **{**tracker.settings, **defaults, **settings}
+    )
     trainer.train(resume_from_checkpoint=f"{tracker.folder}/checkpoint-4" if resume else None)
     tracker.close()
     return trainer
@@ -120,3 +119,128 @@ def test_a_checkpoint_of_another_folder(tracker, tmp_path):
     train(tracker)
     train(tracker, resume=True, folder=tmp_path / "branch")
     assert runs(tracker) == 2
+
+
+def test_folder_that_the_script_names(tmp_path, monkeypatch):
+    tracker = Table(tmp_path / "run", monkeypatch)
+    for resume, logs, count in ((False, "one", 1), (True, "one", 1), (True, "two", 2)):
+        train(tracker, resume, logging_dir=str(tracker.folder / logs))
+        assert runs(tracker) == count
+    assert [steps(rows(tracker.folder / logs)) for logs in ("one", "two")] == [[2, 4, 6, 8], [6, 8]]
+
+
+def test_a_run_that_is_gone(tracker, caplog):
+    train(tracker)
+    if isinstance(tracker, tracking.MLflow):
+        mlflow.delete_run(mlflow.search_runs(output_format="list")[0].info.run_id)
+    else:
+        shutil.rmtree(tracker.folder / "runs")
+    train(tracker, resume=True)
+    assert "the checkpoint's run, " in caplog.text and "cannot go on, and a new one begins" in caplog.text
+    assert runs(tracker) == 1
+    assert tracker.read().steps("train/loss") == [6, 8]
+
+
+def test_values_that_differ_are_written(tmp_path, monkeypatch):
+    """MLflow keeps what it has: another learning rate gives values beside those of the first run."""
+    tracker = tracking.MLflow(tmp_path / "run", monkeypatch)
+    train(tracker)
+    train(tracker, resume=True, seed=7)
+    assert sorted(tracker.read().steps("train/loss")) == [2, 4, 6, 6, 8, 8]
+
+
+class Online(tracking.WandB):
+    """W&B with a server."""
+
+    def variables(self):
+        return {"WANDB_DIR": str(self.folder)}
+
+
+@pytest.fixture
+def online(tmp_path, monkeypatch):
+    """The server, and what writes to it; it holds a run of eight steps."""
+    server = Runs()
+    with server.serving() as address:
+        for name, value in address.items():
+            monkeypatch.setenv(name, value)
+        tracker = Online(tmp_path / "run", monkeypatch)
+        train(tracker)
+        assert server.steps("train/loss") == [2, 4, 6, 8]
+        yield server, tracker
+
+
+def test_wandb_rewinds(online):
+    server, tracker = online
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [2, 4, 6, 8]
+    train(tracker, resume=True, new_tracker_run=True)
+    assert len(server.lines) == 2
+
+
+def test_wandb_server_that_cannot_rewind(online, caplog):
+    server, tracker = online
+    server.rewinds = False
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [2, 4, 6, 8, 6, 8]
+    assert [each["resumed_from_step"] for each in server.configurations.values()] == [4]
+    assert "to step 4: it has later steps twice" in caplog.text
+
+
+def test_wandb_server_that_has_lost_lines(online):
+    """Those that the client had not sent when its process was killed."""
+    server, tracker = online
+    (lines,) = server.lines.values()
+    del lines[1:]
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_wandb_run_that_is_gone(online, caplog, monkeypatch, chosen):
+    server, tracker = online
+    server.lines.clear()
+    if chosen:
+        monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [6, 8]
+    assert ("cannot go on, and a new one begins" in caplog.text) == (not chosen)
+    assert ("mine" in server.lines) == chosen
+
+
+def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog):
+    """Offline, W&B reads no earlier file: a run with lines that the Trainer does not know is left as it is."""
+
+    class Adds(hftrainer.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            wandb.log({"mine": state.global_step})
+
+    tracker = tracking.WandB(tmp_path / "run", monkeypatch)
+    train(tracker, trainer={"callbacks": [Adds]})
+    train(tracker, resume=True)
+    assert "it holds 0 lines of 6" in caplog.text
+    names = {path.stem for path in tracker.folder.rglob("*.wandb")}
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_comet_experiment(tmp_path, monkeypatch, caplog, is_there):
+    """It is asked for by its key; what there is of a server is that an experiment counts as one online."""
+    comet = pytest.importorskip("comet_ml")
+    start, asked = comet.start, []
+
+    def start_here(mode=None, experiment_key=None, **given):
+        asked.append((mode, experiment_key))
+        if mode == "get" and not is_there:
+            raise comet.exceptions.ExperimentNotFound("no such experiment")
+        return start(**given)
+
+    tracker = tracking.Comet(tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(comet, "start", start_here)
+    train(tracker)  # offline
+    train(tracker, resume=True)
+    assert {mode for mode, _ in asked} == {None}
+    monkeypatch.setattr(comet, "OfflineExperiment", type("Other", (), {}))
+    key = train(tracker).loggers[0].version
+    train(tracker, resume=True)
+    assert [each for each in asked if each[0]] == [("get", key)]
+    assert ("cannot go on, and a new one begins: no such experiment" in caplog.text) == (not is_there)

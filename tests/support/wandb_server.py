@@ -52,10 +52,12 @@ class Runs:
 
     def _bucket(self, name: str) -> dict[str, Any]:
         project = {"id": "1", "name": "tests", "entity": {"id": "1", "name": "me"}}
-        texts = dict.fromkeys(("description", "sweepName", "notes", "tags", "wandbConfig"))
+        texts = dict.fromkeys(("description", "sweepName", "notes", "tags"))
         count = {"historyLineCount": len(self.lines[name]), "logLineCount": 0, "eventsLineCount": 0}
         tails = {"historyTail": json.dumps([json.dumps(line) for line in self.lines[name][-1:]]), "eventsTail": "[]"}
         named = {"id": name, "name": name, "displayName": name, "config": "{}", "summaryMetrics": "{}"}
+        # What says that the client has set up the run.
+        named["wandbConfig"] = '{"t": {}}'
         return {**texts, **count, **tails, **named, "project": project}
 
     def _UpsertBucket(self, name: str, config: str | None, id: str | None = None, **variables: Any) -> dict[str, Any]:
@@ -83,6 +85,12 @@ class Runs:
         with HTTPServer() as server:
             server.expect_request(re.compile(".*")).respond_with_handler(self.answer)
             self.address = server.url_for("").rstrip("/")
-            values = {"BASE_URL": self.address, "API_KEY": "0" * 40, "ENTITY": "me", "PROJECT": "tests", "SILENT": "true"}
+            values = {
+                "BASE_URL": self.address,
+                "API_KEY": "0" * 40,
+                "ENTITY": "me",
+                "PROJECT": "tests",
+                "SILENT": "true",
+            }
             yield {f"WANDB_{name}": value for name, value in values.items()}
             server.check()  # an answer that failed fails the test
