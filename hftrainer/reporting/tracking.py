@@ -389,26 +389,31 @@ def ids_of_open_runs(callbacks: Sequence[Any], run_folder: str) -> dict[str, Any
     return {"folder": os.path.abspath(run_folder), "runs": runs} if runs else {}
 
 
-def resume_runs(
+def begin_runs(
     callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, run_folder: str
 ) -> None:
-    """Let trackers go on with the runs of a checkpoint.
+    """Tell trackers that training begins: of a new trial, and of the runs in the checkpoint, with which they go on.
 
-    Not when the checkpoint is of a run in another folder: that run may have gone on, and keeps what it holds.
+    Not when the checkpoint is of a run in another folder, which may have gone on and keeps what it holds.
 
     Args:
         callbacks: all callbacks.
         saved: what `ids_of_open_runs` returned at the checkpoint; empty in checkpoints without it.
         args: the run's arguments.
-        state: the state in the checkpoint.
+        state: the state in which training begins.
         run_folder: the folder of this run's checkpoints.
     """
-    if saved and saved["folder"] != os.path.abspath(run_folder):
+    reporting = reporting_callbacks(callbacks)
+    for each in reporting if state.is_hyper_param_search else ():
+        each.start_trial(args, state.trial_name)
+    if not saved or args.new_tracker_run:
+        return
+    if saved["folder"] != os.path.abspath(run_folder):
         logger.info("The checkpoint is of a run in %s: trackers begin new runs.", saved["folder"])
-    elif saved:
-        for each in reporting_callbacks(callbacks):
-            if ids := saved["runs"].get(each.name):
-                each.resume_run(args, EarlierRun(ids, state.global_step, list(state.log_history)))
+        return
+    for each in reporting:
+        if ids := saved["runs"].get(each.name):
+            each.resume_run(args, EarlierRun(ids, state.global_step, list(state.log_history)))
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:
