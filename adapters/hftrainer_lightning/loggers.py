@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import functools
 import logging
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +19,7 @@ from lightning.pytorch.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,51 @@ STEP = "train/global_step"
 def is_lightning_logger(candidate: Any) -> bool:
     """Whether `candidate` is a Lightning logger, as an instance or as a class."""
     return issubclass(candidate, Logger) if isinstance(candidate, type) else isinstance(candidate, Logger)
+
+
+class ResumedCSVLogger(CSVLogger):
+    """Goes on with the table of an earlier run, without its rows after a step; Lightning's own deletes the table.
+
+    Args:
+        folder: see `CSVLogger`.
+        name: see `CSVLogger`.
+        version: the number of the earlier table.
+        last_step: the last step of which rows are kept.
+    """
+
+    def __init__(self, folder: str, name: str, version: int, last_step: int) -> None:
+        super().__init__(folder, name=name, version=version)
+        self._last_step = last_step
+
+    @functools.cached_property
+    def experiment(self) -> Any:
+        """The writer."""
+        return self._rewound_writer()
+
+    def finalize(self, status: str) -> None:
+        """Write what was logged since the last line."""
+        self.save()
+
+    def _rewound_writer(self) -> ExperimentWriter:
+        # Lightning's writer deletes what is in its folder: it begins in another one, so that a kill costs no rows.
+        begun = os.path.join(self.log_dir, "rewinding")
+        writer = ExperimentWriter(begun)
+        table = os.path.join(self.log_dir, writer.NAME_METRICS_FILE)
+        if os.path.isfile(table):
+            with open(table, encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    is_whole = None not in row.values()  # a kill may have cut off the last one
+                    if is_whole and (step := int(row.pop("step"))) <= self._last_step:
+                        kept: dict[str, Any] = {name: value for name, value in row.items() if value}
+                        writer.log_metrics(kept, step)
+            writer.save()
+            if os.path.isfile(writer.metrics_file_path):
+                os.replace(writer.metrics_file_path, table)
+            else:
+                os.remove(table)
+        writer.log_dir, writer.metrics_file_path = self.log_dir, table
+        shutil.rmtree(begun)
+        return writer
 
 
 class TrainStepLogger(WandbLogger):

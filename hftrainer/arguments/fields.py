@@ -310,6 +310,12 @@ class CurrentArguments:
     run_name: str | None = arg(
         None, "Name of the run in the trackers.", "4.1", "trackers: name of the run in wandb, mlflow and comet_ml"
     )
+    new_tracker_run: bool = arg(
+        False,
+        "Begin new runs in the trackers when training resumes; otherwise those of the checkpoint go on.",
+        OURS,
+        "training.runner",
+    )
     project: str = arg("huggingface", "Name of the project in Trackio.", "4.57", "integrations")
     trackio_space_id: str | None = arg(
         None, "Space that shows the Trackio dashboard.", "4.57", "integrations", earlier={"5.5": "trackio"}

@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,10 @@ SUMMARY_METRICS = frozenset(
 _SIZE = "model/num_parameters"
 
 
+#: Variables that choose the run themselves.
+_WANDB_RUN = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
+
+
 class WandbCallback(TrackerCallback):
     """Writes to a W&B run; an open one is reused, and stays open. `wandb.init` reads the `WANDB_*` variables."""
 
@@ -86,8 +90,60 @@ class WandbCallback(TrackerCallback):
         if run is None:
             project = os.environ.get("WANDB_PROJECT", "huggingface")
             given = {key: value for key, value in naming.items() if value is not None}
+            if (resumed := self._resumed(project)) is not None:
+                return [resumed]
             run = self._wandb.init(project=project, **given)
         return [load("lightning", "loggers").TrainStepLogger(run)]
+
+    def _resumed(self, project: str) -> Any:
+        """A logger for the run of the checkpoint, with the lines up to it; None if there is none or it cannot go on."""
+        earlier = self._take_earlier()
+        if earlier is None or any(os.environ.get(name) for name in _WANDB_RUN):
+            return None
+        run_id, lines = earlier.ids["id"], int(earlier.ids["lines"])
+        try:
+            run = self._wandb.init(project=project, id=run_id, resume="must")
+        except self._wandb.Error as error:
+            self._warn_of_new_run(run_id, error)
+            return None
+        held, is_all_ours = run.starting_step, lines == len(earlier.log)
+        if held > lines:
+            run = self._rewound(run, project, lines, earlier.step)
+        elif held < lines and not is_all_ours:
+            why = (
+                f"it holds {held} lines of {lines}, and some of these were not the Trainer's, which has its own again."
+            )
+            if not held:
+                run.finish()
+                self._warn_of_new_run(run_id, why)
+                return None
+            logger.warning("The W&B run %s lacks lines: %s", run_id, why)
+        resumed = load("lightning", "loggers").TrainStepLogger(run)
+        # W&B has lost lines if the process was killed before they were sent; offline, each process has them all.
+        for line in earlier.log[held:] if held < lines and is_all_ours else ():
+            self._write_line(resumed, {name: value for name, value in line.items() if name != "step"}, line["step"])
+        return resumed
+
+    def _rewound(self, run: Any, project: str, lines: int, step: int) -> Any:
+        """The same run with its first lines alone; if the server cannot do that, with all, and marked."""
+        init = functools.partial(self._wandb.init, project=project)
+        run.finish()
+        try:
+            # W&B counts lines from 0. A run of which nothing is kept is begun again.
+            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id)
+        except self._wandb.Error as error:
+            logger.warning("W&B cannot rewind the run %s to step %d: it has later steps twice: %s", run.id, step, error)
+        self._wandb.teardown()  # its service holds on to the id of a run that could not be opened
+        run = init(id=run.id, resume="must")
+        run.config.update({"resumed_from_step": step}, allow_val_change=True)
+        return run
+
+    def run_ids(self) -> dict[str, str]:
+        """The run's id, and how many lines it has."""
+        if not self._opened:
+            return {}
+        run = self._opened[0].experiment
+        return {"id": run.id, "lines": str(max(run.step, run.starting_step))}
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new run for the trial, and end the previous one. In a sweep, the agent has started it already."""
@@ -114,11 +170,13 @@ class WandbCallback(TrackerCallback):
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the line; values of the whole run go into its summary."""
-        logger = self._tracker_logger(args)
+        self._write_line(self._tracker_logger(args), logs, state.global_step)
+
+    def _write_line(self, logger: Any, logs: Mapping[str, Any], step: int) -> None:
         for name in SUMMARY_METRICS & logs.keys():
             logger.experiment.summary[name] = logs[name]
         curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
-        logger.log_metrics(tracking.renamed(curves), step=state.global_step)
+        logger.log_metrics(tracking.renamed(curves), step=step)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""
@@ -179,6 +237,8 @@ def _write_structure(folder: str, model: Any) -> str:
     return folder
 
 
+#: The tag with the steps at which an MLflow run was resumed.
+_RESUMED = "hftrainer.resumed_from_step"
 #: Characters that MLflow's servers do not accept in a metric's name.
 _NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
@@ -196,6 +256,8 @@ class MLflowCallback(TrackerCallback):
         self._auto_end_run = self._log_artifacts = False
         #: The run, if this callback has started it.
         self._begun: str | None = None
+        #: What a resumed run holds already of the checkpoint's step and later ones, by name and step.
+        self._held: dict[tuple[str, int], float] | None = None
 
     @functools.cached_property
     def _ml_flow(self) -> Any:
@@ -212,10 +274,36 @@ class MLflowCallback(TrackerCallback):
         if run is None or nested or os.environ.get("MLFLOW_RUN_ID"):
             if experiment:
                 self._ml_flow.set_experiment(experiment)
-            run = self._ml_flow.start_run(run_name=args.run_name, nested=nested)
+            run = self._resumed(nested) or self._ml_flow.start_run(run_name=args.run_name, nested=nested)
             self._begun = run.info.run_id
         make_logger = load("lightning", "loggers").MLFlowLogger
         return [make_logger(tracking_uri=self._ml_flow.get_tracking_uri(), run_id=run.info.run_id)]
+
+    def _resumed(self, nested: bool) -> Any:
+        """The run of the checkpoint, active again; None if there is none, or it cannot go on.
+
+        MLflow cannot delete values, so what it holds of later steps is not written again.
+        """
+        self._held, earlier = None, self._take_earlier()
+        if earlier is None or os.environ.get("MLFLOW_RUN_ID"):
+            return None
+        run_id, step = earlier.ids["id"], earlier.step
+        try:
+            run = self._ml_flow.start_run(run_id=run_id, nested=nested)
+        except self._ml_flow.exceptions.MlflowException as error:
+            self._warn_of_new_run(run_id, error)
+            return None
+        client = self._ml_flow.MlflowClient()
+        curves = [client.get_metric_history(run_id, name) for name in run.data.metrics]
+        self._held = {(each.key, each.step): each.value for curve in curves for each in curve if each.step >= step}
+        steps = [run.data.tags[_RESUMED]] if _RESUMED in run.data.tags else []
+        client.set_tag(run_id, _RESUMED, ", ".join([*steps, str(step)]))
+        return run
+
+    def run_ids(self) -> dict[str, str]:
+        """The run's id, if this callback has started it."""
+        run_id = self._opened[0].run_id if self._opened else None
+        return {"id": str(run_id)} if run_id is not None and run_id == self._begun else {}
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new run for the trial, unless the user's run is active."""
@@ -245,8 +333,10 @@ class MLflowCallback(TrackerCallback):
                 MAX_PARAM_VAL_LENGTH,
             )
         most = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
-        items = list(values.items())[: int(most) if most.isdigit() else None]
         client, run_id = self._tracker_logger(args).experiment, self._tracker_logger(args).run_id
+        # MLflow refuses to change a parameter.
+        known = {} if self._held is None else client.get_run(run_id).data.params
+        items = [item for item in values.items() if item[0] not in known][: int(most) if most.isdigit() else None]
         for first in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
             batch = items[first : first + MAX_PARAMS_TAGS_PER_BATCH]
             client.log_batch(run_id, params=[Param(name, str(value)) for name, value in batch])
@@ -262,7 +352,16 @@ class MLflowCallback(TrackerCallback):
             {name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in logs.items()}
         )
         metrics = [Metric(_NOT_IN_NAMES.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
-        self._tracker_logger(args).experiment.log_batch(self._tracker_logger(args).run_id, metrics=metrics)
+        client, run_id = self._tracker_logger(args).experiment, self._tracker_logger(args).run_id
+        if not self._holds(metrics):
+            client.log_batch(run_id, metrics=metrics)
+
+    def _holds(self, metrics: Sequence[Any]) -> bool:
+        """Whether a resumed run holds a line already, by its losses: times differ in each process."""
+        losses = [each for each in metrics if each.key.endswith("loss")] or metrics
+        held = self._held or {}
+        # As texts, of which NaN is equal to itself.
+        return all(str(held.get((each.key, each.step))) == str(float(each.value)) for each in losses)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Set up; reopens a run that an earlier training ended."""
@@ -314,8 +413,33 @@ class CometCallback(TrackerCallback):
         mode = "create" if self._trial is not None else asked if asked in ("get_or_create", "get", "create") else None
         online = {"online": True, "offline": False}.get(asked)
         # Lightning's logger cannot start an experiment offline; it uses the running one.
-        comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=args.run_name))
+        if not self._resume(online):
+            comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=args.run_name))
         return [load("lightning", "loggers").CometLogger(name=args.run_name)]
+
+    def _resume(self, online: bool | None) -> bool:
+        """Go on with the experiment of the checkpoint; False if there is none, or it cannot go on."""
+        import comet_ml
+
+        earlier, running = self._take_earlier(), comet_ml.get_running_experiment()
+        is_chosen = os.environ.get("COMET_EXPERIMENT_KEY") or os.environ.get("COMET_MODE", "").lower() == "create"
+        if earlier is None or is_chosen or not (running is None or running.ended):
+            return False
+        key = earlier.ids["key"]
+        try:
+            experiment = comet_ml.start(mode="get", experiment_key=key, online=online)
+        except comet_ml.exceptions.CometException as error:
+            self._warn_of_new_run(key, error)
+            return False
+        experiment.log_other("resumed_from_step", earlier.step)  # Comet cannot delete what it holds of later steps
+        return True
+
+    def run_ids(self) -> dict[str, str]:
+        """The experiment's key; not offline, where Comet names the files of a key at random, from the run's seed."""
+        import comet_ml
+
+        is_online = self._experiment is not None and not isinstance(self._experiment, comet_ml.OfflineExperiment)
+        return {"key": self._experiment.get_key()} if is_online else {}
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new experiment for the trial, and end the previous one."""

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,21 @@ logger = logging.getLogger(__name__)
 
 #: Entry in the `loggers` of a `ReportingCallback`: a table of all log lines, `csv/version_N/metrics.csv`.
 TABLE = "csv"
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """The run of a checkpoint in a tracker.
+
+    Attributes:
+        ids: what `ReportingCallback.run_ids` returned at the checkpoint.
+        step: the checkpoint's optimizer step; what the tracker holds of later steps is written again.
+        log: the lines of the log up to it.
+    """
+
+    ids: Mapping[str, str]
+    step: int
+    log: list[dict[str, Any]]
 
 
 class LogFolder:
@@ -41,12 +57,20 @@ class LogFolder:
             self._paths[trial] = self._new(trial)
         return self._paths[trial]
 
+    def go_on_in(self, trial: str | None, folder: str) -> None:
+        """Use the folder of an earlier run, unless one is in use already or the script or the environment names one."""
+        if trial is not None or self._given() is None:
+            self._paths.setdefault(trial, folder)
+
+    def _given(self) -> str | None:
+        return getattr(self.args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
+
     def _new(self, trial: str | None) -> str:
         now = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
         default = os.path.join(str(self.args.output_dir), "runs", now)
         if trial is not None:
             return os.path.join(default, trial)
-        given = getattr(self.args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
+        given = self._given()
         return os.path.expanduser(given) if given else default
 
 
@@ -55,8 +79,12 @@ class ReportingCallback(TrainerCallback):
 
     Args:
         loggers: loggers of the script, and `TABLE`.
+
+    Attributes:
+        name: its name in `report_to`.
     """
 
+    name = TABLE
     #: Whether an evaluation without training writes the hyperparameters too.
     _describes_evaluations = True
 
@@ -65,6 +93,8 @@ class ReportingCallback(TrainerCallback):
         self._opened: list[Any] | None = None
         self._initialized = False
         self._trial: str | None = None
+        #: The run to go on with, until it is opened.
+        self._earlier: EarlierRun | None = None
         self._dropped: set[str] = set()
         self._save_model: Callable[[str], None] | None = None
         self._run_dir: Callable[[], str] | None = None
@@ -96,8 +126,44 @@ class ReportingCallback(TrainerCallback):
 
     def _make_loggers(self, args: Any) -> list[Any]:
         """Make the loggers."""
-        make_table = load("lightning", "loggers").CSVLogger
-        return [make_table(self._path(args), name="csv") if each == TABLE else each for each in self._given]
+        return [self._make_table(args) if each == TABLE else each for each in self._given]
+
+    def _make_table(self, args: Any) -> Any:
+        loggers = load("lightning", "loggers")
+        if (earlier := self._take_earlier()) is None:
+            return loggers.CSVLogger(self._path(args), name=TABLE)
+        version = int(earlier.ids["version"])
+        return loggers.ResumedCSVLogger(self._path(args), name=TABLE, version=version, last_step=earlier.step)
+
+    def run_ids(self) -> dict[str, str]:
+        """What a checkpoint needs to hold for a later process to go on with the open run; empty if none is open."""
+        table = next((each for each in self._opened or () if each not in self._given), None)
+        return {} if table is None else {"folder": os.path.abspath(table.save_dir), "version": str(table.version)}
+
+    def resume_run(self, args: Any, earlier: EarlierRun) -> None:
+        """Go on with an earlier run, unless one is open already."""
+        if TABLE in self._given and self._opened is None:
+            folder = earlier.ids["folder"]
+            table = os.path.join(folder, TABLE, f"version_{earlier.ids['version']}")
+            self._earlier = earlier if self._is_folder_of_run(args, folder, table) else None
+
+    def _take_earlier(self) -> EarlierRun | None:
+        """The earlier run to go on with, once."""
+        earlier, self._earlier = self._earlier, None
+        return earlier
+
+    def _warn_of_new_run(self, run: str, why: object) -> None:
+        logger.warning("%s: the checkpoint's run, %s, cannot go on, and a new one begins: %s", self.name, run, why)
+
+    def _is_folder_of_run(self, args: Any, folder: str, needed: str) -> bool:
+        """Whether this run writes to the folder of the earlier one, which must still hold the folder `needed`."""
+        if not os.path.isdir(needed):
+            self._warn_of_new_run(needed, "there is no such folder.")
+            return False
+        if self._log_folder is None:
+            self._log_folder = LogFolder(args)
+        self._log_folder.go_on_in(self._trial, folder)
+        return os.path.abspath(self._path(args)) == folder
 
     def _path(self, args: Any) -> str:
         """The folder for files of the run, or of the trial."""
@@ -114,7 +180,7 @@ class ReportingCallback(TrainerCallback):
         for each in self._opened or ():
             if each not in self._given:
                 each.finalize("success")
-        self._opened, self._initialized, self._trial = None, False, name
+        self._opened, self._initialized, self._trial, self._earlier = None, False, name, None
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open the run, and write the hyperparameters. Called once, before anything else is written."""
@@ -166,13 +232,7 @@ class ReportingCallback(TrainerCallback):
 
 
 class TrackerCallback(ReportingCallback):
-    """Writes a run to one tracker.
-
-    Attributes:
-        name: its name in `report_to`.
-    """
-
-    name = ""
+    """Writes a run to one tracker."""
 
     def __init__(self) -> None:
         from hftrainer import integrations
@@ -186,6 +246,11 @@ class TrackerCallback(ReportingCallback):
         if self._describes_evaluations:
             self._set_up_once(args, state, model)
         return super().loggers(args, state, model)
+
+    def resume_run(self, args: Any, earlier: EarlierRun) -> None:
+        """Go on with an earlier run, unless one is open already."""
+        if self._opened is None:
+            self._earlier = earlier
 
     def _tracker_logger(self, args: Any) -> Any:
         """The Lightning logger, which is opened if needed."""
@@ -249,7 +314,21 @@ class TensorBoardCallback(TrackerCallback):
     def _init_summary_writer(self, args: Any) -> None:
         """Make the writer. Subclasses may override it."""
         if self._SummaryWriter is not None:
-            self.tb_writer = self._SummaryWriter(log_dir=self._path(args))
+            earlier = self._take_earlier()
+            purged = {} if earlier is None else {"purge_step": earlier.step + 1}
+            self.tb_writer = self._SummaryWriter(log_dir=self._path(args), **purged)
+
+    def run_ids(self) -> dict[str, str]:
+        """The folder, if the writer is the callback's own."""
+        folder = self.logging_dir
+        is_own = folder is not None and getattr(self.tb_writer, "log_dir", None) == folder
+        return {"folder": os.path.abspath(str(folder))} if is_own else {}
+
+    def resume_run(self, args: Any, earlier: EarlierRun) -> None:
+        """Write to the folder of the earlier run; TensorBoard then leaves out what it holds of later steps."""
+        folder = earlier.ids["folder"]
+        if self.tb_writer is None and self._is_folder_of_run(args, folder, folder):
+            self._earlier = earlier
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Write to a separate folder for a hyperparameter trial."""
@@ -302,6 +381,39 @@ class TensorBoardCallback(TrackerCallback):
 def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
     """The callbacks that write to trackers."""
     return [each for each in callbacks if isinstance(each, ReportingCallback)]
+
+
+def ids_of_open_runs(callbacks: Sequence[Any], run_folder: str) -> dict[str, Any]:
+    """What a checkpoint holds of the runs that are open in trackers: the run's folder, and ids by tracker."""
+    runs = {each.name: ids for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
+    return {"folder": os.path.abspath(run_folder), "runs": runs} if runs else {}
+
+
+def begin_runs(
+    callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, run_folder: str
+) -> None:
+    """Tell trackers that training begins: of a new trial, and of the runs in the checkpoint, with which they go on.
+
+    Not when the checkpoint is of a run in another folder, which may have gone on and keeps what it holds.
+
+    Args:
+        callbacks: all callbacks.
+        saved: what `ids_of_open_runs` returned at the checkpoint; empty in checkpoints without it.
+        args: the run's arguments.
+        state: the state in which training begins.
+        run_folder: the folder of this run's checkpoints.
+    """
+    reporting = reporting_callbacks(callbacks)
+    for each in reporting if state.is_hyper_param_search else ():
+        each.start_trial(args, state.trial_name)
+    if not saved or args.new_tracker_run:
+        return
+    if saved["folder"] != os.path.abspath(run_folder):
+        logger.info("The checkpoint is of a run in %s: trackers begin new runs.", saved["folder"])
+        return
+    for each in reporting:
+        if ids := saved["runs"].get(each.name):
+            each.resume_run(args, EarlierRun(ids, state.global_step, list(state.log_history)))
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:

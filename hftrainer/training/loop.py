@@ -27,6 +27,7 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
+from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.training.observation import count_batch, make_observer, make_requests
 from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
@@ -439,6 +440,9 @@ class TrainingLoop:
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else self.reader.state_dict(),
             since_evaluation=0.0 if self.requests is None else self.requests.since_evaluation,
+            tracker_runs=ids_of_open_runs(
+                self.trainer.callback_handler.callbacks, self.trainer._get_output_dir(self.trial)
+            ),
         )
 
     @contextlib.contextmanager

@@ -32,7 +32,7 @@ from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
-from hftrainer.reporting.tracking import reporting_callbacks
+from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
@@ -316,9 +316,10 @@ class TrainingRunner(Component):
     def _begin_reports(self, trial: Any) -> None:
         """Notify trackers and the checkpoint writer that a run begins."""
         trainer = self.trainer
-        if trainer.state.is_hyper_param_search and trainer.is_world_process_zero():
-            for callback in reporting_callbacks(trainer.callback_handler.callbacks):
-                callback.start_trial(trainer.args, trainer.state.trial_name)
+        if trainer.is_world_process_zero():
+            saved = {} if self.run.progress is None else self.run.progress.tracker_runs
+            callbacks, folder = trainer.callback_handler.callbacks, trainer._get_output_dir(trial)
+            begin_runs(callbacks, saved, trainer.args, trainer.state, folder)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.added.begin_run(run_dir)

@@ -188,6 +188,13 @@ class TestMLflow(TrackerSuite):
     def check(self, ours):
         assert ours.details["runs"] == [("a-run", "FINISHED")]
 
+    def test_resumed(self):
+        """One run, where transformers begins another at each resume; with a tag that says so."""
+        ours, theirs = (self.written(library, resumed) for library in reversed(LIBRARIES))
+        assert self.distinct(ours.curves) == self.distinct(theirs.curves)
+        assert ours.details["runs"] == theirs.details["runs"][:1]
+        assert ours.details["tags"][0]["hftrainer.resumed_from_step"] == "4"
+
     def test_experiment_and_tags(self):
         self.monkeypatch.setenv("MLFLOW_TAGS", '{"release": "1"}')
         self.monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "tiny")

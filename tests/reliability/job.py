@@ -23,7 +23,7 @@ from hftrainer.trainer_utils import get_last_checkpoint
 #: What a job is given besides training arguments.
 OPTIONS = {
     **{"width": 64, "pause": 0.0, "waits_at": None, "alone_until": None, "kill_at": 0, "adds": False},
-    **{"adapters": False, "exact": False, "kill_upload": 0},
+    **{"adapters": False, "exact": False, "kill_upload": 0, "dies_at": None},
 }
 #: Events of the interpreter at which a file is touched.
 TOUCHES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir"}
@@ -70,10 +70,11 @@ class Reports(TrainerCallback):
         pause: seconds of sleep in each step, so that a kill by the clock hits the middle of a run.
         waits_at: number of steps after which the next one waits until the named pipe OUTPUT_DIR.go is opened.
         alone_until: number of steps after which a process without others waits until it is asked to end.
+        dies_at: number of steps after which the process kills itself, before they are logged and saved.
     """
 
-    def __init__(self, pause=0.0, waits_at=None, alone_until=None):
-        self.pause, self.waits_at, self.alone_until = pause, waits_at, alone_until
+    def __init__(self, pause=0.0, waits_at=None, alone_until=None, dies_at=None):
+        self.pause, self.waits_at, self.alone_until, self.dies_at = pause, waits_at, alone_until, dies_at
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.trial_name:
@@ -88,6 +89,8 @@ class Reports(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         say("step", state.global_step)
+        if state.global_step == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.pause)
 
     def on_save(self, args, state, control, **kwargs):
@@ -169,7 +172,7 @@ def main(folder, settings):
     if options["exact"]:
         model, samples = make_exact(samples)
     trainer_class = AddsFiles if options["adds"] else Trainer
-    callbacks = [Reports(options["pause"], options["waits_at"], options["alone_until"])]
+    callbacks = [Reports(*(options[name] for name in ("pause", "waits_at", "alone_until", "dies_at")))]
     trainer = trainer_class(model, args, train_dataset=samples, eval_dataset=samples, callbacks=callbacks)
     say("resuming from", get_last_checkpoint(folder) if Path(folder).is_dir() else None)
     say("processes", args.world_size)

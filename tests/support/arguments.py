@@ -156,6 +156,7 @@ CASES: dict[str, Case] = {
     "skip_memory_metrics": _shown(False, "unit/test_debug_utils.py::test_memory_metrics_as_in_transformers"),
     "debug": _shown("underflow_overflow", "unit/test_debug_utils.py::test_underflow_overflow"),
     "report_to": _alone("tensorboard", "parity/test_tracker_callbacks.py::test_order"),
+    "new_tracker_run": _alone(True, "reliability/test_tracker_runs.py::test_one_run_and_new_runs_by_the_argument"),
     "run_name": _alone("a run", "parity/test_trackers.py::test_run_by_its_id_and_nested"),
     "project": _alone("other", _TRACKERS),
     "trackio_space_id": _alone("space", _TRACKERS),

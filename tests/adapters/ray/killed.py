@@ -26,7 +26,10 @@ class Killed(tune.Callback):
 folder = Path(sys.argv[1])
 is_first = not (folder / "results").exists()
 ray.init(num_cpus=1, object_store_memory=10**8, include_dashboard=False, log_to_driver=False)
-trainer = make_saving(folder / "out", {"callbacks": [Diary(folder / "diary"), *[Waits()] * is_first]}, max_steps=10)
+logs = {"report_to": "csv", "logging_steps": 1}
+trainer = make_saving(
+    folder / "out", {"callbacks": [Diary(folder / "diary"), *[Waits()] * is_first]}, max_steps=10, **logs
+)
 backend = RayBackend()
 rates, killed = backend.grid(learning_rate=[1e-3, 2e-3, 3e-3]), [Killed()] * is_first
 best = backend.search(trainer, **rates, name="search", resume="AUTO", callbacks=killed)

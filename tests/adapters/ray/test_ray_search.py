@@ -1,5 +1,6 @@
 """Real searches with Ray Tune: against transformers, with schedulers, killed and started again, and with failures."""
 
+import csv
 import json
 import os
 import signal
@@ -151,6 +152,9 @@ def test_killed_and_resumed(tmp_path, processes):
     resumed_from = begun[2][1]
     assert begun == [(one, 0), (two, 0), (two, resumed_from), (three, 0)]
     assert resumed_from in (4, 6)  # Ray registers a checkpoint after its report, and before the next report
+    tables = [path.read_text().splitlines() for path in tmp_path.glob("out/runs/*/*/csv/version_0/metrics.csv")]
+    steps = [[row["step"] for row in csv.DictReader(table) if row["train/loss"]] for table in tables]
+    assert steps == [list(map(str, range(1, 11)))] * 3
 
 
 def test_truncated_state_does_not_start_a_new_search(tmp_path):

@@ -1,0 +1,246 @@
+"""A run that is killed and resumed is one run in each tracker, with each step once."""
+
+import csv
+import itertools
+import shutil
+import signal
+
+import pytest
+
+import hftrainer
+from tests.support import tracking
+from tests.support.jobs import Forked, log
+from tests.support.tracking import make_trainer, scalars
+from tests.support.wandb_server import Runs
+
+wandb, mlflow = pytest.importorskip("wandb"), pytest.importorskip("mlflow")
+#: A checkpoint at every fourth step: some kills come before the next one, or while steps are written again.
+KILLS = [6, 11, 9, 15, 16]
+STEPS = list(range(1, 19))
+
+
+def rows(folder):
+    """The rows of the one table in a folder."""
+    (table,) = folder.rglob("metrics.csv")
+    return list(csv.DictReader(table.read_text().splitlines()))
+
+
+def steps(table, name="train/loss"):
+    return [int(row["step"]) for row in table if row.get(name)]
+
+
+def test_five_kills(tmp_path, processes):
+    """Each tracker has one run with the numbers of the log, which a run that was never killed has too."""
+    folder, database, server = tmp_path / "run", tracking.mlflow_database(tmp_path / "mlflow.db"), Runs()
+    settings = {"save_steps": 4, "logging_steps": 1, "num_train_epochs": 1}
+    reported = {**settings, "report_to": ["tensorboard", "csv", "mlflow", "wandb"]}
+    with server.serving() as address:
+        variables = {**address, "WANDB_DIR": str(tmp_path), "MLFLOW_TRACKING_URI": database}
+        for step in KILLS:
+            job = Forked(folder, variables, dies_at=step, **reported)
+            job.process.join()
+            assert job.process.exitcode == -signal.SIGKILL, job.output.read_text()
+        Forked(folder, variables, **reported).finish()
+    Forked(tmp_path / "whole", **settings).finish()
+    lines = log(tmp_path / "whole")
+    assert log(folder) == lines
+    losses = [line["loss"] for line in lines]
+
+    table = rows(folder)
+    assert steps(table) == STEPS
+    assert [float(row["train/loss"]) for row in table[:-1]] == losses
+    (events,) = {path.parent for path in folder.rglob("events*")}
+    curves = scalars(events)
+    assert curves["train/loss"] == [(step, pytest.approx(loss)) for step, loss in zip(STEPS, losses, strict=True)]
+    assert [step for step, _ in curves["train/train_loss"]] == STEPS[-1:]
+
+    client = mlflow.MlflowClient(database)
+    (run,) = client.search_runs(["0"])
+    history = sorted(client.get_metric_history(run.info.run_id, "loss"), key=lambda each: each.step)
+    assert [(each.step, each.value) for each in history] == list(zip(STEPS, losses, strict=True))
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["hftrainer.resumed_from_step"] == "4, 8, 8, 12, 12"
+
+    assert server.steps("train/loss") == STEPS
+    (history,) = server.lines.values()
+    assert [line["train/loss"] for line in history if "train/loss" in line] == losses
+    assert [line["_step"] for line in history] == list(range(len(history)))
+
+
+def train(tracker, resume=False, folder=None, **settings):
+    """Train up to step 8; a resumed run goes on from step 4, in a tracker that holds later steps."""
+    defaults = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
+    trainer = make_trainer(
+        "hftrainer", folder or tracker.folder, "plain", **{**tracker.settings, **defaults, **settings}
+    )
+    trainer.train(resume_from_checkpoint=f"{tracker.folder}/checkpoint-4" if resume else None)
+    tracker.close()
+    return trainer
+
+
+def runs(tracker):
+    """How many runs a tracker has."""
+    if isinstance(tracker, tracking.MLflow):
+        return len(mlflow.search_runs())
+    name = "metrics.csv" if type(tracker) is Table else "events*"
+    return len({path.parent for path in tracker.folder.parent.rglob(name)})
+
+
+class Table(tracking.CSV):
+    settings = {"report_to": "csv"}
+
+
+class Events(tracking.TensorBoard):
+    def variables(self):
+        return {}
+
+
+KINDS = [Table, Events, tracking.MLflow]
+
+
+@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
+def tracker(request, tmp_path, monkeypatch):
+    numbers = itertools.count()  # names of folders otherwise change every second
+    monkeypatch.setattr("hftrainer.reporting.tracking.time.strftime", lambda layout: str(next(numbers)))
+    return request.param(tmp_path / "run", monkeypatch)
+
+
+def test_one_run_and_new_runs_by_the_argument(tracker):
+    train(tracker)
+    train(tracker, resume=True)
+    assert runs(tracker) == 1
+    assert tracker.read().steps("train/loss") == [2, 4, 6, 8]
+    train(tracker, resume=True, new_tracker_run=True)
+    assert runs(tracker) == 2
+
+
+def test_a_checkpoint_of_another_folder(tracker, tmp_path):
+    """The run that it belongs to keeps its later steps."""
+    train(tracker)
+    train(tracker, resume=True, folder=tmp_path / "branch")
+    assert runs(tracker) == 2
+
+
+def test_folder_that_the_script_names(tmp_path, monkeypatch):
+    tracker = Table(tmp_path / "run", monkeypatch)
+    for resume, logs, count in ((False, "one", 1), (True, "one", 1), (True, "two", 2)):
+        train(tracker, resume, logging_dir=str(tracker.folder / logs))
+        assert runs(tracker) == count
+    assert [steps(rows(tracker.folder / logs)) for logs in ("one", "two")] == [[2, 4, 6, 8], [6, 8]]
+
+
+def test_a_run_that_is_gone(tracker, caplog):
+    train(tracker)
+    if isinstance(tracker, tracking.MLflow):
+        mlflow.delete_run(mlflow.search_runs(output_format="list")[0].info.run_id)
+    else:
+        shutil.rmtree(tracker.folder / "runs")
+    train(tracker, resume=True)
+    assert "the checkpoint's run, " in caplog.text and "cannot go on, and a new one begins" in caplog.text
+    assert runs(tracker) == 1
+    assert tracker.read().steps("train/loss") == [6, 8]
+
+
+def test_values_that_differ_are_written(tmp_path, monkeypatch):
+    """MLflow keeps what it has: another learning rate gives values beside those of the first run."""
+    tracker = tracking.MLflow(tmp_path / "run", monkeypatch)
+    train(tracker)
+    train(tracker, resume=True, seed=7)
+    assert sorted(tracker.read().steps("train/loss")) == [2, 4, 6, 6, 8, 8]
+
+
+class Online(tracking.WandB):
+    """W&B with a server."""
+
+    def variables(self):
+        return {"WANDB_DIR": str(self.folder)}
+
+
+@pytest.fixture
+def online(tmp_path, monkeypatch):
+    """The server, and what writes to it; it holds a run of eight steps."""
+    server = Runs()
+    with server.serving() as address:
+        for name, value in address.items():
+            monkeypatch.setenv(name, value)
+        tracker = Online(tmp_path / "run", monkeypatch)
+        train(tracker)
+        assert server.steps("train/loss") == [2, 4, 6, 8]
+        yield server, tracker
+
+
+def test_wandb_rewinds(online):
+    server, tracker = online
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [2, 4, 6, 8]
+    train(tracker, resume=True, new_tracker_run=True)
+    assert len(server.lines) == 2
+
+
+def test_wandb_server_that_cannot_rewind(online, caplog):
+    server, tracker = online
+    server.rewinds = False
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [2, 4, 6, 8, 6, 8]
+    assert [each["resumed_from_step"] for each in server.configurations.values()] == [4]
+    assert "to step 4: it has later steps twice" in caplog.text
+
+
+def test_wandb_server_that_has_lost_lines(online):
+    """Those that the client had not sent when its process was killed."""
+    server, tracker = online
+    (lines,) = server.lines.values()
+    del lines[1:]
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+def test_wandb_run_that_is_gone(online, caplog, monkeypatch, chosen):
+    server, tracker = online
+    server.lines.clear()
+    if chosen:
+        monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    train(tracker, resume=True)
+    assert server.steps("train/loss") == [6, 8]
+    assert ("cannot go on, and a new one begins" in caplog.text) == (not chosen)
+    assert ("mine" in server.lines) == chosen
+
+
+def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog):
+    """Offline, W&B reads no earlier file: a run with lines that the Trainer does not know is left as it is."""
+
+    class Adds(hftrainer.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            wandb.log({"mine": state.global_step})
+
+    tracker = tracking.WandB(tmp_path / "run", monkeypatch)
+    train(tracker, trainer={"callbacks": [Adds]})
+    train(tracker, resume=True)
+    assert "it holds 0 lines of 6" in caplog.text
+    names = {path.stem for path in tracker.folder.rglob("*.wandb")}
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_comet_experiment(tmp_path, monkeypatch, caplog, is_there):
+    """It is asked for by its key; what there is of a server is that an experiment counts as one online."""
+    comet = pytest.importorskip("comet_ml")
+    start, asked = comet.start, []
+
+    def start_here(mode=None, experiment_key=None, **given):
+        asked.append((mode, experiment_key))
+        if mode == "get" and not is_there:
+            raise comet.exceptions.ExperimentNotFound("no such experiment")
+        return start(**given)
+
+    tracker = tracking.Comet(tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(comet, "start", start_here)
+    train(tracker)  # offline
+    train(tracker, resume=True)
+    assert {mode for mode, _ in asked} == {None}
+    monkeypatch.setattr(comet, "OfflineExperiment", type("Other", (), {}))
+    key = train(tracker).loggers[0].version
+    train(tracker, resume=True)
+    assert [each for each in asked if each[0]] == [("get", key)]
+    assert ("cannot go on, and a new one begins: no such experiment" in caplog.text) == (not is_there)
