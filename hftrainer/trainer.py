@@ -216,9 +216,8 @@ class Trainer(EarlierMethods):
             components.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
                 raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
-            components.setup.init_callbacks(
-                [*integrations.callback_classes(reports), *(callbacks or [])], further_loggers
-            )
+            trackers = integrations.callback_classes(reports)
+            components.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             components.setup.end_init()
             self._memory_tracker.stop_and_update_metrics()
 
@@ -865,7 +864,6 @@ class Trainer(EarlierMethods):
         """Write `trainer_state.json` to the output folder."""
         if self.is_world_process_zero():
             self._hftrainer.saver.write_state(str(self.args.output_dir))
-            self._hftrainer.storage.upload_files()
 
     def _get_output_dir(self, trial: Any) -> str:
         """The folder of the checkpoints: `output_dir`, or a folder in it for each trial of a search."""

@@ -6,10 +6,10 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 25_000, "modules": 178, "packages": 26, "lines of tests": 37_200}
+LIMITS = {"lines of code": 25_800, "modules": 179, "packages": 26, "lines of tests": 38_250}
 LONGEST, LONGER = (
     500,
-    {"hftrainer/trainer.py": 1_200, "hftrainer/arguments/fields.py": 540},
+    {"hftrainer/trainer.py": 1_200, "hftrainer/arguments/fields.py": 550},
 )  # lines of a file; files that may have more
 LAYOUT = {getattr(tokenize, name) for name in ("ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 

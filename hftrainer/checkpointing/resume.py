@@ -24,6 +24,7 @@ from hftrainer.checkpointing.folder import (
     sort_checkpoints,
 )
 from hftrainer.checkpointing.names import WHOLES, holds
+from hftrainer.compat.messages import log_once
 from hftrainer.compat.reading import fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
@@ -49,6 +50,16 @@ def resume_path_from_model_path(model_path: str | bool, resume_from_checkpoint: 
     what = "" if resumes else f"; {model_path!r} has no {names.TRAINER_STATE_NAME}, so nothing is resumed"
     warnings.warn(f"train(model_path=...) is now train(resume_from_checkpoint=...){what}.", FutureWarning, stacklevel=3)
     return model_path if resumes else None
+
+
+def warn_of_unused(argument: str | None, given: str | bool | None) -> None:
+    """Warn that `args.resume_from_checkpoint`, which is for scripts to pass on, was not given to `train()`."""
+    if argument and given is None:
+        log_once(
+            logger,
+            f"resume_from_checkpoint={argument!r} is for the script, and train() starts from the beginning: to resume, "
+            "call train(resume_from_checkpoint=args.resume_from_checkpoint).",
+        )
 
 
 def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:

@@ -383,14 +383,36 @@ def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
     return [each for each in callbacks if isinstance(each, ReportingCallback)]
 
 
-def ids_of_open_runs(callbacks: Sequence[Any], run_folder: str) -> dict[str, Any]:
-    """What a checkpoint holds of the runs that are open in trackers: the run's folder, and ids by tracker."""
-    runs = {each.name: ids for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
-    return {"folder": os.path.abspath(run_folder), "runs": runs} if runs else {}
+@dataclass(frozen=True)
+class RunPlace:
+    """Where a run keeps its checkpoints.
+
+    Args:
+        folder: the local folder.
+        name: the same on every machine: the URL with `storage_url`, else the folder.
+    """
+
+    folder: str
+    name: str
+
+    def relative(self, ids: Mapping[str, str]) -> dict[str, str]:
+        """A tracker's ids, its folder relative to that of the run if it is inside: another machine has another."""
+        inside = ids.get("folder", "").startswith(self.folder + os.sep)
+        return {**ids, "folder": os.path.relpath(ids["folder"], self.folder)} if inside else dict(ids)
+
+    def absolute(self, ids: Mapping[str, str]) -> dict[str, str]:
+        """The ids with the tracker's folder on this machine."""
+        return {**ids, "folder": os.path.join(self.folder, ids["folder"])} if "folder" in ids else dict(ids)
+
+
+def ids_of_open_runs(callbacks: Sequence[Any], place: RunPlace) -> dict[str, Any]:
+    """What a checkpoint holds of the runs that are open in trackers: the run's place, and ids by tracker."""
+    runs = {each.name: place.relative(ids) for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
+    return {"place": place.name, "runs": runs} if runs else {}
 
 
 def begin_runs(
-    callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, run_folder: str
+    callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, place: RunPlace
 ) -> None:
     """Tell trackers that training begins: of a new trial, and of the runs in the checkpoint, with which they go on.
 
@@ -401,19 +423,19 @@ def begin_runs(
         saved: what `ids_of_open_runs` returned at the checkpoint; empty in checkpoints without it.
         args: the run's arguments.
         state: the state in which training begins.
-        run_folder: the folder of this run's checkpoints.
+        place: where this run keeps its checkpoints.
     """
     reporting = reporting_callbacks(callbacks)
     for each in reporting if state.is_hyper_param_search else ():
         each.start_trial(args, state.trial_name)
     if not saved or args.new_tracker_run:
         return
-    if saved["folder"] != os.path.abspath(run_folder):
-        logger.info("The checkpoint is of a run in %s: trackers begin new runs.", saved["folder"])
+    if saved["place"] != place.name:
+        logger.info("The checkpoint is of a run in %s: trackers begin new runs.", saved["place"])
         return
     for each in reporting:
         if ids := saved["runs"].get(each.name):
-            each.resume_run(args, EarlierRun(ids, state.global_step, list(state.log_history)))
+            each.resume_run(args, EarlierRun(place.absolute(ids), state.global_step, list(state.log_history)))
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:

@@ -441,7 +441,7 @@ class TrainingLoop:
             data=None if window is None else self.reader.state_dict(),
             since_evaluation=0.0 if self.requests is None else self.requests.since_evaluation,
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.trainer._get_output_dir(self.trial)
+                self.trainer.callback_handler.callbacks, self.components.storage.place(self.trial)
             ),
         )
 

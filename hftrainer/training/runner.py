@@ -20,7 +20,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
 from hftrainer.checkpointing.progress import load_progress
-from hftrainer.compat.messages import log_once, tell
+from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
@@ -77,10 +77,8 @@ class TrainingRunner(Component):
 
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model and apply the arguments of this `train()`; returns the checkpoint to resume from."""
-        model_setup, given = self.components.model_setup, self.trainer.args.resume_from_checkpoint
-        if given and resume_from_checkpoint is None:
-            text = f"resume_from_checkpoint={given!r} is for the script, and train() starts from the beginning"
-            log_once(logger, f"{text}: to resume, call train(resume_from_checkpoint=args.resume_from_checkpoint).")
+        model_setup = self.components.model_setup
+        resume.warn_of_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.components.checkpoint_writer.wait_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
         if self.components.policy.makes_model_before_trial:
@@ -318,8 +316,8 @@ class TrainingRunner(Component):
         trainer = self.trainer
         if trainer.is_world_process_zero():
             saved = {} if self.run.progress is None else self.run.progress.tracker_runs
-            callbacks, folder = trainer.callback_handler.callbacks, trainer._get_output_dir(trial)
-            begin_runs(callbacks, saved, trainer.args, trainer.state, folder)
+            place = self.components.storage.place(trial)
+            begin_runs(trainer.callback_handler.callbacks, saved, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.added.begin_run(run_dir)

@@ -91,6 +91,7 @@ class CheckpointSaver(Component):
         self.trainer.state.save_to_json(path)
         if not self.components.policy.records_best_step:  # releases without this field cannot read a file that has it
             drop_from_json(path, "best_global_step")
+        self.components.storage.upload_files()
 
     def load_best_at_end(self) -> None:
         """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.arguments.storage import staging_folder_of
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten
+from hftrainer.reporting.tracking import RunPlace
 from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
@@ -44,6 +45,13 @@ class Storage(Component):
 
         stops = self.components.checkpoint_writer.stop_on_error
         return Mirror(RemoteFolder(url), local, self.trainer.args.keep_local, stop_on_error=stops)
+
+    def place(self, trial: Any) -> RunPlace:
+        """Where the run of a trial, or of none, keeps its checkpoints."""
+        folder = os.path.abspath(self.trainer._get_output_dir(trial))
+        if self.mirror is None:
+            return RunPlace(folder, folder)
+        return RunPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
 
     # ---- A run -------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from hftrainer.storage import remote
 from tests.support.checkpoints import BACKGROUND, BEST, At, OnSave, assert_same_end, finished, make_trainer, truncate
 from tests.support.jobs import Forked, assert_same, names, weights
 from tests.support.storages import FaultyStorage, files_at, whole_checkpoints
+from tests.support.tracking import scalars
 
 KINDS = ("memory", "file", "s3")
 FAULTY = "faulty://bucket/run"
@@ -222,6 +223,16 @@ def test_the_best_is_kept_and_fetched(tmp_path):
     second = finished(on_machine(tmp_path / "c", **settings), "auto")
     assert os.path.basename(second.state.best_model_checkpoint) == os.path.basename(best)
     assert_same_end(second, whole)
+
+
+def test_one_run_in_trackers(tmp_path):
+    """On another machine it goes on in the same folder of TensorBoard, which was fetched."""
+    finished(on_machine(tmp_path / "a", max_steps=6, report_to="tensorboard"))
+    finished(on_machine(tmp_path / "b", report_to="tensorboard"), "auto")
+    runs = {name.split("/")[1] for name in files_at(FAULTY) if name.startswith("runs/")}
+    assert len(runs) == 1
+    losses = scalars(tmp_path / "b" / "runs" / runs.pop())["train/loss"]
+    assert [step for step, _ in losses] == [3, 6, 9]
 
 
 def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
