@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy, observed
-from hftrainer.compat.overrides import is_overridden
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.observer import Measured, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
+from hftrainer.training.storage import run_folder
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
     from hftrainer.training.components import Components
     from hftrainer.training.loop import TrainingLoop
 
@@ -34,7 +33,7 @@ def make_observer(components: Components, loop: TrainingLoop) -> Observer | None
         Measured(lambda: components.run.seconds, loop.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
-        Journal(_folder(trainer, loop) if writes else None),
+        Journal(run_folder(trainer, loop.trial) if writes else None),
         {
             "world_size": trainer.args.world_size,
             "device": str(trainer.args.device),
@@ -45,12 +44,6 @@ def make_observer(components: Components, loop: TrainingLoop) -> Observer | None
         loop.loss = observer.flops.wrap_loss(loop.loss)
     trainer.add_callback(observer)
     return observer
-
-
-def _folder(trainer: Trainer, loop: TrainingLoop) -> str:
-    """The folder of the run, or of the trial. An override is not called for it, since it may count its calls."""
-    is_replaced = is_overridden(trainer, "_get_output_dir")
-    return str(trainer.args.output_dir) if is_replaced else trainer._get_output_dir(loop.trial)
 
 
 def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
@@ -69,7 +62,7 @@ def make_requests(components: Components, loop: TrainingLoop) -> Requests | None
     if not trainer.is_world_process_zero():
         return None
     return Requests(
-        _folder(trainer, loop),
+        run_folder(trainer, loop.trial),
         getattr(args, "save_minutes", None),
         getattr(args, "eval_minutes", None),
         0.0 if loop.progress is None else loop.progress.since_evaluation,

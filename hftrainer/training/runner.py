@@ -233,8 +233,7 @@ class TrainingRunner(Component):
 
     def _last_checkpoint(self) -> str | None:
         """The newest whole checkpoint of the run; None in a process that writes none."""
-        written = [self.run.resumed_from, *self.run.checkpoints_written]
-        return written[-1] if self.trainer.args.should_save else None
+        return [self.run.resumed_from, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
 
     def _halve_batches(self, start: InitialStateSnapshot) -> None:
         """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""

@@ -9,12 +9,20 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.arguments.storage import staging_folder_of
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
+from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten
 from hftrainer.reporting.tracking import RunPlace
 from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror
+    from hftrainer.trainer import Trainer
+
+
+def run_folder(trainer: Trainer, trial: Any) -> str:
+    """The folder of the run, or of the trial. An override is not called for it, since it may count its calls."""
+    is_replaced = is_overridden(trainer, "_get_output_dir")
+    return str(trainer.args.output_dir) if is_replaced else trainer._get_output_dir(trial)
 
 
 class Storage(Component):
@@ -48,7 +56,7 @@ class Storage(Component):
 
     def place(self, trial: Any) -> RunPlace:
         """Where the run of a trial, or of none, keeps its checkpoints."""
-        folder = os.path.abspath(self.trainer._get_output_dir(trial))
+        folder = os.path.abspath(run_folder(self.trainer, trial))
         if self.mirror is None:
             return RunPlace(folder, folder)
         return RunPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
