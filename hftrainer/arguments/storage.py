@@ -18,21 +18,28 @@ def separate_storage(args: BaseArguments) -> None:
         InvalidArgument: for two URLs, or one with a password.
     """
     given = str(args.output_dir)
+    if args.storage_url is not None:
+        check_url("storage_url", args.storage_url)
     if "://" in given:
+        check_url("output_dir", given)
         if args.storage_url not in (None, given):
             raise InvalidArgument(f"output_dir={given!r}, storage_url={args.storage_url!r}: give one URL.")
         args.storage_url = given
         args.output_dir = staging_folder_of(given)
-    if args.storage_url is None:
-        return
-    if "://" not in args.storage_url:
-        raise InvalidArgument(f"storage_url={args.storage_url!r}: give a URL, such as 's3://bucket/run'.")
-    if urlsplit(args.storage_url).password:
+    if args.storage_url is not None:
+        args.storage_url = args.storage_url.rstrip("/")
+
+
+def check_url(argument: str, url: str) -> None:
+    """Raise `InvalidArgument` for what is no URL, and for one with credentials."""
+    if "://" not in url:
+        raise InvalidArgument(f"{argument}={url!r}: give a URL, such as 's3://bucket/run'.")
+    parts = urlsplit(url)
+    if parts.password or parts.query:
         raise InvalidArgument(
-            "storage_url: a password in a URL would be written into logs and checkpoints. Give the credentials as the "
-            "environment variables or the configuration file of the package for this kind of storage."
+            f"{argument}: a password or a signature in a URL would be written into logs and checkpoints. Give the "
+            "credentials as the environment variables or the configuration file of the package for its kind of storage."
         )
-    args.storage_url = args.storage_url.rstrip("/")
 
 
 def staging_folder_of(url: str) -> str:

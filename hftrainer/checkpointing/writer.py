@@ -403,10 +403,10 @@ class CheckpointWriter:
             for announce in pending.announcements:
                 announce()
 
-    def wait_ignoring_errors(self) -> None:
-        """Wait after another error; an error here is only logged, so that it does not replace the other one."""
+    def close_ignoring_errors(self) -> None:
+        """`close` after another error; an error here is only logged, so that it does not replace the other one."""
         try:
-            self.wait()
+            self.close()
         except Exception:
             logger.exception("Writing the current checkpoint failed too.")
 

@@ -7,6 +7,7 @@ thread would need too.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -14,7 +15,6 @@ import logging
 import mmap
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import weakref
@@ -36,7 +36,9 @@ IS_AVAILABLE = hasattr(os, "memfd_create") and bool(sys.executable)
 _ALIGNED = 64
 #: What the process runs. It gets the folders of modules, in which it might not find ours itself.
 _CODE = """\
-import json, sys
+import json, signal, sys
+for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):  # a run that is asked to end writes a last checkpoint
+    signal.signal(getattr(signal, name), signal.SIG_IGN)
 sys.path[:] = json.loads(sys.argv[1])
 from hftrainer.checkpointing.writer_process import serve
 serve(int(sys.argv[2]), int(sys.argv[3]))
@@ -56,7 +58,7 @@ class SharedCopies(HostCopies):
     """Copies of states in an anonymous file, which another process can map.
 
     Each call of `copy` gets a part of the file, of the size that it needs; the next checkpoint uses the parts again.
-    One that needs more gets a new part, so the file is larger than the copies only if a state grows during a run.
+    One that needs more gets a new part, and the memory of the old one is released.
 
     Attributes:
         file: its descriptor.
@@ -90,6 +92,9 @@ class SharedCopies(HostCopies):
             start, needed = self._length, _aligned(needed, mmap.ALLOCATIONGRANULARITY)
             self._length += needed
             os.ftruncate(self.file, self._length)
+            for replaced in self._parts[self._used : self._used + 1]:
+                replaced.pinned = None
+                replaced.mapped.madvise(mmap.MADV_REMOVE)
             self._parts[self._used : self._used + 1] = [_Part(start, mmap.mmap(self.file, needed, offset=start))]
         self._used += 1
         self._end = 0
@@ -147,7 +152,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CannotUnpack(Exception):
-    """The process lacks a class of the script, or cannot import it: a thread must write this checkpoint."""
+    """The process cannot start, or cannot import a class of the script: a thread must write this checkpoint."""
 
 
 class WriterProcess:
@@ -161,6 +166,7 @@ class WriterProcess:
         self._copies = copies
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
+        self._has_answered = False
 
     def pack(self, write: Callable[[Any], Any], values: Any) -> bytes:
         """A call of `write(values)` for `run`; raises any error if an object of the script cannot be pickled."""
@@ -191,22 +197,34 @@ class WriterProcess:
         except (EOFError, OSError):
             status = self._end()
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
+            if not self._has_answered:
+                raise CannotUnpack(f"it has ended {how}") from None
             raise OSError(errno.EIO, f"the process that writes checkpoints has ended {how}", str(folder)) from None
+        self._has_answered = True
         if isinstance(answer, BaseException):
             raise answer
         entries: dict[str, Entry] = answer
         return entries
 
     def _start(self) -> None:
-        self._pipe, theirs = Pipe()
+        ours, theirs = Pipe()
         given = (self._copies.file, theirs.fileno())
         words = [sys.executable, "-c", _CODE, json.dumps(sys.path), *map(str, given)]
-        self._process = subprocess.Popen(words, pass_fds=given, stdin=subprocess.DEVNULL)
-        theirs.close()
+        try:
+            # In a session of its own, which Ctrl-C in a terminal does not reach.
+            self._process = subprocess.Popen(words, pass_fds=given, stdin=subprocess.DEVNULL, start_new_session=True)
+        except OSError as error:
+            ours.close()
+            raise CannotUnpack(f"it cannot be started ({error})") from None
+        finally:
+            theirs.close()
+        self._pipe, self._has_answered = ours, False
 
     def _end(self) -> int:
-        """Close the pipe, which ends the process; returns its status."""
+        """End the process; returns its status."""
         assert self._pipe is not None and self._process is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self._pipe.send(None)  # closing is not enough: forked processes, such as a loader's, hold the pipe too
         self._pipe.close()
         status = self._process.wait()
         self._pipe = self._process = None
@@ -228,15 +246,14 @@ def serve(file: int, pipe: int) -> None:
         file: descriptor of the shared memory.
         pipe: descriptor of the pipe.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # a run that is asked to end writes a last checkpoint
     os.nice(10)  # training comes first
     torch.set_num_threads(1)
     connection = Connection(pipe)
     while True:
         try:
-            calls, folder = connection.recv()
-            connection.send(_answer(file, calls, folder))
+            if (asked := connection.recv()) is None:
+                return
+            connection.send(_answer(file, *asked))
         except (EOFError, BrokenPipeError, ConnectionResetError):  # the run has ended
             return
 

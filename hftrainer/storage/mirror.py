@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import read_manifest
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
+    checkpoints_newest_first,
     delete_all_but_best,
-    get_last_checkpoint,
     sort_checkpoints,
 )
 from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, StorageError
@@ -22,15 +23,15 @@ from hftrainer.storage.remote import RemoteFolder, digest
 
 logger = logging.getLogger(__name__)
 
-#: In the local folder: the checkpoints that were uploaded, with a checksum of each manifest. One of them that is no
-#: longer at the URL, or another one there, was removed or replaced by somebody.
+#: In the local folder: URL → checkpoint that was uploaded or downloaded → a checksum of its manifest.
 _UPLOADED = "uploaded.json"
-#: Not fetched to resume: nobody reads them.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+#: Files outside of checkpoints to which a run that resumes on another machine appends.
+_CONTINUED = re.compile(r"^(runs/.+|[^/]+\.(json|jsonl|md))$")
+_Stamp = tuple[int, int]
 
 
 class Mirror:
-    """Keeps a local output folder at a URL. Uploads are done by one thread, which outlives no training.
+    """Keeps a local output folder at a URL. One thread uploads, while a run lasts.
 
     Args:
         remote: the folder at the URL.
@@ -46,7 +47,8 @@ class Mirror:
         self._jobs: list[Future[None]] = []
         self._there: dict[str, list[str]] = {}  # folder of a run → its checkpoints at the URL, oldest first
         self._missing: dict[str, str] = {}  # checkpoint → why it is not uploaded
-        self._uploaded_files: dict[str, tuple[int, int]] = {}  # other files → change time and size
+        # What is here already may be older than what is at the URL: only what changes from now on is uploaded.
+        self._known_files = {name: self._stamp(name) for name in self._local_files()}
 
     # ---- Uploads -----------------------------------------------------------------------------------------------
 
@@ -68,6 +70,18 @@ class Mirror:
                 there[-1],
             )
 
+    def wait_for_room(self) -> None:
+        """Wait until fewer than `keep_local` checkpoints are being uploaded, so that local space is bounded.
+
+        Raises:
+            CheckpointNotWritten: with `stop_on_error`, when one could not be uploaded.
+        """
+        while len(self._jobs) >= self._keep_local:
+            self._jobs.pop(0).result()
+        if self._stop_on_error and self._missing:
+            name, why = next(iter(self._missing.items()))
+            raise CheckpointNotWritten(f"{self.local / name} is written, but not uploaded: {why}")
+
     def add(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
         """Upload a checkpoint in the background, then delete older ones, here and at the URL.
 
@@ -75,15 +89,14 @@ class Mirror:
             checkpoint: its local folder.
             limit: checkpoints to keep at the URL; None for all.
             keep: local folders that are kept, such as the best.
-
-        Raises:
-            CheckpointNotWritten: with `stop_on_error`, when an earlier one could not be uploaded.
         """
-        while len(self._jobs) >= self._keep_local:  # so that local space is bounded
-            self._jobs.pop(0).result()
-        self._stop_if_asked()
         kept = {self._name(path) for path in (checkpoint, *keep)}
         self._jobs.append(self._thread.submit(self._upload, self._name(checkpoint), limit, kept))
+
+    def wait(self) -> None:
+        """Wait until no upload is running."""
+        while self._jobs:
+            self._jobs.pop(0).result()
 
     def finish(self) -> None:
         """Wait until all is uploaded; log what is not.
@@ -93,8 +106,7 @@ class Mirror:
         """
         if self._jobs:
             logger.info("Waiting for the uploads to %s.", self.remote.url)
-        while self._jobs:
-            self._jobs.pop(0).result()
+        self.wait()
         for name in list(self._missing):
             self._try_upload(name)
         self.upload_files()
@@ -103,36 +115,36 @@ class Mirror:
                 f"Not uploaded to {self.remote.url}: {', '.join(self._missing)}. They are in {self.local}; a run that "
             )
             logger.error("%sresumes on this machine uploads the newest.", left)
-            self._stop_if_asked()
+            self.wait_for_room()
 
     def upload_files(self) -> None:
-        """Upload the files outside of checkpoints that are new or have changed: logs, results, the final model."""
+        """Upload the files outside of checkpoints that have changed: logs, results, the final model."""
         for name in self._local_files():
-            path = self.local / name
             try:
-                stamp = (path.stat().st_mtime_ns, path.stat().st_size)
-                if self._uploaded_files.get(name) != stamp:
-                    self.remote.upload_file(path, name)
-                    self._uploaded_files[name] = stamp
+                stamp = self._stamp(name)
+                if self._known_files.get(name) != stamp:
+                    self.remote.upload_file(self.local / name, name)
+                    self._known_files[name] = stamp
             except FileNotFoundError:  # deleted meanwhile
                 continue
             except (StorageError, OSError) as error:
-                logger.error("%s is not uploaded: %s", path, error)
+                logger.error("%s is not uploaded: %s", self.local / name, error)
                 return
 
-    def delete_all_but(self, best: str) -> None:
+    def delete_all_but(self, best: str, run_dir: str) -> None:
         """Delete all other checkpoints of a run; at the URL if this one is whole there."""
-        name = self._name(best)
-        delete_all_but_best(best, str(self.local / self._folder(name)))
-        if self.holds(name):
-            for other in self.remote.checkpoints(self._folder(name)):
-                if other != name:
-                    self._remove(other)
+        delete_all_but_best(best, run_dir)
+        name, folder = self._name(best), self._name(run_dir)
+        try:
+            if self._folder(name) == folder and self.remote.manifest(name) is not None:
+                self._remove([other for other in self.remote.checkpoints(folder) if other != name])
+        except StorageError as error:
+            logger.warning("Checkpoints other than %s were not deleted: %s", name, error)
 
-    def _stop_if_asked(self) -> None:
-        if self._stop_on_error and self._missing:
-            name, why = next(iter(self._missing.items()))
-            raise CheckpointNotWritten(f"{self.local / name} is written, but not uploaded: {why}")
+    def discard(self, checkpoints: Iterable[str]) -> None:
+        """Delete checkpoints of an attempt at training that begins again."""
+        self.wait()
+        self._remove([self._name(path) for path in checkpoints])
 
     def _upload(self, name: str, limit: int | None, kept: Collection[str]) -> None:
         """Upload a checkpoint and what is missing, and delete what is beyond the limits."""
@@ -157,9 +169,11 @@ class Mirror:
         try:
             self.remote.upload(path, name)
             self._note_uploaded(name)
-        except FileNotFoundError:  # deleted meanwhile, as by a script
+        except FileNotFoundError:
             logger.warning("%s was deleted before it was uploaded to %s.", path, self.remote.url)
-        except (StorageError, OSError) as error:
+            self._forget(name)
+            return False
+        except (StorageError, OSError, DamagedCheckpoint) as error:
             if name not in self._missing:
                 logger.error("%s is written, but not uploaded, which is tried again later: %s", path, error)
             self._missing[name] = str(error)
@@ -167,31 +181,39 @@ class Mirror:
         self._missing.pop(name, None)
         return True
 
+    def _forget(self, name: str) -> None:
+        """Neither wait for a checkpoint nor count it: it is neither here nor at the URL."""
+        self._missing.pop(name, None)
+        self._there[self._folder(name)].remove(name)
+
     def _rotate(self, there: list[str], limit: int | None, kept: Collection[str]) -> None:
         """Delete the oldest checkpoints of a run beyond `limit`, at the URL."""
         if limit is None or limit <= 0:
             return
         uploaded = [name for name in there if name not in self._missing]
         surplus = len(uploaded) - max(limit, len([name for name in uploaded if name in kept]))
-        for name in [name for name in uploaded if name not in kept][: max(surplus, 0)]:
-            if self._remove(name):
-                there.remove(name)
+        self._remove([name for name in uploaded if name not in kept][: max(surplus, 0)])
 
     def _prune(self, folder: str, kept: Collection[str]) -> None:
-        """Delete the oldest local checkpoints of a run beyond `keep_local`."""
+        """Delete the oldest local checkpoints of a run beyond `keep_local`, of those that were meant to be uploaded."""
         local = [self._name(path) for path in sort_checkpoints(str(self.local / folder))]
         for name in [name for name in local[: -self._keep_local] if name not in kept]:
-            if self._missing.pop(name, None) is not None:
+            if name in self._missing:
                 logger.error("%s is deleted, though it was not uploaded: keep_local=%s.", name, self._keep_local)
+                self._forget(name)
+            elif not self.is_uploaded(name):
+                continue
             CheckpointFolder(self.local / name).remove()
 
-    def _remove(self, name: str) -> bool:
-        try:
-            self.remote.remove(name)
-        except StorageError as error:
-            logger.warning("An older checkpoint was not deleted: %s", error)
-            return False
-        return True
+    def _remove(self, checkpoints: Iterable[str]) -> None:
+        """Delete checkpoints at the URL."""
+        for name in checkpoints:
+            try:
+                self.remote.remove(name)
+                there = self._there.get(self._folder(name), [])
+                there[:] = [other for other in there if other != name]
+            except StorageError as error:
+                logger.warning("An older checkpoint was not deleted: %s", error)
 
     # ---- Fetching ----------------------------------------------------------------------------------------------
 
@@ -201,13 +223,13 @@ class Mirror:
         Raises:
             StorageError: if the URL cannot be read.
         """
-        folder = self._name(run_dir)
         local = self._newest_local(run_dir)
-        for name in reversed(self.remote.checkpoints(folder)):
+        for name in reversed(self.remote.checkpoints(self._name(run_dir))):
             if local is not None and _step(name) <= _step(local):
                 break
             try:
                 self._download(name)
+                self._fetch_files()
                 return name
             except DamagedCheckpoint as error:
                 logger.warning("%s/%s is skipped: %s", self.remote.url, name, error)
@@ -228,38 +250,44 @@ class Mirror:
         self.remote.download(name, str(self.local / name))
         self._note_uploaded(name)
 
-    def fetch_files(self) -> None:
-        """Download the files outside of checkpoints that are not here, such as logs, to which a run appends."""
-        for name in self.remote.files():
-            path = self.local / name
-            if not (path.exists() or name.endswith(_WEIGHTS)):
-                self.remote.download_file(name, path)
+    def _fetch_files(self) -> None:
+        """Download the files to which a run appends, such as logs; those here are older."""
+        for name in filter(_CONTINUED.match, self.remote.files()):
+            self.remote.download_file(name, self.local / name)
+            self._known_files[name] = self._stamp(name)
 
-    def holds(self, name: str) -> bool:
-        """Whether the checkpoint is whole at the URL."""
-        return self.remote.manifest(name) is not None
+    def holds(self, path: str) -> bool:
+        """Whether the checkpoint of a local path is whole at the URL."""
+        name = self._name(path)
+        return not name.startswith("..") and self.remote.manifest(name) is not None
 
     def is_uploaded(self, name: str) -> bool:
-        """Whether the local checkpoint was uploaded, or downloaded."""
-        return self._uploaded().get(name) == digest(read_manifest(self.local / name))
+        """Whether the local checkpoint was uploaded to this URL, or downloaded."""
+        noted = self._uploaded().get(self.remote.url, {}).get(name)
+        return noted is not None and noted == digest(read_manifest(self.local / name))
 
     def _newest_local(self, run_dir: str) -> str | None:
-        """The newest whole local checkpoint, after deleting those that somebody has deleted or replaced at the URL."""
-        if not os.path.isdir(run_dir):
-            return None
-        for path in sort_checkpoints(run_dir):
+        """The newest whole local checkpoint that nobody has deleted or replaced at the URL."""
+        for path in checkpoints_newest_first(run_dir) if os.path.isdir(run_dir) else ():
             name = self._name(path)
-            own = digest(read_manifest(Path(path)))
-            if own is not None and self._uploaded().get(name) == own != digest(self.remote.manifest(name)):
-                logger.warning("%s is deleted: it was uploaded, and is no longer at %s.", path, self.remote.url)
-                CheckpointFolder(path).remove()
-        newest = get_last_checkpoint(run_dir)
-        return None if newest is None else self._name(newest)
+            if (reason := CheckpointFolder(path).inspect().why_not_whole) is not None:
+                logger.warning("%s is damaged and is skipped: %s.", path, reason)
+            elif self.is_uploaded(name) and not self._is_unchanged(name):
+                logger.warning("%s is skipped: it was uploaded, and is no longer at %s.", path, self.remote.url)
+            else:
+                return name
+        return None
+
+    def _is_unchanged(self, name: str) -> bool:
+        there = self.remote.manifest(name)
+        if there is None:  # whether deleted, or interrupted when it was uploaded again
+            return self.remote.has_manifest(name)
+        return digest(there) == digest(read_manifest(self.local / name))
 
     # ---- Names -------------------------------------------------------------------------------------------------
 
     def _name(self, path: str) -> str:
-        """The name of a local path at the URL."""
+        """The name of a local path at the URL; it begins with '..' if the path is not in the output folder."""
         name = Path(os.path.relpath(path, self.local)).as_posix()
         return "" if name == "." else name
 
@@ -267,6 +295,10 @@ class Mirror:
     def _folder(name: str) -> str:
         """The folder of a run of a checkpoint: empty, or that of a trial."""
         return name.rpartition("/")[0]
+
+    def _stamp(self, name: str) -> _Stamp:
+        found = (self.local / name).stat()
+        return found.st_mtime_ns, found.st_size
 
     def _local_files(self) -> Iterator[str]:
         for root, folders, files in os.walk(self.local):
@@ -276,17 +308,20 @@ class Mirror:
                 if name != _UPLOADED and not name.startswith("_tmp_") and os.path.isfile(path):
                     yield self._name(path)
 
-    def _uploaded(self) -> dict[str, int]:
+    def _uploaded(self) -> dict[str, dict[str, int]]:
         try:
-            uploaded: dict[str, int] = json.loads((self.local / _UPLOADED).read_text(encoding="utf-8"))
+            uploaded: dict[str, dict[str, int]] = json.loads((self.local / _UPLOADED).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):  # none yet, or a killed process left a part of it
             return {}
         return uploaded
 
     def _note_uploaded(self, name: str) -> None:
-        noted = {known: sum_ for known, sum_ in self._uploaded().items() if (self.local / known).is_dir()}
-        noted[name] = digest(read_manifest(self.local / name)) or 0
-        (self.local / _UPLOADED).write_text(json.dumps(noted), encoding="utf-8")
+        of_all = self._uploaded()
+        noted = {
+            known: sum_ for known, sum_ in of_all.get(self.remote.url, {}).items() if (self.local / known).is_dir()
+        }
+        of_all[self.remote.url] = {**noted, name: digest(read_manifest(self.local / name)) or 0}
+        (self.local / _UPLOADED).write_text(json.dumps(of_all), encoding="utf-8")
 
 
 def _step(name: str) -> int:

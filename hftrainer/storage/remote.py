@@ -78,10 +78,15 @@ class RemoteFolder:
         """The entries of a checkpoint's manifest; None for one that is not whole."""
         path = f"{checkpoint}/{names.MANIFEST_NAME}"
         try:
-            content: bytes = self._call(lambda: self._system.cat_file(path), f"{self.url}/{path} cannot be read")
+            content = self._call_for(lambda: self._system.cat_file(path), f"{self.url}/{path} cannot be read")
             return parse_manifest(content.decode(), f"{self.url}/{path}")
         except (FileNotFoundError, DamagedCheckpoint, UnicodeDecodeError):  # its upload was interrupted
             return None
+
+    def has_manifest(self, checkpoint: str) -> bool:
+        """Whether a checkpoint has a manifest, readable or not."""
+        path = f"{checkpoint}/{names.MANIFEST_NAME}"
+        return self._call(lambda: self._system.exists(path), f"{self.url}/{path} cannot be read")
 
     def upload(self, local: Path, checkpoint: str) -> None:
         """Upload a whole checkpoint. Until its manifest is there, the checkpoint does not exist.
@@ -136,19 +141,24 @@ class RemoteFolder:
         return [name for name in self._find("") if not any(map(_CHECKPOINT.search, _parents(name)))]
 
     def upload_file(self, local: Path, name: str) -> None:
-        """Upload one file."""
+        """Upload one file; FileNotFoundError if it is not here."""
+        local.stat()
         self._call(lambda: self._system.put_file(str(local), name), f"{self.url}/{name} cannot be written")
 
     def download_file(self, name: str, local: Path) -> None:
-        """Download one file; FileNotFoundError if there is none."""
+        """Download one file, whole or not at all; FileNotFoundError if there is none."""
         local.parent.mkdir(parents=True, exist_ok=True)
-        self._call(lambda: self._system.get_file(name, str(local)), f"{self.url}/{name} cannot be read")
+        beside = local.with_name(f"_tmp_{local.name}")
+        self._call_for(lambda: self._system.get_file(name, str(beside)), f"{self.url}/{name} cannot be read")
+        beside.replace(local)
 
     def delete(self, files: Iterable[str]) -> None:
         """Delete files, where they exist."""
         for name in files:
+            failure = f"{self.url}/{name} cannot be deleted"
             try:
-                self._call(functools.partial(self._system.rm_file, name), f"{self.url}/{name} cannot be deleted")
+                if self._call(functools.partial(self._system.exists, name), failure):
+                    self._call_for(functools.partial(self._system.rm_file, name), failure)
             except FileNotFoundError:
                 continue
 
@@ -156,7 +166,7 @@ class RemoteFolder:
         """The names in a folder; none if it does not exist."""
         self._system.invalidate_cache()
         try:
-            return self._call(lambda: self._system.ls(folder, detail=False), f"{self.url} cannot be listed")
+            return self._call_for(lambda: self._system.ls(folder, detail=False), f"{self.url} cannot be listed")
         except FileNotFoundError:
             return []
 
@@ -164,18 +174,24 @@ class RemoteFolder:
         """The names of all files below a folder."""
         self._system.invalidate_cache()
         try:
-            return self._call(lambda: self._system.find(folder), f"{self.url} cannot be listed")
+            return self._call_for(lambda: self._system.find(folder), f"{self.url} cannot be listed")
         except FileNotFoundError:
             return []
 
     def _call(self, act: Callable[[], T], failure: str) -> T:
-        """Call `act`, with retries.
+        """Call `act`, with retries; what does not exist is an error like others.
 
         Raises:
-            FileNotFoundError: if a file does not exist.
             OSError: if the local disk is full.
             StorageError: for all other errors, without their causes, which may show credentials.
         """
+        try:
+            return self._call_for(act, failure)
+        except FileNotFoundError as error:
+            raise StorageError(f"{failure}: {reason(error)}.") from None
+
+    def _call_for(self, act: Callable[[], T], failure: str) -> T:
+        """Call `act` as `_call` does; FileNotFoundError if what it is for does not exist."""
         try:
             return with_retries(act, WAITS, _is_transient)
         except FileNotFoundError:

@@ -7,7 +7,6 @@ import copy
 import gc
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +78,7 @@ class TrainingRunner(Component):
         """Make the model and apply the arguments of this `train()`; returns the checkpoint to resume from."""
         model_setup = self.components.model_setup
         resume.warn_of_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
-        self.components.checkpoint_writer.wait_ignoring_errors()
+        self.components.checkpoint_writer.close_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
         if self.components.policy.makes_model_before_trial:
             model_setup.remake_model(trial)
@@ -217,7 +216,7 @@ class TrainingRunner(Component):
         except BaseException as error:
             reason = type(error).__name__
             close_bars(trainer.callback_handler.callbacks)
-            components.checkpoint_writer.wait_ignoring_errors()
+            components.checkpoint_writer.close_ignoring_errors()
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
                 components.uploads.finish(is_urgent=lambda: True)  # a search goes on with the next trial instead
             components.storage.finish_after_error()
@@ -242,8 +241,7 @@ class TrainingRunner(Component):
         if self.run.loop is not None:
             self.run.loop.close("out of memory")
         self._release()
-        for folder in filter(os.path.isdir, self.run.checkpoints_written):  # rotation may have deleted some
-            shutil.rmtree(folder)
+        self.components.storage.discard(self.run.checkpoints_written)
         self.trainer.optimizer, self.trainer.lr_scheduler = start.stateful
         start.restore()
         gc.collect()
@@ -360,7 +358,7 @@ class TrainingRunner(Component):
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        self.components.storage.finish(kept if keeps_best_alone else None)
+        self.components.storage.finish(run_dir, kept if keeps_best_alone else None)
         if trial is None and trainer.is_world_process_zero():
             self._summarize(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
@@ -412,7 +410,7 @@ class TrainingRunner(Component):
             self.trainer.optimizer.remove_hooks()
         self.components.engine.trainer = self.components.engine.module = None
         self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
-        self.components.checkpoint_writer.wait_ignoring_errors()
+        self.components.checkpoint_writer.close_ignoring_errors()
 
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""

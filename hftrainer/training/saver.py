@@ -256,6 +256,7 @@ class CheckpointSaver(Component):
         state = self.trainer.state
         self.trainer.store_flos()
         self.wait()
+        self.components.storage.wait_for_room()
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from hftrainer.arguments.storage import staging_folder_of
+from hftrainer.arguments.storage import check_url, staging_folder_of
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import is_overridden
-from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten
+from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
 from hftrainer.reporting.tracking import RunPlace
 from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror
     from hftrainer.trainer import Trainer
+
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 def run_folder(trainer: Trainer, trial: Any) -> str:
@@ -76,25 +82,34 @@ class Storage(Component):
             StorageError: if the URL cannot be read or written.
             CheckpointNotFound: for a URL without a checkpoint.
         """
-        if isinstance(wanted, str) and "://" in wanted and not wanted.endswith(".ckpt"):
-            return self._fetch_url(wanted)
-        if (mirror := self.mirror) is None:
+        url = wanted if isinstance(wanted, str) and "://" in wanted and not wanted.endswith(".ckpt") else None
+        mirror, run_dir = self.mirror, str(self.trainer.args.output_dir)
+        if mirror is not None:
+            self._on_main(lambda: mirror.begin(run_dir, resumes=bool(wanted)))
+        if url is not None:
+            return self._fetch_url(url)
+        if mirror is None or not wanted:
             return wanted
-        from_main = self.trainer.accelerator.processes.from_main
-        run_dir = str(self.trainer.args.output_dir)
-        from_main(lambda: mirror.begin(run_dir, resumes=bool(wanted)))
-        name = None
-        if wanted is True or wanted == "auto":
-            name = from_main(lambda: mirror.fetch_newest(run_dir))
-        elif isinstance(wanted, (str, os.PathLike)) and not os.path.isdir(wanted):
-            name = os.path.relpath(wanted, run_dir)
-            name = name if from_main(lambda: mirror.holds(str(name))) else None
+
+        def choose() -> str | None:
+            if wanted is True or wanted == "auto":
+                return mirror.fetch_newest(run_dir)
+            path = os.fspath(wanted)
+            return os.path.relpath(path, run_dir) if not os.path.isdir(path) and mirror.holds(path) else None
+
+        name = self._on_main(choose)
         if name is not None:
-            self._fetch_on_each_node(mirror, name)
-        return wanted
+            return self._fetch_on_each_node(mirror, name)
+        if wanted is True:
+            raise CheckpointNotFound(
+                f"resume_from_checkpoint=True: there is no whole checkpoint, neither in {run_dir} nor at "
+                f"{mirror.remote.url}. Train without it first, or pass 'auto' to start from the beginning."
+            )
+        return None if wanted == "auto" else wanted
 
     def _fetch_url(self, url: str) -> str:
         """Fetch the checkpoint at a URL; returns its local folder."""
+        check_url("resume_from_checkpoint", url)
         parent, _, name = url.rstrip("/").rpartition("/")
         if not name.startswith(f"{names.PREFIX_CHECKPOINT_DIR}-"):
             raise CheckpointNotFound(
@@ -104,36 +119,65 @@ class Storage(Component):
         own = self.mirror
         is_own = own is not None and own.remote.url == parent
         mirror = own if own is not None and is_own else self._make_mirror(parent, staging_folder_of(parent))
-        from_main = self.trainer.accelerator.processes.from_main
-        if own is not None:
-            from_main(lambda: own.begin(str(own.local), resumes=True))
-        if not from_main(lambda: mirror.holds(name)):
-            raise CheckpointNotFound(f"Can't find a valid checkpoint at {url}: it has no {names.MANIFEST_NAME}.")
-        self._fetch_on_each_node(mirror, name)
-        return str(mirror.local / name)
 
-    def _fetch_on_each_node(self, mirror: Mirror, name: str) -> None:
-        """Fetch a checkpoint on each node, and the best one that it names; the main process first."""
+        def fetch() -> None:
+            if not mirror.holds(str(mirror.local / name)):
+                raise CheckpointNotFound(f"Can't find a valid checkpoint at {url}: it has no {names.MANIFEST_NAME}.")
+            mirror.fetch(name)
+
+        self._on_main(fetch)
+        return self._fetch_on_each_node(mirror, name)
+
+    def _fetch_on_each_node(self, mirror: Mirror, name: str) -> str:
+        """Fetch a checkpoint that the main process has, and the best one that it names; returns its local folder."""
         trainer = self.trainer
-        processes = trainer.accelerator.processes
-        for first in (True, False):
-            if trainer.is_world_process_zero() == first and trainer.is_local_process_zero():
-                self._fetch_all(mirror, name)
-            processes.barrier()
-        if mirror is self.mirror and trainer.is_world_process_zero() and not mirror.is_uploaded(name):
-            # A process that was killed has written it, but not uploaded it.
-            mirror.add(str(mirror.local / name), None, [])
+        folder = str(mirror.local / name)
+
+        def begin() -> None:
+            if mirror is self.mirror and not mirror.is_uploaded(name):
+                # A process that was killed has written it, but not uploaded it.
+                mirror.add(folder, None, [])
+                if trainer.args.world_size > 1:  # other nodes may need it
+                    mirror.wait()
+            self._fetch_best(mirror, name)
+
+        self._on_main(begin)
+        error = None
+        if trainer.is_local_process_zero() and not trainer.is_world_process_zero():
+            try:
+                mirror.fetch(name)
+                self._fetch_best(mirror, name)
+            except Exception as caught:  # all ranks raise it: the others would wait
+                error = f"{type(caught).__name__}: {caught}"
+        if errors := [each for each in trainer.accelerator.processes.gather_objects([error]) if each is not None]:
+            raise CheckpointNotFound(f"{mirror.remote.url}/{name} cannot be fetched on each node: {errors[0]}")
+        return folder
 
     @staticmethod
-    def _fetch_all(mirror: Mirror, name: str) -> None:
-        folder = mirror.local / name
-        if not folder.is_dir() or mirror.is_uploaded(name):
-            mirror.fetch(name)
-        state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+    def _fetch_best(mirror: Mirror, name: str) -> None:
+        """Fetch the best checkpoint that another one names, if it is at the URL; a damaged one is left out."""
+        state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
         best = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
-        if state.best_model_checkpoint and not (mirror.local / best).is_dir() and mirror.holds(best):
+        path = mirror.local / best
+        if not state.best_model_checkpoint or path.is_dir() or not mirror.holds(str(path)):
+            return
+        try:
             mirror.fetch(best)
-        mirror.fetch_files()
+        except DamagedCheckpoint as error:
+            logger.warning("The best checkpoint is left out: %s", error)
+
+    def _on_main(self, act: Callable[[], T]) -> T:
+        """The result of `act` in the main process, however long it takes."""
+        found: list[T] = []
+        processes = self.trainer.accelerator.processes
+        processes.run_on_main(lambda: found.append(act()))
+        result: T = processes.from_main(lambda: found[0])
+        return result
+
+    def wait_for_room(self) -> None:
+        """Before a save, wait until there is room for another checkpoint on the local disk."""
+        if (mirror := self.mirror) is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.wait_for_room)
 
     def uploading(self, checkpoint: str, keep: Sequence[str | None]) -> Callable[[], None] | None:
         """A function that uploads a checkpoint once it is written, and deletes older ones; None without a URL."""
@@ -143,11 +187,19 @@ class Storage(Component):
         kept = [path for path in keep if path is not None]
         return lambda: mirror.add(checkpoint, limit, kept)
 
-    def finish(self, best: str | None = None) -> None:
+    def discard(self, checkpoints: Sequence[str]) -> None:
+        """Delete the checkpoints of an attempt that begins again with smaller batches."""
+        if self.mirror is not None:
+            self.mirror.discard(checkpoints)
+        for folder in filter(os.path.isdir, checkpoints):  # rotation may have deleted some
+            shutil.rmtree(folder)
+
+    def finish(self, run_dir: str, best: str | None) -> None:
         """Wait for the uploads at the end of a run.
 
         Args:
-            best: the only checkpoint to keep, if any.
+            run_dir: the run's folder.
+            best: the only checkpoint to keep there, if any.
         """
         if (mirror := self.mirror) is None:
             return
@@ -155,7 +207,7 @@ class Storage(Component):
         def finish() -> None:
             mirror.finish()
             if best is not None:
-                mirror.delete_all_but(best)
+                mirror.delete_all_but(best, run_dir)
 
         self.trainer.accelerator.processes.run_on_main(finish)
 

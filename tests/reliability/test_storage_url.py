@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import shutil
 import threading
 
 import boto3
 import fsspec
 import pytest
+import torch
 from moto.server import ThreadedMotoServer
 
 from hftrainer import TrainingArguments
@@ -240,8 +242,113 @@ def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
     fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
     trainer = on_machine(tmp_path / "a", max_steps=2)
     trainer.train(resume_from_checkpoint="auto")
-    assert "checkpoint-9 is deleted: it was uploaded, and is no longer at faulty://bucket/run" in caplog.text
+    assert "checkpoint-9 is skipped: it was uploaded, and is no longer at faulty://bucket/run" in caplog.text
     assert trainer.state.global_step == 2
+    assert "checkpoint-9" in names(tmp_path / "a")
+    with pytest.raises(CheckpointNotFound, match=r"neither in .* nor at faulty://bucket/other"):
+        finished(on_machine(tmp_path / "b", "faulty://bucket/other"), True)
+    finished(on_machine(tmp_path / "a", "faulty://bucket/moved"), "auto")  # a bucket that was renamed
+    assert whole_checkpoints("faulty://bucket/moved") == ["checkpoint-9"]
+
+
+def test_checkpoints_of_runs_without_a_url_stay(tmp_path):
+    finished(make_trainer(tmp_path / "a", **CONSTANT))
+    finished(on_machine(tmp_path / "a", max_steps=12), "auto")
+    assert whole_checkpoints(FAULTY) == ["checkpoint-9", "checkpoint-12"]
+    assert {"checkpoint-3", "checkpoint-6", "checkpoint-12"} <= {*names(tmp_path / "a")}
+
+
+def test_a_bucket_that_is_gone(tmp_path, caplog):
+    def gone(request, path):
+        if request == "put" and len(FaultyStorage.requests) > 30:
+            raise FileNotFoundError(path)
+
+    FaultyStorage.fault = gone
+    finished(on_machine(tmp_path / "a", save_total_limit=1))
+    FaultyStorage.fault = None
+    assert "is written, but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
+    assert whole_checkpoints(FAULTY)
+
+
+def test_a_checkpoint_that_a_script_deletes_while_it_is_uploaded(tmp_path, caplog):
+    """The one before it is not deleted for it."""
+
+    def delete(request, path):
+        if request == "put" and path.endswith("checkpoint-9/optimizer.pt"):
+            shutil.rmtree(tmp_path / "a" / "checkpoint-9")
+
+    FaultyStorage.fault = delete
+    finished(on_machine(tmp_path / "a", save_total_limit=1))
+    assert "checkpoint-9 was deleted before it was uploaded" in caplog.text
+    assert whole_checkpoints(FAULTY) == ["checkpoint-6"]
+
+
+def test_a_network_that_is_down_at_the_end(tmp_path, caplog):
+    def fail(request, path):
+        if "checkpoint-9" in path or "down" in state:
+            state.add("down")
+            raise TimeoutError("no answer")
+
+    state = set()
+    FaultyStorage.fault = fail
+    assert finished(on_machine(tmp_path / "a", **BEST, save_total_limit=1)).state.global_step == 9
+    assert "were not deleted: faulty://bucket/run" in caplog.text
+
+
+def test_the_best_of_another_run(tmp_path, monkeypatch):
+    """Nothing is deleted there; and a damaged best one is left out when a run resumes."""
+    settings = {**BEST, "learning_rate": 0.5}
+    first = finished(on_machine(tmp_path / "old", "memory://old", keep_local=3, **settings))
+    best = os.path.basename(first.state.best_model_checkpoint)
+    last = next(name for name in ("checkpoint-9", "checkpoint-6") if name != best)
+    there = whole_checkpoints("memory://old")
+    finished(on_machine(tmp_path / "new", "memory://new", **settings, save_total_limit=1), tmp_path / "old" / last)
+    assert whole_checkpoints("memory://old") == there
+    system = fsspec.filesystem("memory")
+    system.pipe_file(f"/old/{best}/model.safetensors", b"")
+    finished(on_machine(tmp_path / "third", "memory://old", **settings, max_steps=12), "auto")
+
+
+def test_files_of_an_older_state_overwrite_nothing(tmp_path):
+    """The first machine comes back after another one has gone on."""
+    first = on_machine(tmp_path / "a", max_steps=6)
+    first.train()
+    first.save_model()
+    second = finished(on_machine(tmp_path / "b"), "auto")
+    second.save_model()
+    newest = fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors")
+    fsspec.filesystem("faulty").pipe_file("/bucket/run/data/train.parquet", b"of somebody")
+    again = on_machine(tmp_path / "a")
+    again.save_metrics("eval", {"eval_loss": 1.0})
+    assert fsspec.filesystem("faulty").cat_file("/bucket/run/model.safetensors") == newest
+    finished(again, "auto")
+    assert not (tmp_path / "a" / "data").exists()
+
+
+def test_smaller_batches_discard_what_they_uploaded(tmp_path):
+    """Another machine must not go on with the attempt that ran out of memory."""
+    there = []
+
+    def run_out():
+        trainer._hftrainer.storage.mirror.wait()
+        there.append(whole_checkpoints(FAULTY))
+        if len(there) == 2:
+            raise torch.OutOfMemoryError("no memory")
+
+    settings = {"callbacks": [At(1, run_out), At(4, run_out)], "auto_find_batch_size": True}
+    trainer = on_machine(tmp_path / "a", **settings)
+    finished(trainer)
+    assert there == [[], ["checkpoint-3"], [], ["checkpoint-3"]]
+    assert "checkpoint-9" in whole_checkpoints(FAULTY)
+
+
+def test_a_url_that_is_named_wins(tmp_path):
+    """Over a checkpoint of the same step that this folder has from another run."""
+    finished(make_trainer(tmp_path / "a", seed=3, **CONSTANT))
+    finished(on_machine(tmp_path / "b"))
+    mine = fsspec.filesystem("faulty").cat_file("/bucket/run/checkpoint-3/model.safetensors")
+    finished(on_machine(tmp_path / "a", max_steps=3), f"{FAULTY}/checkpoint-3")
+    assert (tmp_path / "a" / "checkpoint-3" / "model.safetensors").read_bytes() == mine
 
 
 def test_a_local_checkpoint_that_is_damaged(tmp_path, undisturbed):
@@ -283,7 +390,8 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
     ("settings", "error", "words"),
     [
         ({"storage_url": "bucket/run"}, InvalidArgument, "give a URL, such as 's3://bucket/run'"),
-        ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password in a URL would be written"),
+        ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
+        ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),
         ({"storage_url": "nosuch://bucket"}, InvalidArgument, "Protocol not known: nosuch"),
         ({"storage_url": "gs://bucket/run"}, MissingPackage, "gcsfs"),
         ({"keep_local": 0, "storage_url": FAULTY}, InvalidArgument, "keep_local=0"),
