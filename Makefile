@@ -184,7 +184,7 @@ coverage: $(VENV)/.dev  ## make test, and which lines and branches it reaches; f
 	@$(RUN) -m coverage combine --quiet
 	@$(RUN) -m coverage report --skip-covered
 
-# BENCH=startup, eval_memory, checkpoint, data, growth, memory, search_memory, gpu; report runs them all (half an hour). With
+# BENCH=startup, eval_memory, checkpoint, background_save, data, growth, memory, search_memory, gpu; report runs them all (half an hour). With
 # packages beside transformers, each import and some steps take longer: only those benchmarks that need some have them.
 BENCH ?= step_overhead
 NEEDS_MORE := $(filter data search_memory report,$(BENCH))
