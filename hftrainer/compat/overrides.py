@@ -227,12 +227,8 @@ def names_in_code(kind: type) -> set[str]:
             pending += each.co_names + each.co_consts
         elif isinstance(each, (tuple, frozenset)):
             pending += each
-        elif isinstance(each, property):
-            pending += (each.fget, each.fset)
-        elif isinstance(each, functools.cached_property):
-            pending.append(each.func)
-        elif isinstance(each, (types.FunctionType, classmethod, staticmethod)):
-            pending += (getattr(each, "__code__", None), getattr(each, "__wrapped__", None))
+        elif isinstance(each, (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)):
+            pending += [getattr(each, part, None) for part in ("__code__", "__wrapped__", "fget", "fset", "func")]
     return found
 
 

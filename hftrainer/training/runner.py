@@ -310,13 +310,10 @@ class TrainingRunner(Component):
         return loop, model
 
     def _begin_reports(self, trial: Any, loop: TrainingLoop) -> None:
-        """Notify trackers and the checkpoint writer that a run begins."""
-        trainer, progress = self.trainer, self.run.progress
+        """Notify trackers and the checkpoint writer that a run begins. A finished one has its last log line already."""
+        trainer, past = self.trainer, self.run.progress
         if trainer.is_world_process_zero():
-            saved = {}
-            # A finished run has its last line already.
-            if progress is not None and (progress.owes_evaluation or not loop.is_finished):
-                saved = progress.tracker_runs
+            saved = {} if past is None or (loop.is_finished and not past.owes_evaluation) else past.tracker_runs
             place = self.components.storage.place(trial)
             begin_runs(trainer.callback_handler.callbacks, saved, trainer.args, trainer.state, place)
         if trainer.args.should_save:
