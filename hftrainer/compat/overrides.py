@@ -252,7 +252,8 @@ def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
     unknown = [] if kind in _RECORDED else [name for name in dir(kind) if name not in _record_of(kind)]
     is_callback = hasattr(kind, "on_init_end")
     hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
-    if found := [name for name in unknown if name in hooks or name in _OF_LIGHTNING]:
+    named = [name for name in unknown if name in hooks or name in _OF_LIGHTNING]
+    if found := [name for name in named if callable(getattr(kind, name))]:
         called = names_in_code(kind)
         instead = {name: _OF_LIGHTNING.get(name, "a callback, in Trainer(callbacks=[...])") for name in found}
         if listed := "".join(f"\n- {name}: {it}" for name, it in instead.items() if name not in called):

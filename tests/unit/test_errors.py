@@ -514,6 +514,7 @@ def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
         validation_step = on_train_epoch_end = on_fit_start = configure_optimizers
         # A script's own names, and what its own code calls.
         on_generation_start = on_fit_end = on_train_end = on_train_start = test_step = val_dataloader = id
+        predict_dataloader = None
 
         @torch.no_grad()
         def on_demand(self):
