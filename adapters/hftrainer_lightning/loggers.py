@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import logging
 import os
 import shutil
@@ -32,19 +33,28 @@ def is_lightning_logger(candidate: Any) -> bool:
     return issubclass(candidate, Logger) if isinstance(candidate, type) else isinstance(candidate, Logger)
 
 
+def count_rows(table: CSVLogger) -> int:
+    """The rows of a table, with those that are not written yet."""
+    writer = table.experiment
+    if not os.path.isfile(writer.metrics_file_path):
+        return len(writer.metrics)
+    with open(writer.metrics_file_path, encoding="utf-8", newline="") as file:
+        return sum(1 for _ in csv.DictReader(file)) + len(writer.metrics)
+
+
 class ResumedCSVLogger(CSVLogger):
-    """Goes on with the table of an earlier run, without its rows after a step; Lightning's own deletes the table.
+    """Goes on with the first rows of an earlier run's table; Lightning's own deletes the table.
 
     Args:
         folder: see `CSVLogger`.
         name: see `CSVLogger`.
         version: the number of the earlier table.
-        last_step: the last step of which rows are kept.
+        rows: how many are kept.
     """
 
-    def __init__(self, folder: str, name: str, version: int, last_step: int) -> None:
+    def __init__(self, folder: str, name: str, version: int, rows: int) -> None:
         super().__init__(folder, name=name, version=version)
-        self._last_step = last_step
+        self._rows = rows
 
     @functools.cached_property
     def experiment(self) -> Any:
@@ -62,9 +72,9 @@ class ResumedCSVLogger(CSVLogger):
         table = os.path.join(self.log_dir, writer.NAME_METRICS_FILE)
         if os.path.isfile(table):
             with open(table, encoding="utf-8", newline="") as file:
-                for row in csv.DictReader(file):
-                    is_whole = None not in row.values()  # a kill may have cut off the last one
-                    if is_whole and (step := int(row.pop("step"))) <= self._last_step:
+                for row in itertools.islice(csv.DictReader(file), self._rows):
+                    if None not in row.values():  # a kill may have cut off the last one
+                        step = int(row.pop("step"))
                         kept: dict[str, Any] = {name: value for name, value in row.items() if value}
                         writer.log_metrics(kept, step)
             writer.save()

@@ -17,7 +17,7 @@ from torch import nn
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.flow import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
-from hftrainer.compat.overrides import accepted_by
+from hftrainer.compat.overrides import accepted_by, names_in_code
 from hftrainer.errors import NotACallback
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class CallbackHandler(TrainerCallback):
 
 
 def warn_of_misspelt_events(kind: type, events: Collection[str], meant: Mapping[str, str]) -> None:
-    """Warn about the methods of a callback that are not events, but have almost the name of one.
+    """Warn about the methods of a callback that have almost the name of an event, and that nothing in it calls.
 
     Args:
         kind: the class of the callback.
@@ -156,6 +156,7 @@ def warn_of_misspelt_events(kind: type, events: Collection[str], meant: Mapping[
             name.startswith("on_")
             and name not in events
             and (near := difflib.get_close_matches(spelled, known, 1, 0.9))
+            and name not in names_in_code(kind)
         ):
             logger.warning("%s.%s is never called; did you mean %s?", kind.__name__, name, known[near[0]])
 

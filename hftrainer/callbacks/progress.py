@@ -56,6 +56,9 @@ class ProgressCallback(TrainerCallback):
         max_str_len: length of the longest string shown in a log line, in characters.
     """
 
+    #: What shows the script's lines above the bar.
+    _stdout: _AboveBars | None = None
+
     def __init__(self, max_str_len: int = 100) -> None:
         self.training_bar: Any = None
         self.prediction_bar: Any = None
@@ -67,7 +70,7 @@ class ProgressCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.training_bar = _bar(total=state.max_steps)
             if not self.training_bar.disable and _is_terminal(sys.stdout):
-                sys.stdout = cast("TextIO", _AboveBars(sys.stdout))
+                self._stdout = _AboveBars.install() or self._stdout
         self.current_step = 0
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -116,9 +119,9 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             self.training_bar.close()
             self.training_bar = None
-            if isinstance(sys.stdout, _AboveBars):
-                sys.stdout.flush()
-                sys.stdout = sys.stdout.stream
+        if self._stdout is not None:
+            self._stdout.end()
+            self._stdout = None
 
 
 def close_bars(callbacks: list[Any]) -> None:
@@ -138,13 +141,40 @@ class _AboveBars:
         self._tqdm = tqdm
         self._pid = os.getpid()
         self._begun = ""
+        self._is_ended = False
+
+    @classmethod
+    def install(cls) -> _AboveBars | None:
+        """Take the place of `sys.stdout`; None if one does it already, as for a training around this one."""
+        before: Any = sys.stdout
+        if isinstance(before, cls):
+            if not before._is_ended:
+                return None
+            before = before.stream  # a script has put it back after a training
+        made = cls(before)
+        sys.stdout = cast("TextIO", made)
+        return made
+
+    def end(self) -> None:
+        """Give `sys.stdout` back. What still holds this object, such as a script's own stream, writes through it."""
+        self.flush()
+        self._is_ended = True
+        if cast("Any", sys.stdout) is self:
+            sys.stdout = self.stream
+
+    @property
+    def _passes(self) -> bool:
+        """Also in a worker of a loader, which has copies of the bars and of their lock."""
+        return self._is_ended or os.getpid() != self._pid
 
     def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # of a copy that is being made
+            raise AttributeError(name)
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
         """Write whole lines, and keep the beginning of another."""
-        if os.getpid() != self._pid:  # a worker of a loader has copies of the bars, and their lock
+        if self._passes:
             return self.stream.write(text)
         with self._tqdm.get_lock():
             lines, newline, self._begun = (self._begun + text).rpartition("\n")
@@ -153,7 +183,7 @@ class _AboveBars:
 
     def flush(self) -> None:
         """Write the beginning of a line too."""
-        if os.getpid() == self._pid:
+        if not self._passes:
             with self._tqdm.get_lock():
                 begun, self._begun = self._begun, ""
                 self._show(begun)

@@ -9,9 +9,8 @@ import dis
 import functools
 import inspect
 import logging
-import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from hftrainer.errors import UnsupportedArgument, WrongObject
@@ -216,27 +215,51 @@ _OF_LIGHTNING = {
 }
 
 
-def check_lightning_methods(kind: Any) -> None:
+def names_in_code(kind: type) -> set[str]:
+    """The names and texts in the code of a class and its bases, without our own, which call no method of a script."""
+    found: set[str] = set()
+    pending = [each for base in kind.__mro__ if base not in _RECORDED for each in vars(base).values()]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str):
+            found.add(each)
+        elif isinstance(each, types.CodeType):
+            pending += each.co_names + each.co_consts
+        elif isinstance(each, (tuple, frozenset)):
+            pending += each
+        elif isinstance(each, (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)):
+            pending += [getattr(each, part, None) for part in ("__code__", "__wrapped__", "fget", "fset", "func")]
+    return found
+
+
+def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
     """Warn about a LightningModule's methods in a subclass of the Trainer, unless another of its methods calls them.
+
+    Args:
+        kind: the class.
+        hooks: the names of Lightning's hooks, and of the events of callbacks.
 
     Raises:
         WrongObject: for a `training_step` with Lightning's parameters.
     """
-    if has_parameter(kind.training_step, "batch_idx"):
+    step = kind.training_step
+    if has_parameter(step, "batch_idx") and not takes(step, None, None, None, None):  # with self
         raise WrongObject(
             f"{kind.__name__}.training_step takes batch_idx, as in a LightningModule, but a Trainer passes it model, "
             "inputs and num_items_in_batch. Override compute_loss(self, model, inputs, return_outputs=False, "
             "num_items_in_batch=None) instead, and return the loss."
         )
-    record, listed = _record_of(kind), ""
-    functions = [each for base in kind.__mro__ for each in vars(base).values() if isinstance(each, types.FunctionType)]
-    called = {name for function in functions for name in function.__code__.co_names}
-    for name in () if kind in _RECORDED else dir(kind):
-        is_hook = re.fullmatch(r"on_\w+_(start|begin|end)", name) and not hasattr(kind, "on_init_end")
-        if name not in record and name not in called and (is_hook or name in _OF_LIGHTNING):
-            listed += f"\n- {name}: {_OF_LIGHTNING.get(name, 'a callback, in Trainer(callbacks=[...])')}"
-    if listed:
-        logger.warning("%s has methods that a Trainer never calls. What takes their place:%s", kind.__name__, listed)
+    unknown = [] if kind in _RECORDED else [name for name in dir(kind) if name not in _record_of(kind)]
+    is_callback = hasattr(kind, "on_init_end")
+    hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
+    named = [name for name in unknown if name in hooks or name in _OF_LIGHTNING]
+    if found := [name for name in named if callable(getattr(kind, name))]:
+        called = names_in_code(kind)
+        instead = {name: _OF_LIGHTNING.get(name, "a callback, in Trainer(callbacks=[...])") for name in found}
+        if listed := "".join(f"\n- {name}: {it}" for name, it in instead.items() if name not in called):
+            logger.warning(
+                "%s has methods that a Trainer never calls. What takes their place:%s", kind.__name__, listed
+            )
 
 
 def refuse_rewritten(trainer: Any) -> None:

@@ -68,6 +68,7 @@ class WandbCallback(TrackerCallback):
     """Writes to a W&B run; an open one is reused, and stays open. `wandb.init` reads the `WANDB_*` variables."""
 
     name = "wandb"
+    _ids = ("id", "lines")
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,12 +91,12 @@ class WandbCallback(TrackerCallback):
         if run is None:
             project = os.environ.get("WANDB_PROJECT", "huggingface")
             given = {key: value for key, value in naming.items() if value is not None}
-            if (resumed := self._resumed(project)) is not None:
+            if (resumed := self._resumed(project, given)) is not None:
                 return [resumed]
             run = self._wandb.init(project=project, **given)
         return [load("lightning", "loggers").TrainStepLogger(run)]
 
-    def _resumed(self, project: str) -> Any:
+    def _resumed(self, project: str, naming: Mapping[str, Any]) -> Any:
         """A logger for the run of the checkpoint, with the lines up to it; None if there is none or it cannot go on."""
         earlier = self._take_earlier()
         if earlier is None or any(os.environ.get(name) for name in _WANDB_RUN):
@@ -106,9 +107,11 @@ class WandbCallback(TrackerCallback):
         except self._wandb.Error as error:
             self._warn_of_new_run(run_id, error)
             return None
-        held, is_all_ours = run.starting_step, lines == len(earlier.log)
+        # Callbacks may add lines to the log that have no step, and send others.
+        is_all_ours = lines == len(earlier.log) and all("step" in line for line in earlier.log)
+        held = run.starting_step
         if held > lines:
-            run = self._rewound(run, project, lines, earlier.step)
+            run = self._rewound(run, project, naming, lines, earlier.step)
         elif held < lines and not is_all_ours:
             why = (
                 f"it holds {held} lines of {lines}, and some of these were not the Trainer's, which has its own again."
@@ -124,13 +127,13 @@ class WandbCallback(TrackerCallback):
             self._write_line(resumed, {name: value for name, value in line.items() if name != "step"}, line["step"])
         return resumed
 
-    def _rewound(self, run: Any, project: str, lines: int, step: int) -> Any:
+    def _rewound(self, run: Any, project: str, naming: Mapping[str, Any], lines: int, step: int) -> Any:
         """The same run with its first lines alone; if the server cannot do that, with all, and marked."""
         init = functools.partial(self._wandb.init, project=project)
         run.finish()
         try:
             # W&B counts lines from 0. A run of which nothing is kept is begun again.
-            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id)
+            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id, **naming)
         except self._wandb.Error as error:
             logger.warning("W&B cannot rewind the run %s to step %d: it has later steps twice: %s", run.id, step, error)
         self._wandb.teardown()  # its service holds on to the id of a run that could not be opened
@@ -250,6 +253,7 @@ class MLflowCallback(TrackerCallback):
     """
 
     name = "mlflow"
+    _ids = ("id",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,6 +399,7 @@ class CometCallback(TrackerCallback):
     """Writes to a Comet experiment; a running one is reused. `comet_ml` itself reads the `COMET_*` variables."""
 
     name = "comet_ml"
+    _ids = ("key",)
 
     def __init__(self) -> None:
         super().__init__()

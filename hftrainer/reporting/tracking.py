@@ -6,12 +6,13 @@ import functools
 import json
 import logging
 import os
+import reprlib
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 #: Entry in the `loggers` of a `ReportingCallback`: a table of all log lines, `csv/version_N/metrics.csv`.
 TABLE = "csv"
+#: Those of the ids of runs that are numbers.
+_NUMBERS = ("version", "rows", "lines")
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class ReportingCallback(TrainerCallback):
     """
 
     name = TABLE
+    #: The names in `run_ids`.
+    _ids: tuple[str, ...] = ("folder", "version", "rows")
     #: Whether an evaluation without training writes the hyperparameters too.
     _describes_evaluations = True
 
@@ -132,13 +137,22 @@ class ReportingCallback(TrainerCallback):
         loggers = load("lightning", "loggers")
         if (earlier := self._take_earlier()) is None:
             return loggers.CSVLogger(self._path(args), name=TABLE)
-        version = int(earlier.ids["version"])
-        return loggers.ResumedCSVLogger(self._path(args), name=TABLE, version=version, last_step=earlier.step)
+        version, rows = (int(earlier.ids[name]) for name in ("version", "rows"))
+        return loggers.ResumedCSVLogger(self._path(args), name=TABLE, version=version, rows=rows)
 
     def run_ids(self) -> dict[str, str]:
         """What a checkpoint needs to hold for a later process to go on with the open run; empty if none is open."""
         table = next((each for each in self._opened or () if each not in self._given), None)
-        return {} if table is None else {"folder": os.path.abspath(table.save_dir), "version": str(table.version)}
+        if table is None:
+            return {}
+        rows = load("lightning", "loggers").count_rows(table)
+        return {"folder": os.path.abspath(table.save_dir), "version": str(table.version), "rows": str(rows)}
+
+    def can_read(self, ids: Any) -> TypeGuard[Mapping[str, str]]:
+        """Whether `ids` are as `run_ids` returns them: the checkpoint may be of a later release."""
+        return isinstance(ids, Mapping) and all(
+            isinstance(value := ids.get(name), str) and (name not in _NUMBERS or value.isdigit()) for name in self._ids
+        )
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
         """Go on with an earlier run, unless one is open already."""
@@ -274,6 +288,7 @@ class TensorBoardCallback(TrackerCallback):
     """
 
     name = "tensorboard"
+    _ids = ("folder",)
     _describes_evaluations = False
 
     def __init__(self, tb_writer: Any = None) -> None:
@@ -430,12 +445,19 @@ def begin_runs(
         each.start_trial(args, state.trial_name)
     if not saved or args.new_tracker_run:
         return
+    runs = saved.get("runs")
+    if "place" not in saved or not isinstance(runs, Mapping):
+        logger.warning("Trackers begin new runs: this release cannot read %s in the checkpoint.", reprlib.repr(saved))
+        return
     if saved["place"] != place.name:
         logger.info("The checkpoint is of a run in %s: trackers begin new runs.", saved["place"])
         return
     for each in reporting:
-        if ids := saved["runs"].get(each.name):
+        ids = runs.get(each.name)
+        if each.can_read(ids):
             each.resume_run(args, EarlierRun(place.absolute(ids), state.global_step, list(state.log_history)))
+        elif ids is not None:
+            each._warn_of_new_run(reprlib.repr(ids), "this release cannot read it.")
 
 
 def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:

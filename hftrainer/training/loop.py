@@ -110,6 +110,12 @@ class TrainingLoop:
         with contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler):
             self.trainer._load_optimizer_and_scheduler(self.resume_folder)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the checkpoint is that of the last step."""
+        is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
+        return is_complete or self.first_epoch >= self.schedule.num_train_epochs
+
     def begin(self) -> None:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and finish what an interrupted run left undone."""
         self.trainer.model_wrapped.zero_grad()

@@ -260,12 +260,11 @@ class TrainingRunner(Component):
         if folder is None:
             self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
-        self._begin_reports(trial)
+        self._begin_reports(trial, loop)
         self.run.start_at(trainer.state)
         if loop.progress is not None:
             loop.loss_sum.restore(loop.progress)
-        is_complete = folder is not None and trainer.state.global_step >= loop.schedule.max_steps
-        if loop.first_epoch >= loop.schedule.num_train_epochs or is_complete:
+        if loop.is_finished:
             self._resume_finished_run(loop, folder, trial)
         else:
             recording = loop.step_details.recording_outputs(trainer.model)
@@ -308,11 +307,11 @@ class TrainingRunner(Component):
         )
         return loop, model
 
-    def _begin_reports(self, trial: Any) -> None:
-        """Notify trackers and the checkpoint writer that a run begins."""
-        trainer = self.trainer
+    def _begin_reports(self, trial: Any, loop: TrainingLoop) -> None:
+        """Notify trackers and the checkpoint writer that a run begins. A finished one has its last log line already."""
+        trainer, past = self.trainer, self.run.progress
         if trainer.is_world_process_zero():
-            saved = {} if self.run.progress is None else self.run.progress.tracker_runs
+            saved = {} if past is None or (loop.is_finished and not past.owes_evaluation) else past.tracker_runs
             place = self.components.storage.place(trial)
             begin_runs(trainer.callback_handler.callbacks, saved, trainer.args, trainer.state, place)
         if trainer.args.should_save:

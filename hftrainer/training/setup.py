@@ -28,6 +28,7 @@ from hftrainer.arguments.validation import (
     set_accumulation_steps,
 )
 from hftrainer.callbacks.handler import (
+    EVENTS,
     HOOKS_BY_MEANING,
     CallbackHandler,
     make_callback,
@@ -121,7 +122,7 @@ class TrainerSetup(Component):
     def init_attributes(self) -> None:
         """Initialize the documented attributes that a run, a search or an upload sets later."""
         trainer = self.trainer
-        check_lightning_methods(type(trainer))
+        check_lightning_methods(type(trainer), {*EVENTS, *adapter().HOOKS})
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None

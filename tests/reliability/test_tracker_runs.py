@@ -129,6 +129,56 @@ def test_folder_that_the_script_names(tmp_path, monkeypatch):
     assert [steps(rows(tracker.folder / logs)) for logs in ("one", "two")] == [[2, 4, 6, 8], [6, 8]]
 
 
+def test_a_finished_run(tracker):
+    """It has its last line; another, of a training without a step, is not written to it."""
+    train(tracker)
+    for count in (2, 3):
+        train(tracker, resume=True, max_steps=4)
+        assert runs(tracker) == count
+
+
+def test_rows_of_the_checkpoints_own_step(tmp_path, monkeypatch):
+    """What was logged there before the checkpoint is kept; what came after it is not in the checkpoint's log either."""
+
+    class Logs(hftrainer.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer.log({"before": 1.0})
+
+        def on_save(self, args, state, control, **kwargs):
+            trainer.log({"after": 1.0})
+
+    tracker = Table(tmp_path / "run", monkeypatch)
+    for resume in (None, f"{tracker.folder}/checkpoint-4"):
+        settings = {**tracker.settings, "save_strategy": "steps", "save_steps": 4, "eval_strategy": "no"}
+        trainer = make_trainer("hftrainer", tracker.folder, "plain", {"callbacks": [Logs]}, **settings)
+        trainer.train(resume_from_checkpoint=resume)
+    table = rows(tracker.folder)
+    for name, logged in {"before": list(range(1, 9)), "after": [8]}.items():
+        assert steps(table, f"train/{name}") == logged
+        assert [line["step"] for line in trainer.state.log_history if name in line] == logged
+
+
+@pytest.mark.parametrize(
+    ("saved", "why"),
+    [
+        ({}, "new runs: this release cannot read {'later': 1}"),
+        ({"runs": []}, "new runs: this release cannot read {"),
+        ({"runs": {"csv": {"folder": "a"}}}, "a new one begins: this release cannot read it"),
+        ({"runs": {"csv": {"folder": "a", "version": "x", "rows": "1"}}}, "this release cannot read it"),
+    ],
+)
+def test_runs_of_a_later_release(tmp_path, monkeypatch, caplog, saved, why):
+    tracker = Table(tmp_path / "run", monkeypatch)
+    monkeypatch.setattr(
+        "hftrainer.training.loop.ids_of_open_runs",
+        lambda callbacks, place: {**saved, "place": place.name} if saved else {"later": 1},
+    )
+    train(tracker)
+    train(tracker, resume=True)
+    assert why in caplog.text
+    assert runs(tracker) == 2
+
+
 def test_a_run_that_is_gone(tracker, caplog):
     train(tracker)
     if isinstance(tracker, tracking.MLflow):
@@ -186,6 +236,19 @@ def test_wandb_server_that_cannot_rewind(online, caplog):
     assert "to step 4: it has later steps twice" in caplog.text
 
 
+def test_wandb_run_without_a_line_at_the_checkpoint(tmp_path, monkeypatch):
+    """It begins again, with its name."""
+    server = Runs()
+    with server.serving() as address:
+        for name, value in address.items():
+            monkeypatch.setenv(name, value)
+        tracker = Online(tmp_path / "run", monkeypatch)
+        for resume in (False, True):
+            train(tracker, resume, run_name="mine", logging_steps=5)
+    (names,) = server.names.values()
+    assert [name for name in names if name] == ["mine", "mine"]  # of both processes
+
+
 def test_wandb_server_that_has_lost_lines(online):
     """Those that the client had not sent when its process was killed."""
     server, tracker = online
@@ -207,12 +270,14 @@ def test_wandb_run_that_is_gone(online, caplog, monkeypatch, chosen):
     assert ("mine" in server.lines) == chosen
 
 
-def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("adds", [False, True])
+def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog, adds):
     """Offline, W&B reads no earlier file: a run with lines that the Trainer does not know is left as it is."""
 
     class Adds(hftrainer.TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             wandb.log({"mine": state.global_step})
+            state.log_history.extend([{"mine": 1}] * adds)  # without a step; then there are as many as in W&B
 
     tracker = tracking.WandB(tmp_path / "run", monkeypatch)
     train(tracker, trainer={"callbacks": [Adds]})

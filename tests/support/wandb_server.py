@@ -17,12 +17,14 @@ class Runs:
     Attributes:
         lines: of the runs, by id.
         configurations: of the runs, as they were sent last.
+        names: of the runs, as their settings give them.
         rewinds: whether it can rewind a run; servers that a company runs itself may not.
     """
 
     def __init__(self) -> None:
         self.lines: dict[str, list[dict[str, Any]]] = {}
         self.configurations: dict[str, dict[str, Any]] = {}
+        self.names: dict[str, list[str | None]] = {}
         self.rewinds = True
 
     def steps(self, name: str) -> list[int]:
@@ -62,6 +64,7 @@ class Runs:
 
     def _UpsertBucket(self, name: str, config: str | None, id: str | None = None, **variables: Any) -> dict[str, Any]:
         self.lines.setdefault(name, [])
+        self.names.setdefault(name, []).append(variables.get("displayName"))
         self.configurations[name] = {key: value["value"] for key, value in json.loads(config or "{}").items()}
         return {"upsertBucket": {"bucket": self._bucket(name), "inserted": not self.lines[name]}}
 

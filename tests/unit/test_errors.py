@@ -1,5 +1,6 @@
 """Bad input gets one clear error that names the argument, the reason and what to do, before any training."""
 
+import functools
 import signal
 
 import lightning.pytorch as pl
@@ -511,9 +512,22 @@ def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
             raise AssertionError
 
         validation_step = on_train_epoch_end = on_fit_start = configure_optimizers
+        # A script's own names, and what its own code calls.
+        on_generation_start = on_fit_end = on_train_end = on_train_start = test_step = val_dataloader = id
+        predict_dataloader = None
 
+        @torch.no_grad()
         def on_demand(self):
-            raise AssertionError
+            self.on_fit_end()
+            return lambda: self.on_train_end()
+
+        @property
+        def loader(self):
+            return self.val_dataloader()
+
+        @functools.cached_property
+        def step(self):
+            return [getattr(self, name) for name in ("on_train_start", "test_step")]
 
         def train_dataloader(self):
             return super().get_train_dataloader()
@@ -539,6 +553,18 @@ def test_training_step_of_a_lightning_module_in_a_trainer(make_args):
 
 
 @pytest.mark.parametrize(
+    "step",
+    [
+        lambda self, model, inputs, batch_idx=None: Trainer.training_step(self, model, inputs, batch_idx),
+        lambda self, model, inputs, number=None, batch_idx=0: Trainer.training_step(self, model, inputs, number),
+    ],
+)
+def test_training_step_with_an_index_that_a_trainer_can_call(make_args, step):
+    kind = type("Own", (Trainer,), {"training_step": step})
+    assert kind(make_plain(), make_args(), train_dataset=plain_data()).train().global_step == 2
+
+
+@pytest.mark.parametrize(
     ("base", "name", "meant"),
     [
         (TrainerCallback, "on_train_epoch_ends", "on_epoch_end"),
@@ -556,6 +582,18 @@ def test_events_that_are_misspelt(make_args, caplog, base, name, meant):
     Trainer(make_plain(), make_args(), callbacks=[type("Own", (base,), {name: lambda *_, **__: None})])
     found = [each.getMessage() for each in caplog.records if "never called" in each.getMessage()]
     assert found == ([f"Own.{name} is never called; did you mean {meant}?"] if meant else [])
+
+
+def test_events_that_a_callback_calls_itself(make_args, caplog):
+    class Own(TrainerCallback):
+        def on_save(self, *args, **kwargs):
+            self.on_save_checkpoint()
+
+        def on_save_checkpoint(self):
+            raise AssertionError
+
+    Trainer(make_plain(), make_args(), callbacks=[Own])
+    assert "never called" not in caplog.text
 
 
 def test_stale_samples_are_not_named(make_args):

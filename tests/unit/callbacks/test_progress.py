@@ -1,7 +1,10 @@
 """The progress bar: which one there is, and what it writes where."""
 
+import contextlib
+import copy
 import fcntl
 import importlib
+import io
 import os
 import pty
 import re
@@ -15,7 +18,7 @@ import transformers
 from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 
 import hftrainer
-from hftrainer import Trainer, TrainerState, TrainingArguments
+from hftrainer import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 from hftrainer.callbacks.notebook import _find_callback
 from hftrainer.callbacks.progress import readable
 from tests.support.parity import comparable
@@ -153,6 +156,36 @@ def test_on_a_terminal(tmp_path, processes):
     assert re.findall(rb"([^\r\n]*)Printed twice\.\r\n", text) == [b""] * 4
     assert re.findall(rb"([^\r\n]*)Begun ", text) == [b""] * 4
     assert b"Never ended" in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_stdout_of_a_script_that_keeps_it(monkeypatch, tmp_path):
+    """What shows lines above the bar is gone after training, or does nothing where a script still holds it."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    given = TrainingArguments(str(tmp_path)), TrainerState(max_steps=2), TrainerControl()
+    callback = ProgressCallback()
+    for _ in range(2):
+        callback.on_train_begin(*given)
+        callback.on_train_begin(*given)  # begun again, with smaller batches
+        shown = sys.stdout
+        assert shown is not terminal and copy.copy(shown).stream is terminal
+        print("begun", end="")
+        redirected = contextlib.redirect_stdout(io.StringIO())
+        redirected.__enter__()
+        callback.on_train_end(*given)
+        redirected.__exit__(None, None, None)
+        assert sys.stdout is shown and shown.stream is terminal
+        print(", and ended later", end="")
+        assert terminal.getvalue().endswith("begun, and ended later")
+    callback.on_train_begin(*given)
+    callback.on_train_end(*given)
+    assert sys.stdout is terminal
 
 
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
