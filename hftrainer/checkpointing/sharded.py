@@ -220,9 +220,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         _save({kind: state}, os.path.join(folder, PARTS[kind]), group)
 
 
-def states_for_dcp(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True
-) -> dict[str, Any]:
+def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
     """Weights by name and, if it is given, the state of the `optimizer`, as in torchtitan.
 
     Args:
@@ -233,9 +231,8 @@ def states_for_dcp(
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, whole=False, only_trainable=only_trainable)
     if optimizer is not None:
-        # torch takes a step where there is no state. Only flat parameters, which have other names, need its function.
-        is_flat = isinstance(model, FullyShardedDataParallel) and not model._use_orig_params
-        if shards and (optimizer.state or is_flat):
+        # torch takes a step where there is no state. FSDP1 needs its function: a rank may have a state that others lack.
+        if isinstance(model, FullyShardedDataParallel) or (shards and optimizer.state):
             state = optimizer_state(model, optimizer, whole=False)
         else:
             state = _key_by_name(optimizer.state_dict(), model, optimizer)

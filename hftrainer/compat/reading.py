@@ -61,7 +61,7 @@ def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | Non
         raise _unreadable(path, error) from error
 
 
-def projectors() -> list[type]:
+def projectors() -> list[Any]:
     """The imported ones of the classes that states of GaLore and APOLLO hold."""
     return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
 
