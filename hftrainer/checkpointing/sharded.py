@@ -231,7 +231,7 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *,
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, whole=False, only_trainable=only_trainable)
     if optimizer is not None:
-        # torch takes a step where there is no state. FSDP1 needs its function: a rank may have a state that others lack.
+        # torch takes a step where there is no state. FSDP1 needs its function: some ranks alone may have a state.
         if isinstance(model, FullyShardedDataParallel) or (shards and optimizer.state):
             state = optimizer_state(model, optimizer, whole=False)
         else:
