@@ -46,8 +46,19 @@ def holds(files: dict[str, str], kind: str, folder: str) -> bool:
     return os.path.exists(os.path.join(folder, files[kind]))
 
 
+#: State → the files of the other formats. Beside one of them, the folder `DCP` is a script's own.
+_OTHERS = {
+    "model": (
+        *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
+        *(ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, WHOLES["model"], PARTS["model"]),
+    ),
+    "optimizer": (OPTIMIZER_NAME, WHOLES["optimizer"], PARTS["optimizer"]),
+}
+
+
 def folder_of_parts(kind: str, folder: str) -> str | None:
     """The folder in a checkpoint that may hold the parts of the 'model' or the 'optimizer'; None without one."""
-    if os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
+    has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHERS[kind])
+    if not has_others and os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
         return os.path.join(folder, DCP)
     return os.path.join(folder, PARTS[kind]) if holds(PARTS, kind, folder) else None

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shlex
-import sys
 import warnings
 from typing import Any
 
@@ -25,7 +24,7 @@ from hftrainer.checkpointing.folder import (
 )
 from hftrainer.checkpointing.names import WHOLES, holds
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.reading import fitting, load_torch_file
+from hftrainer.compat.reading import fitting, load_torch_file, projectors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.training_args import TrainingArguments
@@ -183,18 +182,9 @@ def warn_about_changed_arguments(args: TrainingArguments, state: TrainerState) -
         logger.warning("Resuming with arguments that differ from the checkpoint's: %s.", "; ".join(changed))
 
 
-#: The classes of plain objects that GaLore and APOLLO keep in their state besides tensors.
-_PROJECTORS = {
-    "galore_torch.galore_projector": "GaLoreProjector",
-    "apollo_torch.svd_projector": "GaLoreProjector",
-    "apollo_torch.random_projector": "GradientProjector",
-}
-
-
 def _read_optimizer(path: str) -> dict[str, Any]:
     """The state of an optimizer, with parameters numbered as by torch."""
-    projectors = [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
-    with torch.serialization.safe_globals(projectors):
+    with torch.serialization.safe_globals(projectors()):
         state: dict[str, Any] = load_torch_file(path)
     return state
 
@@ -218,12 +208,20 @@ def load_optimizer_and_scheduler(
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     before = [dict(group) for group in optimizer.param_groups]
-    if sharded or has_parts or has_whole:
+    parts = names.folder_of_parts("optimizer", folder) if has_parts else None
+    has_dcp = parts is not None and os.path.basename(parts) == names.DCP
+    if sharded or has_whole or (has_parts and not has_dcp):
         from hftrainer.checkpointing.sharded import load_optimizer  # imports torch's FSDP
 
         load_optimizer(model, optimizer, folder, lambda: _read_optimizer(optimizer_file))
     else:
-        state = _read_optimizer(optimizer_file)
+        if has_dcp:
+            from hftrainer.checkpointing.sharded import read_dcp_optimizer
+
+            optimizer_file = str(parts)
+            state = read_dcp_optimizer(optimizer_file, model, optimizer)
+        else:
+            state = _read_optimizer(optimizer_file)
         with fitting(optimizer_file):
             check_optimizer_state(state, optimizer)
             if optimizer.param_groups[0]["params"][0].device.type == "xla":

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import distributed, nn
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict, load
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
@@ -32,6 +32,7 @@ from hftrainer.compat.reading import (
     check_file_name,
     fitting,
     load_torch_file,
+    projectors,
     read_pickle,
     read_weights,
     weights_only,
@@ -182,6 +183,7 @@ def load_optimizer(
         else:
             _load_parts("optimizer", state, parts)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
+        _remove_unstored(model, optimizer, state, parts)
         return
     if holds(WHOLES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
@@ -218,12 +220,23 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         _save({kind: state}, os.path.join(folder, PARTS[kind]), group)
 
 
-def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Weights by name and, if it is given, the state of the `optimizer`, of this process and as in torchtitan."""
+def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
+    """Weights by name and, if it is given, the state of the `optimizer`, as in torchtitan.
+
+    Args:
+        model: the model.
+        optimizer: its optimizer.
+        shards: whether this process has only a part of both.
+    """
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
     states = model_state(model, whole=False, only_trainable=only_trainable)
     if optimizer is not None:
-        states["optimizer"] = _flatten(optimizer_state(model, optimizer, whole=False))
+        # torch takes a step where there is no state. FSDP1 needs its function: some ranks alone may have a state.
+        if isinstance(model, FullyShardedDataParallel) or (shards and optimizer.state):
+            state = optimizer_state(model, optimizer, whole=False)
+        else:
+            state = _key_by_name(optimizer.state_dict(), model, optimizer)
+        states["optimizer"] = _flatten(state)
     return states
 
 
@@ -234,9 +247,14 @@ def _flatten(state: dict[str, Any]) -> dict[str, Any]:
     """
     flat = {f"state.{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
     for group in state["param_groups"]:
-        settings = {key: value for key, value in group.items() if key != "params"}
+        # GrokAdamW keeps tensors by parameter in a setting, which no checkpoint can restore.
+        settings = {key: value for key, value in group.items() if key != "params" and not _has_parameters(value)}
         flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
     return flat
+
+
+def _has_parameters(setting: Any) -> bool:
+    return isinstance(setting, dict) and any(isinstance(key, torch.Tensor) for key in setting)
 
 
 def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
@@ -245,7 +263,55 @@ def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
         values.update({key: flat[f"state.{name}.{key}"] for key in values})
     for group in state["param_groups"]:
         for name in group["params"][:1]:
-            group.update({key: flat[f"param_groups.{name}.{key}"] for key in group if key != "params"})
+            group.update({key: flat.get(f"param_groups.{name}.{key}", value) for key, value in group.items()})
+
+
+def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:
+    """Remove what torch has initialized for parameters that had no state yet when the folder was written."""
+    keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
+    stored = {_name_in(key, state["state"]) for key in keys}
+    for name, parameter in model.named_parameters():
+        if _bare_name(name) in state["state"].keys() - stored:
+            optimizer.state.pop(parameter, None)
+
+
+def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state of an optimizer whose model is not sharded, with parameters numbered as by torch.
+
+    Args:
+        path: the folder of parts.
+        model: the model.
+        optimizer: its optimizer, whose own state is not looked at: it may hold other keys before its first step.
+    """
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner(keys={"optimizer"})
+    with weights_only(path, projectors()), _plain_errors(fitting(path)):
+        _load_state_dict(found, storage_reader=_PartsReader(path), planner=planner, no_dist=True)
+    flat = found["optimizer"]
+    if "state" in flat:  # of a script, in torch's nested form
+        flat = _flatten(flat)
+    order = _order(model, optimizer)
+    numbers = {name: number for number, name in enumerate(order)}
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in flat.items():
+        if (name := _name_in(key, numbers)) is not None:
+            state.setdefault(numbers[name], {})[key.removeprefix(f"state.{name}.")] = value
+    groups: list[dict[str, Any]] = []
+    first = 0
+    for group in optimizer.param_groups:
+        count = len(group["params"])
+        prefix = f"param_groups.{order[first]}." if count else ""
+        stored = {key.removeprefix(prefix): value for key, value in flat.items() if prefix and key.startswith(prefix)}
+        groups.append({**(stored or group), "params": [*range(first, first + count)]})
+        first += count
+    return {"state": state, "param_groups": groups}
+
+
+def _name_in(key: str, known: Container[str]) -> str | None:
+    """The parameter whose state has this key, 'state.NAME.exp_avg'; None for groups and for unknown parameters."""
+    kind, *parts = key.split(".")
+    names_in = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in names_in if name in known), None) if kind == "state" else None
 
 
 def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: bool = False) -> None:
@@ -293,7 +359,7 @@ def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
     )
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
-    with weights_only(path), _plain_errors(fitting(path)):
+    with weights_only(path, projectors()), _plain_errors(fitting(path)):
         load(state if is_bare else {kind: state}, storage_reader=reader, planner=planner)
     return state
 
@@ -357,10 +423,15 @@ def _check_list(parts: Any, folder: str) -> None:
 
 def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Convert an optimizer's state from parameter indices to parameter names."""
-    names_of = {id(parameter): _bare_name(name) for name, parameter in model.named_parameters()}
-    order = [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    order = _order(model, optimizer)
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
     return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
+
+
+def _order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in the order of their numbers."""
+    names_of = {id(parameter): _bare_name(name) for name, parameter in model.named_parameters()}
+    return [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _bare_name(name: str) -> str:

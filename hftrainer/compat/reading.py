@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import reprlib
+import sys
 import types
 import typing
 import zipfile
@@ -23,6 +24,12 @@ from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 _ALWAYS, _NEVER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: Matches the name of the refused class or function in torch's error message.
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+#: The classes of plain objects that GaLore and APOLLO keep in their state besides tensors.
+_PROJECTORS = {
+    "galore_torch.galore_projector": "GaLoreProjector",
+    "apollo_torch.svd_projector": "GaLoreProjector",
+    "apollo_torch.random_projector": "GradientProjector",
+}
 
 
 def as_bytes(value: Any) -> torch.Tensor:
@@ -52,6 +59,11 @@ def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | Non
         raise
     except Exception as error:
         raise _unreadable(path, error) from error
+
+
+def projectors() -> list[Any]:
+    """The imported ones of the classes that states of GaLore and APOLLO hold."""
+    return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
 
 
 @contextlib.contextmanager

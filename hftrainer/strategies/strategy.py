@@ -15,6 +15,7 @@ from torch import nn
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.weights import load_weights
 from hftrainer.compat.overrides import make_scheduler
+from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load
@@ -98,6 +99,21 @@ class Strategy(ABC):
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
         """Refuse an optimizer or a schedule that the script has made, where the strategy has its own."""
+
+    def check_saving(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer whose state the format of the checkpoints cannot hold.
+
+        Raises:
+            InvalidArgument: the error names the argument.
+        """
+        if self.plan.saves_dcp:
+            named = {id(parameter) for parameter in model.parameters()}
+            used = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not used <= named or optimizer.state_dict().keys() - {"state", "param_groups"}:
+                raise InvalidArgument(
+                    "checkpoint_format='dcp' stores the optimizer's state by the names of the model's parameters, and "
+                    f"{type(optimizer).__name__} has a state or a parameter that is not theirs: leave it out."
+                )
 
     def start(self) -> None:
         """Initialize the strategy. Called after the processes are connected, before any tensor is on a device."""
@@ -287,11 +303,8 @@ class ReplicasStrategy(Strategy):
         return self.plan.saves_dcp
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
-        """Gather both states by name, if they are saved so."""
-        if self.plan.saves_dcp:
-            from hftrainer.checkpointing import sharded  # imports torch's FSDP
-
-            self._gathered = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
+        """Keep both for `write_whole`: only the process that writes needs their states."""
+        self._gathered = {"model": model, "optimizer": optimizer}
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """The optimizer's state."""
@@ -299,11 +312,13 @@ class ReplicasStrategy(Strategy):
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
 
     def write_whole(self, folder: str, write: CallWrite) -> None:
-        """Write the gathered states, if they are saved so."""
+        """Write both states by name, if they are saved so."""
         if self.plan.saves_dcp:
-            from hftrainer.checkpointing import sharded
+            from hftrainer.checkpointing import sharded  # imports torch's FSDP
 
-            write(functools.partial(sharded.save_dcp, folder=folder, alone=True), self._gathered)
+            model, optimizer = self._gathered["model"], self._gathered["optimizer"]
+            states = sharded.states_for_dcp(model, None if optimizer is None else optimizer(), shards=False)
+            write(functools.partial(sharded.save_dcp, folder=folder, alone=True), states)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint."""

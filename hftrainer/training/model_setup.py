@@ -265,6 +265,8 @@ class ModelSetup(Component):
         others = apart and is_overridden(trainer, "create_optimizer", "create_scheduler")
         makes_both = not others and is_overridden(trainer, "create_optimizer_and_scheduler")
         self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=makes_both)
+        if not trainer.args.save_only_model:
+            self.components.strategy.check_saving(trainer.model, self.components.require_optimizer())
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             raise UnsupportedArgument(
                 "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trained parameters: with "

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from hftrainer import TrainerCallback
+from hftrainer.checkpointing import sharded
 from tests.distributed.cases_sharding import run, world_size
 from tests.support.checkpoints import At
 from tests.support.jobs import names
@@ -63,6 +65,46 @@ def adapt(folder):
         whole = run("peft", WAYS[name], folder / name, max_steps=4)
         found[name] = whole, run("peft", WAYS[name], folder / "resumed", folder / name / "checkpoint-2", max_steps=4)
     return found
+
+
+class Late(TrainerCallback):
+    """The first layer has no gradient before the third step, and so no state in the checkpoint before it."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step < 2:
+            for name, parameter in model.named_parameters():
+                if "layers.0." in name:
+                    parameter.grad = None
+
+
+class Steps(TrainerCallback):
+    """Counts the optimizer's own steps."""
+
+    count = 0
+
+    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+        getattr(optimizer, "optimizer", optimizer).register_step_post_hook(self._add)
+
+    def _add(self, *given):
+        self.count += 1
+
+
+def late(folder, way):
+    """Undisturbed, and resumed before the first layer's first step."""
+    settings = {**WAYS[way], "max_steps": 4}
+    whole = run("plain", settings, folder / way, trainer={"callbacks": [Late()]})
+    checkpoint = folder / way / "checkpoint-2"
+    resumed = run("plain", settings, folder / "resumed", checkpoint, trainer={"callbacks": [Late()]})
+    return whole["weights"], resumed["weights"]
+
+
+def count_steps(folder, way):
+    """The steps of an optimizer without a state, and the processes that collect states for a checkpoint."""
+    steps, collected, original = Steps(), [], sharded.states_for_dcp
+    sharded.states_for_dcp = lambda *given, **more: collected.append(1) or original(*given, **more)
+    run("plain", {**WAYS[way], "optim": "sgd"}, folder / way, max_steps=4, trainer={"callbacks": [steps]})
+    sharded.states_for_dcp = original
+    return steps.count, len(collected)
 
 
 class _Interferes:

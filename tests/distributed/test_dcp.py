@@ -8,7 +8,21 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from hftrainer.checkpointing.folder import CheckpointFolder, get_last_checkpoint
-from tests.distributed.cases_dcp import OTHERS, PLACES, adapt, die, fail, read_all, read_given, write_all
+from hftrainer.errors import InvalidArgument
+from tests.distributed.cases_dcp import (
+    DCP,
+    OTHERS,
+    PLACES,
+    adapt,
+    count_steps,
+    die,
+    fail,
+    late,
+    read_all,
+    read_given,
+    write_all,
+)
+from tests.distributed.cases_sharding import run
 from tests.support.jobs import names
 from tests.support.parity import assert_same_weights
 from tests.support.processes import RanksFailed
@@ -82,6 +96,60 @@ def test_adapters(processes, tmp_path):
         assert_same_weights(resumed["weights"], whole["weights"])
         assert names(tmp_path / name / "checkpoint-2" / "dcp")
         assert not list((tmp_path / name / "checkpoint-2").glob("adapter_model*"))
+
+
+LOW_RANK = {"optim_target_modules": ["layers.0"], "optim_args": "rank=2,update_proj_gap=3"}
+
+
+@pytest.mark.parametrize("name", "adamw_torch sgd adafactor apollo_adamw galore_adamw schedule_free_adamw lomo".split())
+def test_optimizers_resume_to_the_bit(tmp_path, name):
+    settings = {**DCP, "optim": name, "max_steps": 4, **(LOW_RANK if name.startswith(("apollo", "galore")) else {})}
+    whole = run("plain", settings, tmp_path)
+    resumed = run("plain", settings, tmp_path / "resumed", tmp_path / "checkpoint-2")
+    assert_same_weights(resumed["weights"], whole["weights"])
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
+
+
+def test_a_setting_by_parameter_is_left_out(tmp_path):
+    """Parameters that print alike would get the same key."""
+    run("plain", {**DCP, "optim": "grokadamw"}, tmp_path, max_steps=2)
+    stored = dcp.FileSystemReader(tmp_path / "checkpoint-2" / "dcp").read_metadata().state_dict_metadata
+    assert "optimizer.param_groups.layers.0.weight.lamb" in stored
+    assert not [key for key in stored if "tensor(" in key]
+
+
+@pytest.mark.parametrize("kind", ["by layer", "foreign parameter"])
+def test_an_optimizer_that_cannot_be_stored_is_refused_before_the_first_step(tmp_path, kind):
+    settings = {**DCP, "optim": "galore_adamw_layerwise", **LOW_RANK}
+    if kind == "foreign parameter":
+        settings = {**DCP, "trainer": {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}}
+    with pytest.raises(InvalidArgument, match=r"checkpoint_format='dcp' .* leave it out") as raised:
+        run("plain", settings, tmp_path)
+    assert "optimizer steps" not in "".join(getattr(raised.value, "__notes__", []))
+    # Without the optimizer's state there is nothing to refuse.
+    run("plain", {**settings, "save_only_model": True, "max_steps": 2}, tmp_path)
+
+
+@pytest.mark.parametrize(("count", "way"), [(1, "replicas"), (2, "replicas"), (2, "fsdp2")])
+def test_a_parameter_without_a_state_stays_so(processes, tmp_path, count, way):
+    whole, resumed = processes.run_ranks(late, count, tmp_path, way)[0]
+    assert_same_weights(resumed, whole)
+
+
+@pytest.mark.parametrize(("way", "collecting"), [("replicas", [2, 0]), ("fsdp2", [2, 2])])
+def test_saving_takes_no_step_and_only_who_writes_collects(processes, tmp_path, way, collecting):
+    found = processes.run_ranks(count_steps, 2, tmp_path, way)
+    assert [steps for steps, _ in found] == [4, 4]
+    assert [collected for _, collected in found] == collecting
+
+
+def test_a_folder_of_a_script_beside_our_files(tmp_path):
+    ordinary = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole = run("plain", ordinary, tmp_path)
+    checkpoint = tmp_path / "checkpoint-2"
+    dcp.save({"model": {name: value + 1 for name, value in whole["weights"].items()}}, checkpoint_id=checkpoint / "dcp")
+    resumed = run("plain", ordinary, tmp_path / "resumed", checkpoint)
+    assert_same_weights(resumed["weights"], whole["weights"])
 
 
 def test_damage(checkpoint, tmp_path):
