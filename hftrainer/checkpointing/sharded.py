@@ -37,7 +37,7 @@ from hftrainer.compat.reading import (
     read_weights,
     weights_only,
 )
-from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
+from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedArgument
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
 
@@ -179,6 +179,7 @@ def load_optimizer(
     if (parts := names.folder_of_parts("optimizer", folder)) is not None:
         state = optimizer_state(model, optimizer, whole=False)
         if os.path.basename(parts) == names.DCP:
+            check_all_is_read(state["state"], parts)
             _unflatten(_load_parts("optimizer", _flatten(state), parts), state)
         else:
             _load_parts("optimizer", state, parts)
@@ -264,6 +265,26 @@ def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
     for group in state["param_groups"]:
         for name in group["params"][:1]:
             group.update({key: flat.get(f"param_groups.{name}.{key}", value) for key, value in group.items()})
+
+
+def check_all_is_read(state: dict[str, dict[str, Any]], path: str) -> None:
+    """Refuse stored states that a sharded model's optimizer lacks before its first step, and which torch leaves out.
+
+    Args:
+        state: name of a parameter → what is read of it.
+        path: the folder of parts.
+
+    Raises:
+        UnsupportedArgument: if anything else is stored of these parameters.
+    """
+    for key in _PartsReader(path).read_metadata().state_dict_metadata:
+        name = _name_in(key.removeprefix("optimizer."), state)
+        kind = key.removeprefix(f"optimizer.state.{name}.").partition(".")[0]
+        if name is not None and kind not in state[name]:
+            raise UnsupportedArgument(
+                f"{path} holds {kind!r} of {name}, which this optimizer cannot read for a sharded model: use one "
+                "device or with DDP, or write checkpoints with checkpoint_format='transformers'."
+            )
 
 
 def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:

@@ -9,8 +9,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hftrainer.checkpointing import sharded
 from hftrainer.checkpointing.names import DCP, PARTS
-from hftrainer.checkpointing.sharded import load_model_parts
-from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from hftrainer.checkpointing.sharded import check_all_is_read, load_model_parts, save_dcp
+from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import Mischief
 from tests.support.parity import assert_same_weights
 from tests.support.parts import stepped, write
@@ -138,3 +138,13 @@ def test_torch_itself_reads_the_same_list(tmp_path):
     assert FileSystemReader(tmp_path / PARTS["model"]).read_metadata().state_dict_metadata.keys() == {
         f"model.{name}" for name in make_plain().state_dict()
     }
+
+
+def test_a_state_that_would_be_left_out_is_refused(tmp_path):
+    """torch reads what an optimizer holds before its first step, and nothing else that is stored."""
+    stored = {"state.w.exp_avg": torch.zeros(2), "state.w.projector.scale": torch.zeros(1), "state.other.x": 1}
+    save_dcp({"w": torch.zeros(2), "optimizer": stored}, str(tmp_path), alone=True)
+    path = str(tmp_path / "dcp")
+    check_all_is_read({"w": {"exp_avg": torch.zeros(2), "projector": None}}, path)
+    with pytest.raises(UnsupportedArgument, match="'projector' of w, which this optimizer cannot read"):
+        check_all_is_read({"w": {"exp_avg": torch.zeros(2)}}, path)
