@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
-from hftrainer.arguments.base import BaseArguments
 from hftrainer.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from hftrainer.arguments.base import BaseArguments
 
 
 def separate_storage(args: BaseArguments) -> None:
@@ -18,6 +22,8 @@ def separate_storage(args: BaseArguments) -> None:
         InvalidArgument: for two URLs, or one with a password.
     """
     given = str(args.output_dir)
+    if re.match(r"[a-z][a-z0-9]+:/[^/]", given):
+        raise InvalidArgument(f"output_dir={given!r}: a URL has two slashes, {given.replace(':/', '://', 1)!r}.")
     if args.storage_url is not None:
         check_url("storage_url", args.storage_url)
     if "://" in given:
@@ -40,6 +46,13 @@ def check_url(argument: str, url: str) -> None:
             f"{argument}: a password or a signature in a URL would be written into logs and checkpoints. Give the "
             "credentials as the environment variables or the configuration file of the package for its kind of storage."
         )
+
+
+def why_no_local_folder(path: str) -> str | None:
+    """Why a command cannot read a path, if it is a URL."""
+    if "://" not in path:
+        return None
+    return f"a URL cannot be read here. On the machine that trains, the run's files are in {staging_folder_of(path)}"
 
 
 def staging_folder_of(url: str) -> str:

@@ -81,8 +81,8 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         return folder
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={resume_from_checkpoint!r}: pass a checkpoint-xxx folder, True for the newest "
-            "one, or 'auto'."
+            f"resume_from_checkpoint is a {type(resume_from_checkpoint).__name__}: pass a checkpoint-xxx folder, True "
+            "for the newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
         )
     folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):

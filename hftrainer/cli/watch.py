@@ -46,15 +46,16 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
-    parser.add_argument("--every", metavar="SECONDS", type=_seconds, default=2.0, help="between two pages; default: 2")
+    parser.add_argument("--every", metavar="SECONDS", type=seconds, default=2.0, help="between two pages; default: 2")
     parser.add_argument("--json", action="store_true", help="print the data behind the page, for programs")
     parser.set_defaults(execute=_watch, parser=parser)
 
 
-def _seconds(text: str) -> float:
-    if not 0 < (seconds := float(text)) <= 86_400:
+def seconds(text: str) -> float:
+    """A number of seconds; argparse names this function in its error."""
+    if not 0 < (number := float(text)) <= 86_400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
-    return seconds
+    return number
 
 
 def _watch(parser: Parser, options: argparse.Namespace) -> None:

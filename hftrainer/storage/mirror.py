@@ -98,8 +98,8 @@ class Mirror:
         while self._jobs:
             self._jobs.pop(0).result()
 
-    def finish(self) -> None:
-        """Wait until all is uploaded; log what is not.
+    def finish(self) -> bool:
+        """Wait until all is uploaded; False, and an error in the log, if a checkpoint is not.
 
         Raises:
             CheckpointNotWritten: with `stop_on_error`, when a checkpoint could not be uploaded.
@@ -116,6 +116,7 @@ class Mirror:
             )
             logger.error("%sresumes on this machine uploads the newest.", left)
             self.wait_for_room()
+        return not self._missing
 
     def upload_files(self) -> None:
         """Upload the files outside of checkpoints that have changed: logs, results, the final model."""

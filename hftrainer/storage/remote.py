@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.registry import known_implementations
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
@@ -47,13 +48,17 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        is_local = url.startswith(("file://", "local://"))
+        scheme = url.partition("://")[0]
+        known = "s3://, gs://, hf:// and file:// are known"
+        if scheme in ("http", "https"):
+            raise InvalidArgument(f"{url!r}: files of a web server can only be read; {known}.")
         try:
-            system, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if is_local else {}))
-        except ImportError as error:  # names the package
-            raise MissingPackage(f"{url} needs a package that is not installed: {error}.") from None
+            system, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if scheme in ("file", "local") else {}))
+        except ImportError:
+            package = known_implementations[scheme]["class"].partition(".")[0]
+            raise MissingPackage(f"{url} needs a package that is not installed: pip install {package}") from None
         except ValueError as error:
-            raise InvalidArgument(f"storage_url={url!r}: {error}; s3://, gs://, hf:// and file:// are known.") from None
+            raise InvalidArgument(f"{url!r}: {error}; {known}.") from None
         self.url = url
         self._system = DirFileSystem(path, system)
 
@@ -133,6 +138,9 @@ class RemoteFolder:
         """Delete a checkpoint, its manifest first."""
         self.delete([f"{checkpoint}/{names.MANIFEST_NAME}"])
         self.delete(self._find(checkpoint))
+        failure = f"{self.url}/{checkpoint} cannot be deleted"
+        if self._call(lambda: self._system.isdir(checkpoint), failure):  # not where folders are but parts of names
+            self._call(lambda: self._system.rm(checkpoint, recursive=True), failure)
 
     # ---- Files -------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ class TrainerSetup(Component):
         args = self.trainer.args
         if args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
+        self.components.storage.open()
         if args.should_save:
             try:
                 os.makedirs(str(args.output_dir), exist_ok=True)
@@ -141,7 +142,6 @@ class TrainerSetup(Component):
                     f"output_dir={args.output_dir!r}: a file has this name, or that of a folder above: give the name "
                     "of a folder, which may be new."
                 ) from None
-        self.components.storage.open()
         self.components.announce("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hftrainer.arguments.storage import check_url, staging_folder_of
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
+from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
 from hftrainer.reporting.tracking import RunPlace
@@ -205,7 +206,8 @@ class Storage(Component):
             return
 
         def finish() -> None:
-            mirror.finish()
+            if mirror.finish():
+                tell(f"Uploaded to {mirror.remote.url}.")
             if best is not None:
                 mirror.delete_all_but(best, run_dir)
 

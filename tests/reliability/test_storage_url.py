@@ -75,6 +75,9 @@ def test_another_machine_goes_on(url, tmp_path, undisturbed, settings):
     second.train(resume_from_checkpoint="auto")
     assert_same_end(second, undisturbed)
     assert whole_checkpoints(url) == ["checkpoint-6", "checkpoint-9"]
+    assert not any(
+        "checkpoint-3" in name for name in fsspec.url_to_fs(url)[0].ls(fsspec.url_to_fs(url)[1], detail=False)
+    )
     assert [name for name in names(tmp_path / "b") if name.startswith("checkpoint")] == ["checkpoint-9"]
     second.save_model()
     second.save_state()
@@ -393,7 +396,8 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
         ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),
         ({"storage_url": "nosuch://bucket"}, InvalidArgument, "Protocol not known: nosuch"),
-        ({"storage_url": "gs://bucket/run"}, MissingPackage, "gcsfs"),
+        ({"storage_url": "https://host/run"}, InvalidArgument, "can only be read"),
+        ({"storage_url": "gs://bucket/run"}, MissingPackage, "pip install gcsfs"),
         ({"keep_local": 0, "storage_url": FAULTY}, InvalidArgument, "keep_local=0"),
     ],
 )
@@ -406,6 +410,8 @@ def test_what_cannot_be_used(tmp_path, settings, error, words):
 def test_a_url_of_two_kinds():
     with pytest.raises(InvalidArgument, match="give one URL"):
         TrainingArguments("s3://a/b", storage_url="s3://c/d")
+    with pytest.raises(InvalidArgument, match="a URL has two slashes, 's3://a/b'"):
+        TrainingArguments("s3:/a/b")
     args = TrainingArguments("s3://a/b", report_to="none")
     again = TrainingArguments(**{"output_dir": args.output_dir, "storage_url": args.storage_url, "report_to": "none"})
     assert json.loads(again.to_json_string())["storage_url"] == "s3://a/b"
