@@ -82,8 +82,8 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
         return folder
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={reprlib.repr(resume_from_checkpoint)}: pass a checkpoint-xxx folder, True for the "
-            "newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
+            f"resume_from_checkpoint={reprlib.repr(resume_from_checkpoint)}: pass a checkpoint-xxx folder, True for "
+            "the newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
         )
     folder = os.fspath(resume_from_checkpoint)
     if not os.path.isdir(folder):
