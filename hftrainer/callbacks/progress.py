@@ -258,9 +258,8 @@ def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = N
     if "epoch" in logs:
         parts.append(f"ep {logs['epoch']:<5.2f}")
     measured = {_measurement(name): value for name, value in logs.items()}
-    for name in [
-        name for name in logs if _measurement(name) is None and name not in (*_READABLE, "epoch", "total_flos")
-    ]:
+    special = (*_READABLE, "epoch", "total_flos")
+    for name in [name for name in logs if _measurement(name) is None and name not in special]:
         value = logs[name]
         parts.append(f"{name} {value:<6.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
     parts += [show(logs[name]) for name, show in _READABLE.items() if name in logs]
@@ -274,8 +273,10 @@ def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = N
 
 def _measurement(name: str) -> str | None:
     """The key of `_MEASURED` for an entry of a log line; None if it is no measurement."""
-    if name in _MEASURED or not is_measurement(name):
-        return name if name in _MEASURED else None
+    if name in _MEASURED:
+        return name
+    if not is_measurement(name):
+        return None
     return next((key for key in _MEASURED if name.endswith(f"_{key}")), None)
 
 

@@ -81,11 +81,8 @@ class HostCopies:
         self._reserve([storage.nbytes() for storage in originals.values()])
         storages = {key: self._filled(storage) for key, storage in originals.items()}
         for tensor, storage in plain:
-            copied, shape = (
-                torch.empty(0, dtype=tensor.dtype),
-                (tensor.storage_offset(), tensor.size(), tensor.stride()),
-            )
-            memo[id(tensor)] = copied.set_(storages[storage.data_ptr()], *shape)
+            copied, kept = torch.empty(0, dtype=tensor.dtype), storages[storage.data_ptr()]
+            memo[id(tensor)] = copied.set_(kept, tensor.storage_offset(), tensor.size(), tensor.stride())
         for device in {tensor.device for tensor in _tensors(values) if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return copy.deepcopy(values, memo)
@@ -322,19 +319,13 @@ def read_manifest(folder: Path) -> dict[str, Entry] | None:
         DamagedCheckpoint: when the manifest cannot be read; the error names it.
     """
     manifest = folder / names.MANIFEST_NAME
-    if not manifest.is_file():
-        return None
-    try:
-        text = manifest.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise DamagedCheckpoint(f"{manifest} cannot be read") from error
-    return parse_manifest(text, str(manifest))
+    return parse_manifest(manifest.read_bytes(), str(manifest)) if manifest.is_file() else None
 
 
-def parse_manifest(text: str, path: str) -> dict[str, Entry]:
+def parse_manifest(data: bytes, path: str) -> dict[str, Entry]:
     """The entries of a manifest; DamagedCheckpoint, naming its path, if it cannot be read."""
     try:
-        content: Any = json.loads(text)
+        content: Any = json.loads(data.decode())
         files = content["files"]
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
             raise ValueError("a file is outside of the folder")

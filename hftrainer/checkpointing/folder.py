@@ -47,7 +47,6 @@ _BESIDE = re.compile(
     rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<what>{_REPLACED}|{_REMOVED}|)"
     rf"(?P<name>({names.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
-_CHECKPOINT = re.compile(rf"^{names.PREFIX_CHECKPOINT_DIR}-(\d+)$")
 
 
 def _is_of_weights(name: str) -> bool:
@@ -329,8 +328,8 @@ def clear_stale(output_dir: str) -> None:
 
 
 def _step_of(folder: Path) -> int | None:
-    match = _CHECKPOINT.match(folder.name)
-    return int(match.group(1)) if match and folder.is_dir() else None
+    step = names.step_of(folder.name)
+    return step if step is not None and folder.is_dir() else None
 
 
 def checkpoints_newest_first(folder: str) -> Iterator[str]:

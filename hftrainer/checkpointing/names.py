@@ -1,8 +1,10 @@
 """File names in a checkpoint folder, as `transformers.Trainer` reads and writes them."""
 
 import os
+import re
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 #: The folder of a repository that holds the newest checkpoint, with `hub_strategy='checkpoint'`.
 LAST_CHECKPOINT = "last-checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -39,6 +41,12 @@ def progress_name(process_index: int, world_size: int) -> str:
 def rng_name(process_index: int, world_size: int) -> str:
     """The file with the random states of one process."""
     return "rng_state.pth" if world_size <= 1 else f"rng_state_{process_index}.pth"
+
+
+def step_of(path: str) -> int | None:
+    """The optimizer step in the name of a `checkpoint-xxx` folder; None for another name."""
+    found = _CHECKPOINT.fullmatch(path.rstrip("/").rpartition("/")[2])
+    return int(found[1]) if found is not None else None
 
 
 def holds(files: dict[str, str], kind: str, folder: str) -> bool:

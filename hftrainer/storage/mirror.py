@@ -226,7 +226,7 @@ class Mirror:
         """
         local = self._newest_local(run_dir)
         for name in reversed(self.remote.checkpoints(self._name(run_dir))):
-            if local is not None and _step(name) <= _step(local):
+            if local is not None and (names.step_of(name) or 0) <= (names.step_of(local) or 0):
                 break
             try:
                 self._download(name)
@@ -323,7 +323,3 @@ class Mirror:
         }
         of_all[self.remote.url] = {**noted, name: digest(read_manifest(self.local / name)) or 0}
         (self.local / _UPLOADED).write_text(json.dumps(of_all), encoding="utf-8")
-
-
-def _step(name: str) -> int:
-    return int(name.rpartition("-")[2])

@@ -31,7 +31,6 @@ WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
 #: Errors with which the same request would fail again.
 _PERMANENT = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-_CHECKPOINT = re.compile(rf"(?:^|/){names.PREFIX_CHECKPOINT_DIR}-(\d+)/?$")
 #: Names of environment variables whose values appear in no message.
 _SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|_KEY|KEY_ID|SAS|CONNECTION_STRING)$")
 
@@ -76,7 +75,7 @@ class RemoteFolder:
 
     def checkpoints(self, folder: str = "") -> list[str]:
         """The names of the checkpoints in a folder, whole or not, by their steps."""
-        found = [(int(match[1]), name) for name in self._list(folder) if (match := _CHECKPOINT.search(name))]
+        found = [(step, name) for name in self._list(folder) if (step := names.step_of(name)) is not None]
         return [name for _, name in sorted(found)]
 
     def manifest(self, checkpoint: str) -> dict[str, Entry] | None:
@@ -84,8 +83,8 @@ class RemoteFolder:
         path = f"{checkpoint}/{names.MANIFEST_NAME}"
         try:
             content = self._call_for(lambda: self._system.cat_file(path), f"{self.url}/{path} cannot be read")
-            return parse_manifest(content.decode(), f"{self.url}/{path}")
-        except (FileNotFoundError, DamagedCheckpoint, UnicodeDecodeError):  # its upload was interrupted
+            return parse_manifest(content, f"{self.url}/{path}")
+        except (FileNotFoundError, DamagedCheckpoint):  # its upload was interrupted
             return None
 
     def has_manifest(self, checkpoint: str) -> bool:
@@ -100,7 +99,7 @@ class RemoteFolder:
             StorageError: if that fails, after retries.
         """
         manifest = f"{checkpoint}/{names.MANIFEST_NAME}"
-        entries = parse_manifest((local / names.MANIFEST_NAME).read_text(encoding="utf-8"), str(local))
+        entries = parse_manifest((local / names.MANIFEST_NAME).read_bytes(), str(local))
         self.delete([manifest])
         self.delete(set(self._find(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
         for name in entries:
@@ -146,7 +145,7 @@ class RemoteFolder:
 
     def files(self) -> list[str]:
         """The names of all files outside of checkpoints."""
-        return [name for name in self._find("") if not any(map(_CHECKPOINT.search, _parents(name)))]
+        return [name for name in self._find("") if all(names.step_of(part) is None for part in name.split("/")[:-1])]
 
     def upload_file(self, local: Path, name: str) -> None:
         """Upload one file; FileNotFoundError if it is not here."""
@@ -228,9 +227,3 @@ def _is_transient(error: BaseException) -> bool:
     """Whether a retry may succeed: neither refused, nor a full disk, nor credentials that are missing."""
     is_full = isinstance(error, OSError) and error.errno in _FULL
     return not (is_full or isinstance(error, _PERMANENT) or "Credential" in type(error).__name__)
-
-
-def _parents(name: str) -> list[str]:
-    """The folders above a file, from the topmost."""
-    parts = name.split("/")[:-1]
-    return ["/".join(parts[: count + 1]) for count in range(len(parts))]

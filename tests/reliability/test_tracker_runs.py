@@ -207,16 +207,22 @@ class Online(tracking.WandB):
 
 
 @pytest.fixture
-def online(tmp_path, monkeypatch):
-    """The server, and what writes to it; it holds a run of eight steps."""
+def empty(tmp_path, monkeypatch):
+    """The server, and what writes to it."""
     server = Runs()
     with server.serving() as address:
         for name, value in address.items():
             monkeypatch.setenv(name, value)
-        tracker = Online(tmp_path / "run", monkeypatch)
-        train(tracker)
-        assert server.steps("train/loss") == [2, 4, 6, 8]
-        yield server, tracker
+        yield server, Online(tmp_path / "run", monkeypatch)
+
+
+@pytest.fixture
+def online(empty):
+    """The same; it holds a run of eight steps."""
+    server, tracker = empty
+    train(tracker)
+    assert server.steps("train/loss") == [2, 4, 6, 8]
+    return server, tracker
 
 
 def test_wandb_rewinds(online):
@@ -236,15 +242,11 @@ def test_wandb_server_that_cannot_rewind(online, caplog):
     assert "to step 4: it has later steps twice" in caplog.text
 
 
-def test_wandb_run_without_a_line_at_the_checkpoint(tmp_path, monkeypatch):
+def test_wandb_run_without_a_line_at_the_checkpoint(empty):
     """It begins again, with its name."""
-    server = Runs()
-    with server.serving() as address:
-        for name, value in address.items():
-            monkeypatch.setenv(name, value)
-        tracker = Online(tmp_path / "run", monkeypatch)
-        for resume in (False, True):
-            train(tracker, resume, run_name="mine", logging_steps=5)
+    server, tracker = empty
+    for resume in (False, True):
+        train(tracker, resume, run_name="mine", logging_steps=5)
     (names,) = server.names.values()
     assert [name for name in names if name] == ["mine", "mine"]  # of both processes
 
