@@ -215,7 +215,10 @@ class MLflow(CSV):
         for run in client.search_runs(experiments, order_by=["attributes.start_time ASC"]):
             for name in run.data.metrics:
                 stage, _, rest = name.partition("_")
-                for entry in client.get_metric_history(run.info.run_id, name):
+                history = client.get_metric_history(run.info.run_id, name)
+                if name == "epoch":  # lines of one step share it, and MLflow keeps one of equal entries in a millisecond
+                    history = {entry.step: entry for entry in history}.values()
+                for entry in history:
                     found.add(f"eval/{rest}" if stage == "eval" else f"train/{name}", entry.step, entry.value)
             found.hyperparameters.append(run.data.params)
             found.details["runs"].append((run.info.run_name, run.info.status))
