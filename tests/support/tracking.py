@@ -216,7 +216,7 @@ class MLflow(CSV):
             for name in run.data.metrics:
                 stage, _, rest = name.partition("_")
                 history = client.get_metric_history(run.info.run_id, name)
-                if name == "epoch":  # lines of one step share it, and MLflow keeps one of equal entries in a millisecond
+                if name == "epoch":  # lines of one step share it: MLflow keeps one of those of a millisecond
                     history = {entry.step: entry for entry in history}.values()
                 for entry in history:
                     found.add(f"eval/{rest}" if stage == "eval" else f"train/{name}", entry.step, entry.value)
