@@ -90,15 +90,6 @@ class CurrentArguments:
         False, "Retry with a smaller micro-batch after running out of memory.", "4.30", "training.runner"
     )
 
-    elastic: bool = arg(
-        False,
-        "Keep the samples of an optimizer step when a run resumes on another number of processes or with another "
-        "per_device_train_batch_size: gradient_accumulation_steps follows. The last step of an epoch is completed with "
-        "its first samples.",
-        OURS,
-        "data.elastic",
-    )
-
     # ---- The optimizer, the loss and the gradients ------------------------------------------------------------------
 
     learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", "trainer_optimizer", minimum=0)

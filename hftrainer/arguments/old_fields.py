@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import spelled
 from hftrainer.arguments.field import Rename, arg, arguments_of, old_name, same, split_words, to_item, to_key, to_value
-from hftrainer.arguments.fields import CurrentArguments
+from hftrainer.arguments.own_fields import OwnArguments
 from hftrainer.errors import InvalidArgument
 
 _JIT = (True, "torch discontinued TorchScript, so evaluation does not trace the model; use torch_compile=True")
@@ -60,7 +60,7 @@ _ORGANIZATION = Rename("hub_model_id", "hub_model_id", _with_organization, _orga
 
 
 @dataclass(kw_only=True)
-class OldArguments(CurrentArguments):
+class OldArguments(OwnArguments):
     """Arguments of older releases, which are translated or keep their effect."""
 
     evaluation_strategy: str | None = old_name(None, same("eval_strategy"), "4.0", "4.48")
