@@ -27,7 +27,7 @@ from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.resume import unpack
 from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
 from hftrainer.compat.tracebacks import HideEngineFrames
-from hftrainer.data import collators
+from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, save_rng_state
@@ -74,7 +74,7 @@ class Trainer(EarlierMethods):
         args: the settings; by default those of `TrainingArguments("tmp_trainer")`.
         data_collator: makes a batch of a list of samples. Default: `DataCollatorWithPadding` with a tokenizer or
             sequence feature extractor as `processing_class`, else `default_data_collator`.
-        train_dataset: map-style, iterable, or `datasets.Dataset`.
+        train_dataset: map-style, iterable, or `datasets.Dataset`; or a dict, source → dataset, see `mixture_weights`.
         eval_dataset: as `train_dataset`, or a dict by name; the metrics' names then contain the set's name.
         processing_class: tokenizer or processor, saved with the model (named `tokenizer` before v4.46).
         model_init: makes the model; takes a hyperparameter trial or nothing. Each `train()` calls it again.
@@ -192,7 +192,7 @@ class Trainer(EarlierMethods):
             self._memory_tracker.start()
             components.setup.set_log_level()
             set_tf32(self.args)
-            self.train_dataset = train_dataset
+            self.train_dataset = mixture.as_mixture(train_dataset)
             self.eval_dataset = eval_dataset
             self.processing_class = _processing_class(processing_class, tokenizer)
             self.model_init = model_init

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hftrainer.arguments.field import OURS, arg
 from hftrainer.arguments.fields import CurrentArguments
@@ -19,4 +20,26 @@ class OwnArguments(CurrentArguments):
         "its first samples.",
         OURS,
         "data.elastic",
+    )
+
+    # ---- Training data of several sources ---------------------------------------------------------------------------
+
+    mixture_weights: dict[str, Any] | str | Any | None = arg(
+        None,
+        "With a dict of datasets as train_dataset, or mixture_column: the weight of each source in the samples, as a "
+        "dict, as a JSON object, or as a function of the optimizer step; None weighs by size.",
+        OURS,
+        "data.mixture",
+        json=True,
+    )
+    mixture_temperature: float = arg(
+        1.0,
+        "Without mixture_weights, a source of n samples has the weight n ** (1 / mixture_temperature): 1 weighs by "
+        "size, larger values bring the weights closer together.",
+        OURS,
+        "data.mixture",
+        minimum=0,
+    )
+    mixture_column: str | None = arg(
+        None, "The column of train_dataset that names the source of each sample.", OURS, "data.mixture"
     )

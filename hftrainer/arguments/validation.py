@@ -7,8 +7,9 @@ import json
 import logging
 import math
 import os
+import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -155,6 +156,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0  # transformers refuses it too
     return [
         *(_check_run(args) if complete or is_negative else ()),
+        *_check_mixture(args),
         *_check_loading(args),
         *_check_choices(args),
         *_check_monitoring(args),
@@ -298,6 +300,24 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
     if args.elastic and args.auto_find_batch_size:
         yield "elastic=True keeps the samples of a step, which auto_find_batch_size=True would change: choose one."
+
+
+def _check_mixture(args: BaseArguments) -> Iterator[str]:
+    weights = args.mixture_weights
+    if not (weights is None or isinstance(weights, Mapping) or callable(weights)):
+        yield f"mixture_weights={weights!r}: give a dict, source → weight, or a function of the optimizer step."
+    if callable(weights):
+        try:
+            pickle.dumps(weights)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            yield (
+                f"mixture_weights: checkpoints hold the arguments, and this function cannot be pickled ({error}). "
+                "Define it with def at the top of a module, not as a lambda or inside a function."
+            )
+    if weights is not None and args.mixture_temperature != 1:
+        yield "mixture_temperature makes weights of the sizes, and mixture_weights are given: choose one."
+    if not args.mixture_temperature > 0:
+        yield f"mixture_temperature={args.mixture_temperature!r}: give a number above 0."
 
 
 def _check_loading(args: BaseArguments) -> Iterator[str]:

@@ -31,6 +31,7 @@ POSITION_SETTINGS = {
     "world_size": _POSITION,
     "dataloader_drop_last": "the length of an epoch may change, and with it the epoch and the position in it",
     "samples in the data": f"{_ORDER}, and so do the epoch and the position in it",
+    "mixture": "the samples so far are counted by the new weights; a function of the step can change weights in a run",
     "seed": f"{_ORDER}, unless data_seed is set",
     "data_seed": _ORDER,
     "train_sampling_strategy": _ORDER,
@@ -66,6 +67,7 @@ class RunProgress:
         loss: sum of the losses since the last log line, shape `()`.
         last_logged: optimizer step of the last log line.
         metrics: sums of other numbers for the next log line.
+        sources: the same for each source of a mixture; see `SourceLog.sums`.
         grad_norm: gradient norm of the last step.
         learning_rate: learning rate of the last step.
         evaluation_workers: evaluation sets whose workers have drawn their seed.
@@ -88,6 +90,7 @@ class RunProgress:
     evaluation_workers: list[str | None]
     data: dict[str, Any] | None
     since_evaluation: float = 0.0
+    sources: torch.Tensor | None = None
     tracker_runs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def resume_position(self, micro_batches: int) -> tuple[int, int] | None:
@@ -175,8 +178,11 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if written == world_size:
         return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
     others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]
-    losses = [_read(path).loss for path in others if os.path.isfile(path)]  # a .ckpt holds only that of rank 0
-    first.loss = torch.stack([first.loss, *losses]).mean()
+    found = [first, *(_read(path) for path in others if os.path.isfile(path))]  # a .ckpt holds only that of rank 0
+    first.loss = torch.stack([each.loss for each in found]).mean()
+    if first.sources is not None:
+        sums = [each.sources for each in found if each.sources is not None]
+        first.sources = torch.stack(sums).sum(0) / world_size
     return first
 
 
@@ -198,6 +204,8 @@ def _check(saved: dict[str, Any]) -> None:
         check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
+    if (sources := saved.get("sources")) is not None and (sources.ndim != 2 or not sources.is_floating_point()):
+        raise ValueError(f"sources is {sources.dtype} of shape {tuple(sources.shape)}")
     # Raise for values that are not plain, since they cannot be compared.
     json.dumps(saved["settings"])
     if found := [name for name in _OF_STEP if not isinstance(saved["settings"].get(name, 1), int)]:

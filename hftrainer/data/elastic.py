@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
+from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import random_states, restore_random_states, seed_cpu
 from hftrainer.data.samplers import StreamWrapper, set_epoch, settings_of
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -118,7 +119,7 @@ def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
         if loader.batch_size is not None:
             return
         reason = "the stream makes the batches: let it yield samples, and set a batch size"
-    elif type(loader.batch_sampler) is not BatchSampler:
+    elif not isinstance(loader.batch_sampler, MixtureBatchSampler) and type(loader.batch_sampler) is not BatchSampler:
         reason = f"{type(loader.batch_sampler).__name__} makes the batches: use a sampler of indices, and a batch size"
     else:
         return
@@ -137,8 +138,10 @@ def make_whole_batch_loader(loader: DataLoader[Any], global_batch: int) -> DataL
     return DataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings)
 
 
-def make_whole_batch_sampler(batches: BatchSampler, global_batch: int, seed: int | None) -> BatchSampler:
+def make_whole_batch_sampler(batches: Any, global_batch: int, seed: int | None) -> Any:
     """A batch sampler with the samples of `batches`, whose epoch has whole global batches."""
+    if isinstance(batches, MixtureBatchSampler):  # it has, and its order follows from the seed alone
+        return batches
     seed = torch.initial_seed() if seed is None else seed
     sampler = WholeBatchSampler(batches.sampler, global_batch, batches.drop_last, seed)
     return BatchSampler(sampler, batches.batch_size, drop_last=False)

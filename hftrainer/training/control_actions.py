@@ -87,6 +87,8 @@ class ControlActions(Component):
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= further
+        if run.loop is not None and run.loop.sources is not None:
+            logs |= run.loop.sources.pop(steps)
         if run.loop is not None and run.loop.observer is not None:
             logs |= run.loop.observer.values()
         run.total_loss += summed

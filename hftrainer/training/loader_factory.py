@@ -15,10 +15,12 @@ from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
 from hftrainer.data.randomness import seed_worker
 from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
+from hftrainer.training import mixture
 from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
 
@@ -68,16 +70,25 @@ class LoaderFactory(Component):
     ) -> DataLoader[Any]:
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
         trainer, args = self.trainer, self.trainer.args
+        dataset = as_mixture(dataset) if is_training else dataset
         given, collator = dataset, trainer.data_collator
         check_dataset(dataset, description)
-        if peers.is_map_style_dataset(dataset):
+        workers = args.dataloader_num_workers
+        if is_training and args.mixture_column is not None:
+            mixture.check_column(args.mixture_column, dataset)
+        if isinstance(dataset, MixtureStream):
+            dataset, workers = mixture.plan_stream(self.components, dataset), min(workers, 1)
+        if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
+            sources = dataset.sources.items()
+            dataset = MixtureDataset({name: trainer._remove_unused_columns(of, name) for name, of in sources})
+        elif peers.is_map_style_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
             collator = trainer._get_collator_with_removed_columns(collator, description)
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "collate_fn": collator,
-            "num_workers": args.dataloader_num_workers,
+            "num_workers": workers,
             "pin_memory": args.dataloader_pin_memory and args.device.type not in UNPINNED,
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
@@ -89,7 +100,7 @@ class LoaderFactory(Component):
             sampler = None
             if sampler_fn is not None:
                 sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
-            if peers.is_rebalanced(sampler):  # it yields whole batches
+            if peers.is_rebalanced(sampler) or isinstance(sampler, MixtureBatchSampler):  # they yield whole batches
                 settings["batch_sampler"] = sampler
                 del settings["batch_size"]
             else:
@@ -110,6 +121,11 @@ class LoaderFactory(Component):
         args = self.trainer.args
         if dataset is None or not has_length(dataset):
             return None
+        if isinstance(dataset, MixtureDataset):
+            return mixture.make_batches(self.components, dataset.indices())
+        if args.mixture_column is not None:
+            sources = group_by_column(self._with_all_columns(dataset)[args.mixture_column])
+            return mixture.make_batches(self.components, sources)
         # `sortish_sampler` is the old argument for grouping by length.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
             size = self._global_batch() or self.run.train_batch_size * args.gradient_accumulation_steps
@@ -164,7 +180,8 @@ class LoaderFactory(Component):
             if isinstance(error, RemovedColumn) or "_is_explained" in vars(error):  # by an evaluation within training
                 raise
             vars(error)["_is_explained"] = True
-            given = [each for data in datasets for each in (data.values() if isinstance(data, dict) else [data])]
+            several = [getattr(data, "sources", data) for data in datasets]
+            given = [each for data in several for each in (data.values() if isinstance(data, dict) else [data])]
             kept = self.trainer._signature_columns
             if isinstance(error, TypeError):
                 collators.explain_call_error(error, self.trainer.model, given)
@@ -247,6 +264,11 @@ class LoaderFactory(Component):
         )
         return sampler
 
+    def _with_all_columns(self, dataset: Any) -> Any:
+        """The dataset that the loader was asked for, with the columns that the model does not take."""
+        without_columns, source = self._column_source
+        return source if without_columns is dataset else dataset
+
     def _lengths(self, dataset: Any) -> list[int]:
         """The length of each sample: from `length_column_name`, or counted in the model's main input.
 
@@ -254,8 +276,7 @@ class LoaderFactory(Component):
             InvalidArgument: when the samples have neither.
         """
         column = self.trainer.args.length_column_name
-        without_columns, source = self._column_source
-        source = source if without_columns is dataset else dataset
+        source = self._with_all_columns(dataset)
         if peers.is_map_style_dataset(source) and column in source.column_names:
             return list(map(int, source[column]))
         if column != TrainingArguments.__dataclass_fields__["length_column_name"].default:

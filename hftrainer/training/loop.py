@@ -28,6 +28,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.reporting.tracking import ids_of_open_runs
+from hftrainer.training.mixture import make_source_log
 from hftrainer.training.observation import count_batch, make_observer, make_requests
 from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
@@ -77,6 +78,7 @@ class TrainingLoop:
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.loss_sum = LossSum(trainer, self.run)
+        self.sources = make_source_log(self.components, train_dataloader)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self.observer = make_observer(self.components, self)
@@ -300,7 +302,9 @@ class TrainingLoop:
         """Count a micro-batch after its backward pass, and add its loss."""
         if self.run.health is not None:
             self.run.health.note_sign()
-        self.loss_sum.add(loss)
+        added = self.loss_sum.add(loss)
+        if self.sources is not None and self.micro_batches.window is not None:
+            self.sources.add(self.epoch, self.micro_batches.window.index, added, inputs)
         if self.observer is not None:
             self.observer.end_micro_batch(*count_batch(self.trainer, inputs))
         if self.step_details.requested:
@@ -441,6 +445,7 @@ class TrainingLoop:
             loss=self.run.loss.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
+            sources=None if self.sources is None else self.sources.sums.cpu().clone(),
             grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
             learning_rate=self.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),

@@ -25,6 +25,7 @@ from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.strategies.strategy import MakeOptimizer
+from hftrainer.training import mixture
 from hftrainer.training.component import Component
 from hftrainer.training_args import without_tokens
 
@@ -187,6 +188,7 @@ class CheckpointSaver(Component):
             "max_steps": schedule.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "accelerator_config": self.components.resolved.accelerator_config.data_settings(),
+            "mixture": mixture.settings_of(self.components),
         }
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------

@@ -42,6 +42,7 @@ from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
+from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject, suggest
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
@@ -370,6 +371,13 @@ class TrainerSetup(Component):
         args = trainer.args
         if args.max_steps > 0 and args.num_train_epochs > 0:
             logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
+        is_mixture = isinstance(trainer.train_dataset, (MixtureDataset, MixtureStream))
+        if trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
+            for name in changed_arguments(args, ("mixture_weights", "mixture_temperature")):
+                raise InvalidArgument(
+                    f"{name} needs several sources: pass train_dataset={{'code': ..., 'chat': ...}}, or set "
+                    "mixture_column to the column that names the source of each sample."
+                )
         if isinstance(trainer.train_dataset, IterableDataset):
             logger.log(
                 logging.INFO if args.train_sampling_strategy == "random" else logging.WARNING,

@@ -159,14 +159,18 @@ class LossSum:
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._warned = False
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Add a micro-batch's loss. With `logging_nan_inf_filter`, the mean so far replaces a non-finite loss."""
+    def add(self, loss: torch.Tensor) -> torch.Tensor:
+        """Add a micro-batch's loss; with `logging_nan_inf_filter`, the mean so far if it is not finite.
+
+        Returns:
+            What was added, shape `()`.
+        """
         run = self.run
         if loss.device != run.loss.device:
             raise ValueError(f"The loss is on {loss.device}, training runs on {run.loss.device}: move the loss there.")
         if not self.trainer.args.logging_nan_inf_filter:
             run.loss += loss
-            return
+            return loss
         state = self.trainer.state
         steps = 1 + state.global_step - run.last_logged
         if not self._readable_at_once:  # keep it on the device: reading it would wait for the device
@@ -176,12 +180,15 @@ class LossSum:
             # XLA would compile the number into the step as a constant, and recompile the step for each new number.
             if loss.device.type == "xla":
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            run.loss = torch.where(finite, run.loss + loss, run.loss + run.loss / divisor)
-        elif math.isfinite(loss):
-            run.loss += loss
-        else:
+            added = torch.where(finite, loss, run.loss / divisor)
+            run.loss = run.loss + added
+            return added
+        added = loss
+        if not math.isfinite(loss):
             self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1)
-            run.loss += run.loss / steps
+            added = run.loss / steps
+        run.loss += added
+        return added
 
     def check_before_log(self) -> None:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""

@@ -1,0 +1,295 @@
+"""Mixtures: training data from several sources, in given proportions.
+
+All samples of a micro-batch are from one source. So the loss of a micro-batch is that of its source, however it is
+computed, and a log line can say what each source contributes. Within an optimizer step, the micro-batches of the
+sources are in random order.
+
+Everything follows from the seed and the number of the step: a resumed run, on any number of processes, reads on.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count, islice, repeat
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset, IterableDataset, Sampler
+
+from hftrainer.compat.overrides import has_length
+from hftrainer.data.samplers import set_epoch
+from hftrainer.errors import InvalidArgument, suggest
+
+#: Optimizer step, counted from 0 → the share of each source.
+Shares = Callable[[int], Sequence[float]]
+
+#: Keys of a dict that holds the splits of one dataset, rather than sources.
+_SPLITS = {"train", "validation", "test"}
+
+
+class MixtureDataset(ConcatDataset[Any]):
+    """The samples of all sources, one after the other.
+
+    Args:
+        sources: name → map-style dataset.
+    """
+
+    def __init__(self, sources: Mapping[str, Any]) -> None:
+        if empty := [name for name, source in sources.items() if not len(source)]:
+            raise InvalidArgument(f"train_dataset[{empty[0]!r}] has no samples.")
+        super().__init__(sources.values())
+        self.sources = dict(sources)
+
+    def indices(self) -> dict[str, Sequence[int]]:
+        """Source → the indices of its samples."""
+        ends = self.cumulative_sizes
+        return {name: range(end - len(self.sources[name]), end) for name, end in zip(self.sources, ends, strict=True)}
+
+
+class MixtureStream(IterableDataset[Any]):
+    """An endless stream with samples of all sources, each of which begins again when it ends.
+
+    Args:
+        sources: name → stream or map-style dataset.
+
+    Attributes:
+        passes: passes that have begun over each source, as far as this process has read it.
+    """
+
+    def __init__(self, sources: Mapping[str, Any]) -> None:
+        self.sources = dict(sources)
+        self.plan: MixturePlan | None = None
+        self.batch_size, self.seed = 1, 0
+        self.passes = dict.fromkeys(sources, 0)
+
+    def planned(self, plan: MixturePlan, batch_size: int, seed: int) -> MixtureStream:
+        """A copy whose samples are in the plan's order, `batch_size` for each micro-batch."""
+        stream = copy.copy(self)
+        stream.plan, stream.batch_size, stream.seed = plan, batch_size, seed
+        stream.passes = dict.fromkeys(self.sources, 0)
+        return stream
+
+    def __iter__(self) -> Iterator[Any]:
+        assert self.plan is not None
+        plan = self.plan.from_step(0)
+        self.passes = dict.fromkeys(self.sources, 0)
+        readers = [self._read(name) for name in self.sources]
+        while True:
+            for source, _ in plan.next_step():
+                yield from islice(readers[source], self.batch_size)
+
+    def _read(self, name: str) -> Iterator[Any]:
+        source, order = self.sources[name], None
+        if not isinstance(source, IterableDataset):
+            order = SourceOrder(name, range(len(source)), self.seed)
+        for number in count():
+            self.passes[name] += 1
+            set_epoch(source, number)
+            sample: Any = self  # stands for no sample
+            for sample in source if order is None else map(source.__getitem__, order.of_pass(number).tolist()):
+                yield sample
+            if sample is self:
+                raise InvalidArgument(f"train_dataset[{name!r}] has no samples.")
+
+
+def as_mixture(dataset: Any) -> Any:
+    """A dict of datasets as a mixture; any other dataset itself.
+
+    Raises:
+        InvalidArgument: for the splits of one dataset.
+    """
+    if not isinstance(dataset, Mapping) or not dataset or 0 in dataset:
+        return dataset
+    if split := _SPLITS & set(map(str, dataset)):
+        raise InvalidArgument(
+            f"The training dataset is a {type(dataset).__name__} with the keys {', '.join(map(str, dataset))}: pass "
+            f"one of its sets, such as dataset[{min(split)!r}]. In a mixture, each key names a source to train on."
+        )
+    sources = {str(name): source for name, source in dataset.items()}
+    for name, source in sources.items():
+        if not isinstance(source, IterableDataset) and not (hasattr(source, "__getitem__") and has_length(source)):
+            raise InvalidArgument(f"train_dataset[{name!r}] is a {type(source).__name__}: pass a Dataset or a list.")
+    is_stream = any(isinstance(source, IterableDataset) for source in sources.values())
+    return MixtureStream(sources) if is_stream else MixtureDataset(sources)
+
+
+# ---- Proportions -----------------------------------------------------------------------------------------------------
+
+
+def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None]) -> Shares:
+    """The shares of the sources at each optimizer step, in the order of `sizes`.
+
+    Args:
+        weights: `mixture_weights`: source → weight, a function of the step that returns such a dict, or None for
+            weights by size.
+        temperature: `mixture_temperature`; a source of `n` samples has the weight `n ** (1 / temperature)`.
+        sizes: source → its samples; None for a stream.
+
+    Raises:
+        InvalidArgument: for weights that do not fit the sources.
+    """
+    if callable(weights):
+        return lambda step: _read_weights(weights(step), sizes, f"mixture_weights({step})")
+    if weights is not None:
+        return constant(_read_weights(weights, sizes, "mixture_weights"))
+    if unknown := [name for name, size in sizes.items() if size is None]:
+        raise InvalidArgument(
+            f"mixture_weights is needed: train_dataset[{unknown[0]!r}] is a stream, whose size is not known."
+        )
+    powers = {name: (size or 0) ** (1 / temperature) for name, size in sizes.items()}
+    return constant(_read_weights(powers, sizes, "mixture_temperature"))
+
+
+def constant(shares: list[float]) -> Shares:
+    """The same shares at each step."""
+    return lambda step: shares
+
+
+def _read_weights(weights: Any, names: Iterable[str], argument: str) -> list[float]:
+    names = list(names)
+    if not isinstance(weights, Mapping):
+        raise InvalidArgument(f"{argument} is {weights!r}: it must be a dict, source → weight.")
+    if unknown := [name for name in weights if name not in names]:
+        raise InvalidArgument(
+            f"{argument} has a weight for {unknown[0]!r}, which is no source{suggest(unknown[0], names)}"
+        )
+    if missing := [name for name in names if name not in weights]:
+        raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: give each source one, 0 to leave it out.")
+    values = [float(weights[name]) for name in names]
+    total = sum(values)
+    if not (0 < total < float("inf")) or min(values) < 0:
+        raise InvalidArgument(f"{argument}={dict(weights)}: weights are numbers of at least 0, one of them above it.")
+    return [value / total for value in values]
+
+
+class MixturePlan:
+    """Which source each micro-batch is from.
+
+    After any step, each source has had its share of all micro-batches so far, to within one.
+
+    Args:
+        shares: the share of each source at each step.
+        sources: number of sources.
+        micro_batches: micro-batches of an optimizer step, over all processes.
+        seed: seeds the order within a step.
+
+    Attributes:
+        step: the next step.
+        drawn: micro-batches of each source in the steps before it.
+    """
+
+    def __init__(self, shares: Shares, sources: int, micro_batches: int, seed: int) -> None:
+        self.shares, self.micro_batches, self.seed = shares, micro_batches, seed
+        self.step, self.drawn, self._due = 0, [0] * sources, [0.0] * sources
+
+    def from_step(self, step: int) -> MixturePlan:
+        """A plan that goes on from a step."""
+        plan = copy.copy(self)
+        plan.drawn, plan._due = list(self.drawn), list(self._due)
+        if step < plan.step:
+            plan.step, plan.drawn, plan._due = 0, [0] * len(plan.drawn), [0.0] * len(plan.drawn)
+        while plan.step < step:
+            plan._draw_step()
+        return plan
+
+    def next_step(self) -> list[tuple[int, int]]:
+        """The micro-batches of the next step: each the source, and how many of this source there were before."""
+        generator = np.random.default_rng((self.seed, self.step))
+        drawn = self._draw_step()
+        return [drawn[index] for index in generator.permutation(len(drawn)).tolist()]
+
+    def _draw_step(self) -> list[tuple[int, int]]:
+        shares, drawn = self.shares(self.step), []
+        self._due = [due + share * self.micro_batches for due, share in zip(self._due, shares, strict=True)]
+        for _ in range(self.micro_batches):
+            # Not one whose share is now 0, although it was owed a part of a micro-batch before.
+            owed = [
+                due - had if share else -np.inf for due, had, share in zip(self._due, self.drawn, shares, strict=True)
+            ]
+            source = owed.index(max(owed))
+            drawn.append((source, self.drawn[source]))
+            self.drawn[source] += 1
+        self.step += 1
+        return drawn
+
+
+# ---- Samples ---------------------------------------------------------------------------------------------------------
+
+
+class SourceOrder:
+    """The samples of a source, pass after pass, each in another random order.
+
+    Args:
+        name: the source.
+        indices: its samples.
+        seed: the seed; None keeps the order of `indices`.
+    """
+
+    def __init__(self, name: str, indices: Sequence[int], seed: int | None) -> None:
+        self._indices = np.asarray(indices)
+        self._seed = None if seed is None else (seed, zlib.crc32(name.encode()))
+        self._kept: tuple[int, Any] = -1, None
+
+    def of_pass(self, number: int) -> Any:
+        """The samples of a pass, counted from 0, as an array."""
+        if self._kept[0] != number:
+            order = self._indices
+            if self._seed is not None:
+                order = np.random.default_rng((*self._seed, number)).permutation(order)
+            self._kept = number, order
+        return self._kept[1]
+
+    def take(self, start: int, size: int) -> list[int]:
+        """The samples from `start` on, counted over all passes."""
+        taken: list[int] = []
+        while len(taken) < size:
+            number, offset = divmod(start + len(taken), len(self._indices))
+            taken += self.of_pass(number)[offset : offset + size - len(taken)].tolist()
+        return taken
+
+
+class MixtureBatchSampler(Sampler[list[int]]):
+    """The micro-batches of all processes; each epoch has whole optimizer steps.
+
+    Args:
+        sources: source → the indices of its samples.
+        plan: which source each micro-batch is from.
+        batch_size: samples of a micro-batch.
+        seed: seeds the order of the samples; None keeps it.
+    """
+
+    seeds_itself = True  # so no generator's state need be saved
+    drop_last = False
+
+    def __init__(
+        self, sources: Mapping[str, Sequence[int]], plan: MixturePlan, batch_size: int, seed: int | None
+    ) -> None:
+        self.sources, self.plan, self.batch_size, self.seed = sources, plan, batch_size, seed
+        of_step = batch_size * plan.micro_batches
+        self.steps = -(-sum(map(len, sources.values())) // of_step)
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return self.steps * self.plan.micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.plan = plan = self.plan.from_step(self.epoch * self.steps)
+        plan = plan.from_step(plan.step)  # the attribute stays at the epoch's beginning
+        orders = [SourceOrder(name, indices, self.seed) for name, indices in self.sources.items()]
+        for _ in repeat(None, self.steps):
+            for source, before in plan.next_step():
+                yield orders[source].take(before * self.batch_size, self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
+
+def group_by_column(values: Sequence[Any]) -> dict[str, Sequence[int]]:
+    """Value → the indices of the samples with it, in the order of the first ones."""
+    found: dict[str, list[int]] = {}
+    for index, value in enumerate(values):
+        found.setdefault(str(value), []).append(index)
+    return dict(found)

@@ -1,0 +1,177 @@
+"""Plans the batches of a mixture, and logs what each of its sources contributes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.compat import peers
+from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixturePlan, MixtureStream, make_shares
+from hftrainer.data.samplers import BatchSamplerWrapper
+from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
+from hftrainer.training.observation import count_batch
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
+
+logger = logging.getLogger(__name__)
+
+
+def settings_of(components: Components) -> list[Any] | None:
+    """What the order of a mixture's samples depends on, in plain values; None without a mixture."""
+    args = components.trainer.args
+    if args.mixture_column is None and not isinstance(
+        components.trainer.train_dataset, (MixtureDataset, MixtureStream)
+    ):
+        return None
+    weights = args.mixture_weights
+    weights = getattr(weights, "__qualname__", type(weights).__name__) if callable(weights) else weights
+    return [weights, args.mixture_temperature, args.mixture_column, components.run.train_batch_size]
+
+
+def make_batches(components: Components, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
+    """The batches of map-style data.
+
+    Args:
+        components: the parts of the Trainer.
+        sources: source → the indices of its samples.
+
+    Raises:
+        UnsupportedArgument: for another order than a random or a sequential one within the sources.
+    """
+    order = components.trainer.args.train_sampling_strategy
+    if order not in ("random", "sequential"):
+        raise UnsupportedArgument(
+            f"train_sampling_strategy={str(order)!r}: the samples of each source of a mixture are in random order, or "
+            "with 'sequential' in theirs. Remove it, or sort each source yourself and use 'sequential'."
+        )
+    plan = _make_plan(components, {name: len(indices) for name, indices in sources.items()})
+    seed = None if order == "sequential" else plan.seed
+    return MixtureBatchSampler(sources, plan, components.run.train_batch_size, seed)
+
+
+def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
+    """The stream in the order of its plan. One loading process may read it: several would read each source."""
+    plan = _make_plan(components, dict.fromkeys(stream.sources))
+    if (workers := components.trainer.args.dataloader_num_workers) > 1:
+        logger.warning(
+            "One loading process reads the streams of a mixture, not dataloader_num_workers=%d, which divides them.",
+            workers,
+        )
+    return stream.planned(plan, components.run.train_batch_size, plan.seed)
+
+
+def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> MixturePlan:
+    trainer, args = components.trainer, components.trainer.args
+    if components.loaders.config().split_batches:
+        raise UnsupportedArgument(
+            "accelerator_config['split_batches']=True: a batch of a mixture is of one process. Remove it, and set "
+            "per_device_train_batch_size to the samples of one process."
+        )
+    shares = make_shares(args.mixture_weights, args.mixture_temperature, sizes)
+    of_step = args.gradient_accumulation_steps * trainer.accelerator.processes.data_world_size
+    return MixturePlan(shares, len(sizes), of_step, args.seed if args.data_seed is None else args.data_seed)
+
+
+def check_column(column: str, dataset: Any) -> None:
+    """Raise `InvalidArgument` unless a dataset has the column that names each sample's source."""
+    if not peers.is_map_style_dataset(dataset):
+        raise InvalidArgument(
+            f"mixture_column={column!r}: train_dataset is a {type(dataset).__name__}, but only a datasets.Dataset has "
+            "columns. Pass a dict, source → dataset, as train_dataset instead."
+        )
+    if column not in dataset.column_names:
+        columns = dataset.column_names
+        raise InvalidArgument(
+            f"mixture_column={column!r}: train_dataset has the columns {', '.join(columns)}{suggest(column, columns)}."
+        )
+
+
+class SourceLog:
+    """Sums the loss, the samples and the tokens of each source, on the device.
+
+    Args:
+        components: the parts of the Trainer.
+        names: the sources.
+        plan: which source each micro-batch is from.
+        steps_in_epoch: optimizer steps of an epoch.
+        sizes: samples of each source; None for streams, whose passes `stream` counts.
+        stream: the stream that this process reads, if it reads one.
+    """
+
+    def __init__(
+        self,
+        components: Components,
+        names: list[str],
+        plan: MixturePlan,
+        steps_in_epoch: int,
+        sizes: list[int] | None,
+        stream: MixtureStream | None,
+    ) -> None:
+        self.components, self.names, self.sizes, self.stream = components, names, sizes, stream
+        self._plan, self._steps_in_epoch = plan, steps_in_epoch
+        self._of_step: tuple[int, list[int]] = -1, []  # a step, and the sources of its micro-batches
+        #: The loss, samples and tokens of each source since the last log line, shape `(sources, 3)`.
+        self.sums = torch.zeros(len(names), 3, device=components.trainer.args.device)
+        saved = None if components.run.progress is None else components.run.progress.sources
+        if saved is not None and saved.shape == self.sums.shape:
+            self.sums += saved.to(self.sums.device)
+
+    def add(self, epoch: int, index: int, loss: torch.Tensor, inputs: Any) -> None:
+        """Add a micro-batch, the `index`-th of this process in its epoch."""
+        processes = self.components.trainer.accelerator.processes
+        number = index * processes.data_world_size + processes.data_rank
+        in_epoch, place = divmod(number, self._plan.micro_batches)
+        if (step := epoch * self._steps_in_epoch + in_epoch) != self._of_step[0]:
+            self._plan = self._plan.from_step(step)
+            self._of_step = step, [source for source, _ in self._plan.next_step()]
+        samples, tokens = count_batch(self.components.trainer, inputs)
+        row = self.sums[self._of_step[1][place]]
+        row[0] += loss.detach()
+        row[1:] += torch.tensor([samples, tokens], device=row.device)
+
+    def pop(self, steps: int) -> dict[str, float]:
+        """The entries of a log line, over all processes; resets the sums.
+
+        `loss` is the sum of `loss/<source>`, in the order of the sources.
+
+        Args:
+            steps: optimizer steps since the last log line.
+        """
+        processes, policy = self.components.trainer.accelerator.processes, self.components.policy
+        own = [processes.gather_numbers(value, distinct=True).sum() for value in self.sums.flatten()]
+        rows = torch.stack(own).reshape(self.sums.shape).tolist()
+        self.sums.zero_()
+        losses = [policy.logged_loss(row[0] / processes.data_world_size / steps) for row in rows]
+        logs = {"loss": sum(losses)} | {f"loss/{name}": loss for name, loss in zip(self.names, losses, strict=True)}
+        for column, what in ((1, "samples"), (2, "tokens")):
+            if any(row[column] for row in rows):
+                logs |= {f"{what}/{name}": int(row[column]) for name, row in zip(self.names, rows, strict=True)}
+        return logs | {f"epoch/{name}": passes for name, passes in zip(self.names, self._passes(), strict=False)}
+
+    def _passes(self) -> list[float]:
+        """Passes over each source so far; none if another process reads the stream."""
+        if self.sizes is None:
+            read = [] if self.stream is None else list(self.stream.passes.values())
+            return [float(number) for number in read] if any(read) else []
+        size = self.components.run.train_batch_size
+        return [drawn * size / of for drawn, of in zip(self._plan.drawn, self.sizes, strict=True)]
+
+
+def make_source_log(components: Components, loader: Any) -> SourceLog | None:
+    """The log of the sources, if a loader reads a mixture."""
+    if not isinstance(loader, PreparedDataLoader):
+        return None
+    batches: Any = loader.batch_sampler
+    batches = batches.innermost if isinstance(batches, BatchSamplerWrapper) else batches
+    if isinstance(batches, MixtureBatchSampler):
+        sizes = list(map(len, batches.sources.values()))
+        return SourceLog(components, list(batches.sources), batches.plan.from_step(0), batches.steps, sizes, None)
+    stream = loader.source
+    if not isinstance(stream, MixtureStream) or stream.plan is None:
+        return None
+    return SourceLog(components, list(stream.sources), stream.plan.from_step(0), 0, None, stream)
