@@ -196,11 +196,15 @@ class MixturePlan:
 
     def next_step(self) -> list[tuple[int, int]]:
         """The micro-batches of the next step: each the source, and how many of this source there were before."""
-        generator = np.random.default_rng((self.seed, self.step))
-        drawn = self._draw_step()
-        return [drawn[index] for index in generator.permutation(len(drawn)).tolist()]
+        before = list(self.drawn)
+        order = np.random.default_rng((self.seed, self.step)).permutation(self._draw_step())
+        numbered = []
+        for source in order.tolist():
+            numbered.append((source, before[source]))
+            before[source] += 1
+        return numbered
 
-    def _draw_step(self) -> list[tuple[int, int]]:
+    def _draw_step(self) -> list[int]:
         shares, drawn = self.shares(self.step), []
         self._due = [due + share * self.micro_batches for due, share in zip(self._due, shares, strict=True)]
         for _ in range(self.micro_batches):
@@ -209,7 +213,7 @@ class MixturePlan:
                 due - had if share else -np.inf for due, had, share in zip(self._due, self.drawn, shares, strict=True)
             ]
             source = owed.index(max(owed))
-            drawn.append((source, self.drawn[source]))
+            drawn.append(source)
             self.drawn[source] += 1
         self.step += 1
         return drawn

@@ -1,17 +1,243 @@
-"""Proportions, order and log lines of mixtures; `tests/distributed/test_mixture.py` has several processes."""
+"""Proportions, order, log lines and resumes of mixtures; `tests/distributed/test_mixture.py` has several processes."""
 
 import collections
 import itertools
+import os
+import random
 
 import datasets
 import pytest
-import torch
 from torch.utils.data import IterableDataset
 
 import hftrainer
-from hftrainer.data.mixture import MixturePlan, as_mixture, constant, make_shares
+from hftrainer.data.mixture import MixturePlan, make_shares
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.parity import assert_same_weights
-from tests.support.steps import train
+from tests.support.tiny import make_plain, plain_data
 
 WEIGHTS = {"code": 0.7, "chat": 0.3}
+SIZES = {"code": 20, "chat": 7}
+
+
+def more_chat_later(step):
+    return WEIGHTS if step < 5 else {"code": 0, "chat": 1}
+
+
+class Stream(IterableDataset):
+    """Samples without an order of their own; each pass adds 100 to the first feature."""
+
+    def __init__(self, rows):
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for row in self.rows:
+            yield {**row, "x": row["x"] + 100 * self.epoch}
+
+
+def make_sources(kind="map-style"):
+    """The first feature of a sample is its index, above 1000 in the second source."""
+    sources = {}
+    for first, (name, size) in zip((0, 1000), SIZES.items(), strict=True):
+        sources[name] = rows = plain_data(size)
+        for index, row in enumerate(rows):
+            row["x"][0] = first + index
+    if kind == "streams":
+        return {name: Stream(rows) for name, rows in sources.items()}
+    return {"code": Stream(sources["code"]), "chat": sources["chat"]} if kind == "both" else sources
+
+
+def run(folder, sources=None, resume=None, **settings):
+    """Train; returns the Trainer, and the micro-batches that it read: the index of each sample, and the loss."""
+    defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "logging_steps": 3, "max_steps": 14}
+    defaults |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "mixture_weights": WEIGHTS}
+    args = hftrainer.TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **settings})
+    read = []
+
+    class Reads(hftrainer.Trainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            indices = inputs["x"][:, 0].int().tolist()
+            inputs["x"][:, 0] = 0
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            read.append((indices, loss.item()))
+            return loss
+
+    trainer = Reads(make_plain(), args, train_dataset=make_sources() if sources is None else sources)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, read
+
+
+def lines_of(trainer):
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+# ---- The plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 16])
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [0.97, 0.02, 0.01], [1, 1, 1], [5, 0, 3]])
+def test_proportions(weights, micro_batches):
+    names = dict.fromkeys(map(str, range(len(weights))))
+    shares = make_shares(dict(zip(names, weights, strict=True)), 1.0, names)
+    plan = MixturePlan(shares, len(weights), micro_batches, seed=3)
+    drawn = collections.Counter()
+    for step in range(1, 10_001):
+        drawn.update(source for source, _ in plan.next_step())
+        if step % 100 == 0:
+            for source, weight in enumerate(weights):
+                due = step * micro_batches * weight / sum(weights)
+                assert abs(drawn[source] - due) <= 1  # far less than 1 % of 10,000 steps
+    assert plan.drawn == [drawn[source] for source in range(len(weights))]
+
+
+def test_function_of_the_step():
+    plan = MixturePlan(make_shares(more_chat_later, 1.0, SIZES), 2, 10, seed=0)
+    steps = [sorted(source for source, _ in plan.next_step()) for _ in range(8)]
+    assert steps == [[0] * 7 + [1] * 3] * 5 + [[1] * 10] * 3
+
+
+@pytest.mark.parametrize(("temperature", "expected"), [(1, [0.8, 0.2]), (2, [2 / 3, 1 / 3]), (1e9, [0.5, 0.5])])
+def test_weights_by_size(temperature, expected):
+    assert make_shares(None, temperature, {"code": 80, "chat": 20})(0) == pytest.approx(expected)
+
+
+def test_goes_on_from_any_step():
+    plan = MixturePlan(make_shares(WEIGHTS, 1.0, SIZES), 2, 4, seed=1)
+    steps = [plan.next_step() for _ in range(20)]
+    for step in (19, 3, 0, 7):
+        assert plan.from_step(step).next_step() == steps[step]
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["map-style", "streams", "both"])
+def test_batches_and_log(tmp_path, kind):
+    trainer, read = run(tmp_path, make_sources(kind))
+    losses = collections.defaultdict(lambda: [0.0, 0])
+    for number, line in enumerate(lines_of(trainer)):
+        assert line["loss"] == line["loss/code"] + line["loss/chat"]
+        micro_batches = read[9 * number : 9 * number + 9]
+        losses.clear()
+        for indices, loss in micro_batches:
+            assert len({index >= 1000 for index in indices}) == 1  # of one source
+            name = "chat" if indices[0] >= 1000 else "code"
+            losses[name][0] += loss
+            losses[name][1] += len(indices)
+        for name, (loss, samples) in losses.items():
+            assert line[f"loss/{name}"] == pytest.approx(loss / 3, rel=1e-6)  # in float32 there
+            assert line[f"samples/{name}"] == samples
+    assert abs(sum(indices[0] < 1000 for indices, _ in read) / len(read) - 0.7) < 0.02
+    samples = {"code": [], "chat": []}
+    for index in itertools.chain.from_iterable(indices for indices, _ in read):
+        samples["chat" if index >= 1000 else "code"].append(index % 1000)
+    for name, size in SIZES.items():
+        passes = [samples[name][start : start + size] for start in range(0, len(samples[name]) - size + 1, size)]
+        assert len(passes) >= 2
+        for number, each in enumerate(passes):
+            added = 100 * number if kind == "streams" or (kind == "both" and name == "code") else 0
+            assert sorted(each) == [added + index for index in range(size)]
+    if kind == "map-style":
+        assert passes[0] != passes[1]  # another order
+        assert lines_of(trainer)[-1]["epoch/chat"] == pytest.approx(len(samples["chat"]) / 7, abs=1)
+
+
+def test_orders_follow_from_the_seed(tmp_path):
+    (_, first), (_, again), (_, other) = (run(tmp_path, seed=seed) for seed in (1, 1, 2))
+    assert first == again != other
+    _, given = run(tmp_path, train_sampling_strategy="sequential")
+    code = [index for indices, _ in given for index in indices if index < 1000]
+    assert code == [index % 20 for index in range(len(code))]
+
+
+def test_epochs_have_whole_steps(tmp_path):
+    trainer, read = run(tmp_path, max_steps=-1, num_train_epochs=2)
+    assert trainer.state.global_step == 2 * 5  # 27 samples, 6 in a step
+    assert len(read) == 30
+
+
+def test_column_names_the_source(tmp_path):
+    rows = [
+        {"x": row["x"].tolist(), "labels": row["labels"], "kind": name}
+        for name, of in make_sources().items()
+        for row in of
+    ]
+    random.Random(0).shuffle(rows)
+    trainer, read = run(tmp_path, datasets.Dataset.from_list(rows), mixture_column="kind")
+    assert all(len({index >= 1000 for index in indices}) == 1 for indices, _ in read)
+    assert {name for line in lines_of(trainer) for name in line if name.startswith("loss/")} == {
+        "loss/code",
+        "loss/chat",
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        *(("map-style", {"dataloader_num_workers": workers}) for workers in (0, 2)),
+        *(("both", {"dataloader_num_workers": workers}) for workers in (0, 1)),
+        ("map-style", {"mixture_weights": more_chat_later, "max_steps": -1}),
+    ],
+    ids=["map-style", "loading processes", "streams", "loading process of streams", "function"],
+)
+def test_resumes_to_the_bit(tmp_path, kind, settings):
+    given = {"save_strategy": "steps", "save_steps": 1, "logging_steps": 4, **settings}
+    whole, _ = run(tmp_path, make_sources(kind), **given)
+    last = whole.state.global_step
+    count = int(os.environ.get("FUZZ", "2"))
+    for step in sorted(random.Random(4).choices(range(1, last), k=count)):
+        resumed, _ = run(tmp_path, make_sources(kind), resume=str(tmp_path / f"checkpoint-{step}"), **given)
+        assert lines_of(resumed) == lines_of(whole)
+        assert_same_weights(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
+    given = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    run(tmp_path, **given)
+    run(tmp_path, resume=str(tmp_path / "checkpoint-4"), **given, mixture_weights={"code": 1, "chat": 1})
+    assert "Resuming with mixture=" in caplog.text
+
+
+# ---- What cannot work ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sources", "settings", "message"),
+    [
+        (
+            make_sources(),
+            {"mixture_weights": {"code": 1, "chta": 1}},
+            "'chta', which is no source; did you mean 'chat'",
+        ),
+        (make_sources(), {"mixture_weights": {"code": 1}}, "no weight for 'chat'"),
+        (make_sources(), {"mixture_weights": {"code": 1, "chat": -1}}, "at least 0"),
+        (make_sources(), {"mixture_weights": {"code": 0, "chat": 0}}, "above it"),
+        (make_sources(), {"mixture_weights": str}, "must be a dict"),
+        (make_sources(), {"mixture_weights": 3}, "give a dict"),
+        (make_sources(), {"mixture_weights": lambda step: WEIGHTS}, "cannot be pickled"),
+        (make_sources(), {"mixture_temperature": 2}, "choose one"),
+        (make_sources(), {"mixture_temperature": 0, "mixture_weights": None}, "above 0"),
+        (make_sources("streams"), {"mixture_weights": None}, "whose size is not known"),
+        (make_sources("streams"), {"max_steps": -1}, "max_steps must be set"),
+        ({"code": [], "chat": plain_data(3)}, {}, r"train_dataset\['code'\] has no samples"),
+        ({"code": Stream([]), "chat": plain_data(3)}, {}, r"train_dataset\['code'\] has no samples"),
+        ({"code": 3, "chat": plain_data(3)}, {}, r"train_dataset\['code'\] is a int"),
+        ({"train": plain_data(3), "test": plain_data(3)}, {}, r"pass one of its sets, such as dataset\['test'\]"),
+        (plain_data(3), {}, "mixture_weights needs several sources"),
+        (plain_data(3), {"mixture_column": "kind"}, "only a datasets.Dataset has columns"),
+        (datasets.Dataset.from_dict({"kinds": ["a"]}), {"mixture_column": "kind"}, "did you mean 'kinds'"),
+    ],
+)
+def test_errors(tmp_path, sources, settings, message):
+    with pytest.raises(InvalidArgument, match=message):
+        run(tmp_path, sources, **settings)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"accelerator_config": {"split_batches": True}}, {"train_sampling_strategy": "group_by_length"}]
+)
+def test_refused_together(tmp_path, settings):
+    with pytest.raises(UnsupportedArgument, match=next(iter(settings))):
+        run(tmp_path, **settings)
