@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from hftrainer.arguments.field import OURS, arg
 from hftrainer.arguments.fields import CurrentArguments
@@ -19,4 +20,12 @@ class OwnArguments(CurrentArguments):
         "its first samples.",
         OURS,
         "data.elastic",
+    )
+    param_groups: list[dict[str, Any]] | str | None = arg(
+        None,
+        "Settings of the optimizer for parameters by name: a list of dicts, or the path of a JSON file with one. Each has "
+        "a `pattern`, and `lr`, `lr_scale`, `layer_decay`, `weight_decay` or other settings of a group.",
+        OURS,
+        "optimizers.param_groups",
+        json=True,
     )
