@@ -35,7 +35,7 @@ def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opti
         optimizer: the optimizer.
     """
     then, now = state["param_groups"], optimizer.param_groups
-    is_named = all(_NAMES <= group.keys() for group in then)
+    is_named = all(group.keys() >= _NAMES for group in then)
     # A script's own named groups are loaded by position, as torch loads them.
     if not has_named_groups(optimizer) and not (is_named and len(then) != len(now)):
         return state

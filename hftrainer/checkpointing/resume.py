@@ -241,7 +241,9 @@ def load_optimizer_and_scheduler(
             optimizer.load_state_dict(state)
     if regrouped or regrouping.has_named_groups(optimizer):
         changed = regrouping.take_settings(before, optimizer, regrouped=regrouped)
-        load_scheduler_or_scaler(scheduler, folder, "scheduler", lambda state: regrouping.fit_schedule(state, scheduler))
+        load_scheduler_or_scaler(
+            scheduler, folder, "scheduler", lambda state: regrouping.fit_schedule(state, scheduler)
+        )
         regrouping.follow_schedule(scheduler, optimizer, changed=changed)
     else:
         load_scheduler_or_scaler(scheduler, folder, "scheduler")

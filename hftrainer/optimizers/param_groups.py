@@ -15,7 +15,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.peers import bare_name
 from hftrainer.errors import suggest
 
-_ALL_FLAT = "is all of FSDP1's flat parameters: set fsdp_config['use_orig_params']=True, or use FSDP2"
+_FLAT = "FSDP1 has flattened them: set fsdp_config['use_orig_params']=True, or use FSDP2."
 
 
 @dataclass
@@ -82,12 +82,11 @@ def _unmatched(patterns: list[str], named: dict[str, nn.Parameter], taken: list[
     for pattern in patterns:
         found = fnmatch.filter(named, pattern)
         if not found:
-            flat = all("_flat_param" in name for name in named)
-            near = suggest(pattern, named, suggest(pattern.strip("*."), {part for each in named for part in each.split(".")}))
-            yield f"{pattern!r} matches no parameter of the model, which {_ALL_FLAT}." if flat else (
-                f"{pattern!r} matches no parameter of the model{near or f', such as {next(iter(named))!r}'}. "
-                "model.named_parameters() has their names."
-            )
+            parts = dict.fromkeys(part for name in named for part in name.split("."))
+            near = suggest(pattern, named, suggest(pattern.strip("*."), parts, f", such as {next(iter(named))!r}."))
+            flat = any("_flat_param" in name for name in named)
+            advice = _FLAT if flat else "model.named_parameters() has their names."
+            yield f"{pattern!r} matches no parameter of the model{'.' if flat else near} {advice}"
         elif not any(named[name].requires_grad for name in found):
             yield f"{pattern!r} matches only frozen parameters: leave it out, or let them require gradients."
         elif not set(found) & set(taken):
@@ -126,7 +125,7 @@ def unknown_keys(entries: list[dict[str, Any]], optimizer: Any) -> Iterator[str]
         for key in entry.keys() - known - {*OWN_KEYS, "lr", "weight_decay", "params", "frozen"}:
             yield (
                 f"param_groups[{number}]: {type(optimizer).__name__} has no setting {key!r} of a group"
-                f"{suggest(key, known)}. It takes {', '.join(sorted(known))}, lr_scale and layer_decay."
+                f"{suggest(key, known, '.')} It takes {', '.join(sorted(known))}, lr_scale and layer_decay."
             )
         if optimizer.defaults.get("relative_step") and {"lr", "lr_scale", "layer_decay"} & entry.keys():
             yield f"param_groups[{number}]: relative_step=True computes the learning rates: set it to False, with lr."

@@ -17,9 +17,9 @@ from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import peers
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled
+from hftrainer.compat.peers import bare_name
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
-from hftrainer.compat.peers import bare_name
 from hftrainer.model import inspection
 from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.optimizers import param_groups
@@ -261,8 +261,9 @@ class ModelSetup(Component):
             return
         if any("param_names" not in group for group in groups):
             raise InvalidArgument(
-                "param_groups is for the optimizer that the Trainer makes, but this one is the script's, from optimizers "
-                "or from create_optimizer: give its groups their settings there, or pass optimizer_cls_and_kwargs."
+                "param_groups is for the optimizer that the Trainer makes, but this one is the script's, from "
+                "optimizers or create_optimizer: give its groups their settings there, or pass "
+                "optimizer_cls_and_kwargs."
             )
         if freezes:
             raise InvalidArgument(
