@@ -23,8 +23,8 @@ class OwnArguments(CurrentArguments):
     )
     param_groups: list[dict[str, Any]] | str | None = arg(
         None,
-        "Settings of the optimizer for parameters by name: a list of dicts, or the path of a JSON file with one. Each has "
-        "a `pattern`, and `lr`, `lr_scale`, `layer_decay`, `weight_decay` or other settings of a group.",
+        "Settings of the optimizer for parameters by name: a list of dicts, or the path of a JSON file with one. Each "
+        "has a `pattern`, and `lr`, `lr_scale`, `layer_decay`, `weight_decay` or other settings of a group.",
         OURS,
         "optimizers.param_groups",
         json=True,

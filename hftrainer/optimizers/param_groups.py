@@ -90,7 +90,7 @@ def _unmatched(patterns: list[str], named: dict[str, nn.Parameter], taken: list[
         elif not any(named[name].requires_grad for name in found):
             yield f"{pattern!r} matches only frozen parameters: leave it out, or let them require gradients."
         elif not set(found) & set(taken):
-            yield f"{pattern!r} matches only parameters of earlier entries, which come first: move it up or leave it out."
+            yield f"{pattern!r} matches only parameters that earlier entries have: move it up, or leave it out."
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, tuple[str, float]]:
