@@ -59,7 +59,8 @@ def parameter_groups(
         {"params": [parameter for decays, parameter in rest if not decays], "weight_decay": 0.0},
     ]
     if selected is not None:
-        groups = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected]
+        named = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected]
+        groups = [group for group in named if group["params"]]  # torch cannot load several empty groups under FSDP
     meshes = list(dict.fromkeys(_mesh_of(parameter) for _, parameter in trainable))
     if len(meshes) < 2:
         return groups

@@ -36,15 +36,17 @@ def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Opti
     """
     then, now = state["param_groups"], optimizer.param_groups
     is_named = all(group.keys() >= _NAMES for group in then)
-    # A script's own named groups are loaded by position, as torch loads them.
-    if not has_named_groups(optimizer) and not (is_named and len(then) != len(now)):
-        return state
+    own = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+    if not has_named_groups(optimizer):
+        # A script's own named groups are loaded by position, as torch loads them.
+        is_plain = all("param_names" not in group and own.keys() >= set(map(id, group["params"])) for group in now)
+        if not (is_named and is_plain):
+            return state
     if is_named:
         names_then = [group["param_names"] for group in then]
     else:
         unnamed = iter(getattr(optimizer, NAMES_WITHOUT_GROUPS))
         names_then = [list(itertools.islice(unnamed, len(group["params"]))) for group in then]
-    own = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     names_now = [[own[id(parameter)] for parameter in group["params"]] for group in now]
     if is_named and names_then == names_now:
         return state

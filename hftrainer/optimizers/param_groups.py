@@ -68,7 +68,8 @@ def select(
             label = part if "weight_decay" in entry or name in decays else f"{part} no decay"
             parts.setdefault((label.strip(), scale, decay), []).append(name)
         settings = {key: value for key, value in entry.items() if key not in OWN_KEYS}
-        for (label, scale, decay), names in parts.items():
+        # The rate of the first group is logged, so that of the head comes first.
+        for (label, scale, decay), names in sorted(parts.items(), key=lambda part: (-part[0][1], -part[0][2])):
             own = entry.get("lr", rate * entry.get("lr_scale", 1.0)) * scale
             title = " | ".join(patterns) + (f" ({label})" if label else "")
             params = [named[name] for name in names]

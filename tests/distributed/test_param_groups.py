@@ -1,4 +1,4 @@
-"""Two processes keep `param_groups` in each way of training, and find the moments by name in each kind of checkpoint."""
+"""Two processes keep `param_groups` in each way of training, and find moments by name in each kind of checkpoint."""
 
 import pytest
 import torch
