@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 
-import hftrainer
 from hftrainer import HfArgumentParser, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument
 from hftrainer.optimizers.param_groups import layer_scales
@@ -149,12 +148,12 @@ def test_each_group_is_logged_and_named(tmp_path, caplog):
     rates = {name: group["lr"] for group in groups for name in group["param_names"]}
     assert rates["model.layers.0.mlp.up_proj.weight"] == 0.25
     assert rates["lm_head.weight"] == 1.0
-    assert [(group["name"], group["lr"]) for group in groups[:2]] == [("no decay", 1.0), ("*.weight (after the layers)", 1.0)]
+    assert [group["lr"] for group in groups] == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
     lines = [message for message in caplog.messages if message.startswith("Parameter group")]
     assert len(lines) == len(groups)
     count = trainer.model.model.embed_tokens.weight.numel()
     assert (
-        ff"Parameter group {len(groups) - 1}, *.weight (before the layers): 1 tensors, {count:,} parameters, lr=0.125, "
+        f"Parameter group {len(groups) - 1}, *.weight (before the layers): 1 tensors, {count:,} parameters, lr=0.125, "
         "weight_decay=0.1: model.embed_tokens.weight"
     ) in lines
 
@@ -228,5 +227,6 @@ def test_nothing_is_named_without_groups(tmp_path):
 
 
 def test_deepspeed_is_refused(tmp_path):
+    config = {"zero_optimization": {"stage": 0}}
     with pytest.raises(InvalidArgument, match="param_groups is not supported with deepspeed"):
-        hftrainer.TrainingArguments(str(tmp_path), deepspeed={"zero_optimization": {"stage": 0}}, param_groups=[EMBEDDINGS])
+        TrainingArguments(str(tmp_path), deepspeed=config, param_groups=[EMBEDDINGS])
