@@ -42,18 +42,25 @@ INSTALL = {
 }
 
 
-def parameter_groups(model: nn.Module, decayed: list[str], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: with weight decay and without.
+def parameter_groups(
+    model: nn.Module, decayed: list[str], weight_decay: float, selected: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Two groups of the trainable parameters: with weight decay and without; then those that are `selected`.
 
     If only some layers of a model are sharded over processes, each group is split by device mesh: a fused step cannot
     take tensors of different meshes.
     """
     names = set(decayed)
     trainable = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    taken = {id(parameter) for group in selected or () for parameter in group["params"]}
+    rest = [(decays, parameter) for decays, parameter in trainable if id(parameter) not in taken]
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for decays, parameter in trainable if decays], "weight_decay": weight_decay},
-        {"params": [parameter for decays, parameter in trainable if not decays], "weight_decay": 0.0},
+        {"params": [parameter for decays, parameter in rest if decays], "weight_decay": weight_decay},
+        {"params": [parameter for decays, parameter in rest if not decays], "weight_decay": 0.0},
     ]
+    if selected is not None:
+        named = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected]
+        groups = [group for group in named if group["params"]]  # torch cannot load several empty groups under FSDP
     meshes = list(dict.fromkeys(_mesh_of(parameter) for _, parameter in trainable))
     if len(meshes) < 2:
         return groups

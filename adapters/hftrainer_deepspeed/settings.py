@@ -278,6 +278,11 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             "elastic=True is not supported with deepspeed, which reads gradient_accumulation_steps when it starts: set "
             "it so that a step keeps its samples. ds_to_universal converts checkpoints for another number of processes."
         )
+    if args.param_groups:
+        yield (
+            "param_groups is not supported with deepspeed, which restores groups by their number: leave it out, or use "
+            "fsdp."
+        )
     for key in _autos(config.config):
         if key not in _OF_RUN:
             yield f"deepspeed: no argument can fill in {key}='auto': give a value, or leave it out."

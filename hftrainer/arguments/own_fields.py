@@ -43,3 +43,12 @@ class OwnArguments(CurrentArguments):
     mixture_column: str | None = arg(
         None, "The column of train_dataset that names the source of each sample.", OURS, "data.mixture"
     )
+
+    param_groups: list[dict[str, Any]] | str | None = arg(
+        None,
+        "Settings of the optimizer for parameters by name: a list of dicts, or the path of a JSON file with one. Each "
+        "has a `pattern`, and `lr`, `lr_scale`, `layer_decay`, `weight_decay` or other settings of a group.",
+        OURS,
+        "optimizers.param_groups",
+        json=True,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.arguments import legacy
+from hftrainer.arguments import legacy, param_groups
 from hftrainer.arguments.accelerate import find_device_mismatch
 from hftrainer.arguments.accelerator_config import as_accelerator_config
 from hftrainer.arguments.base import BaseArguments
@@ -60,6 +60,7 @@ def normalize(args: BaseArguments) -> None:
     wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
     if wrong:
         raise InvalidArgument("\n".join([*wrong, *check_ranges(args)]))
+    args.param_groups = param_groups.read(args.param_groups)
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
         raise InvalidArgument(f"output_dir={args.output_dir!r}: give the path of a folder.")
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
@@ -159,6 +160,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
         *_check_mixture(args),
         *_check_loading(args),
         *_check_choices(args),
+        *param_groups.check(args.param_groups),
         *_check_monitoring(args),
         *_check_intervals(args),
         *_check_best_model(args),

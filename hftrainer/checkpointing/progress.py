@@ -181,8 +181,9 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     found = [first, *(_read(path) for path in others if os.path.isfile(path))]  # a .ckpt holds only that of rank 0
     first.loss = torch.stack([each.loss for each in found]).mean()
     if first.sources is not None:
-        sums = [each.sources for each in found if each.sources is not None]
-        first.sources = torch.stack(sums).sum(0) / world_size
+        sums = torch.stack([each.sources for each in found if each.sources is not None])
+        first.sources = sums.sum(0) / world_size  # samples and tokens add up over the processes
+        first.sources[:, 0] = sums[:, 0].mean(0)  # losses are averaged
     return first
 
 

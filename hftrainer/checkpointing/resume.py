@@ -8,13 +8,14 @@ import os
 import reprlib
 import shlex
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
-from hftrainer.checkpointing import names
+from hftrainer.checkpointing import names, regrouping
 from hftrainer.checkpointing.checks import check_optimizer_state, check_values
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
@@ -209,12 +210,16 @@ def load_optimizer_and_scheduler(
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     before = [dict(group) for group in optimizer.param_groups]
+    regrouped = False
     parts = names.folder_of_parts("optimizer", folder) if has_parts else None
     has_dcp = parts is not None and os.path.basename(parts) == names.DCP
     if sharded or has_whole or (has_parts and not has_dcp):
         from hftrainer.checkpointing.sharded import load_optimizer  # imports torch's FSDP
 
-        load_optimizer(model, optimizer, folder, lambda: _read_optimizer(optimizer_file))
+        def read() -> dict[str, Any]:
+            return regrouping.by_name(_read_optimizer(optimizer_file), model, optimizer)
+
+        load_optimizer(model, optimizer, folder, read)
     else:
         if has_dcp:
             from hftrainer.checkpointing.sharded import read_dcp_optimizer
@@ -222,16 +227,26 @@ def load_optimizer_and_scheduler(
             optimizer_file = str(parts)
             state = read_dcp_optimizer(optimizer_file, model, optimizer)
         else:
-            state = _read_optimizer(optimizer_file)
+            stored = _read_optimizer(optimizer_file)
+            with fitting(optimizer_file):
+                state = regrouping.by_name(stored, model, optimizer)
+            regrouped = state is not stored
         with fitting(optimizer_file):
             check_optimizer_state(state, optimizer)
-            if optimizer.param_groups[0]["params"][0].device.type == "xla":
+            if next(model.parameters()).device.type == "xla":
                 # torch's fused optimizers do not run on XLA devices.
                 for group in state["param_groups"]:
                     if group.get("fused"):
                         group["fused"] = None
             optimizer.load_state_dict(state)
-    load_scheduler_or_scaler(scheduler, folder, "scheduler")
+    if regrouped or regrouping.has_named_groups(optimizer):
+        changed = regrouping.take_settings(before, optimizer, regrouped=regrouped)
+        load_scheduler_or_scaler(
+            scheduler, folder, "scheduler", lambda state: regrouping.fit_schedule(state, scheduler)
+        )
+        regrouping.follow_schedule(scheduler, optimizer, changed=changed)
+    else:
+        load_scheduler_or_scaler(scheduler, folder, "scheduler")
     _warn_of_kept_settings(before, optimizer)
 
 
@@ -265,14 +280,22 @@ def _warn_of_kept_settings(before: list[dict[str, Any]], optimizer: torch.optim.
         )
 
 
-def load_scheduler_or_scaler(target: Any, folder: str, name: str) -> None:
-    """Load the state of the "scheduler" or "scaler", and check its types; log a warning if it is missing."""
+def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Callable[[Any], Any] | None = None) -> None:
+    """Load the state of the "scheduler" or "scaler", and check its types; log a warning if it is missing.
+
+    Args:
+        target: what gets the state.
+        folder: the checkpoint.
+        name: "scheduler" or "scaler".
+        convert: changes the state first.
+    """
     path = os.path.join(folder, f"{name}.pt")
     if not os.path.isfile(path):
         logger.warning("%s lacks the %s state: the %s starts from scratch.", folder, name, name)
         return
     state = load_torch_file(path)
     with fitting(path):
+        state = state if convert is None else convert(state)
         check_values(state, target.state_dict())
         target.load_state_dict(state)
 

@@ -28,6 +28,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import PARTS, WHOLES, holds
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import peers
+from hftrainer.compat.peers import bare_name
 from hftrainer.compat.reading import (
     check_file_name,
     fitting,
@@ -44,8 +45,6 @@ from hftrainer.parallel.process_group import CollectiveCall
 # Not always wrong: one process may write and read all.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
-#: Components that wrappers add to parameter names.
-_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 #: Module → classes and functions that the pickled list of parts may use.
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": (
@@ -87,9 +86,9 @@ def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any
             state[name] = value.clone()  # a view: torch.save would write the whole storage
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        same = first.setdefault(id(parameter), _bare_name(name))
-        if same in state and _bare_name(name) in state:
-            state[_bare_name(name)] = state[same]
+        same = first.setdefault(id(parameter), bare_name(name))
+        if same in state and bare_name(name) in state:
+            state[bare_name(name)] = state[same]
     return state
 
 
@@ -131,7 +130,7 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if not (isinstance(model, FullyShardedDataParallel) or _is_first()):
         paths = []  # FSDP2 gets the weights from rank 0
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if whole is None and paths and not {_bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
+    if whole is None and paths and not {bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
         weights = _converted(model, folder) or weights
     missing, unexpected = _load_whole_model(model, weights)
     return LoadResult([] if only_trainable else missing, unexpected)
@@ -153,9 +152,9 @@ def _load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[s
     if isinstance(model, FullyShardedDataParallel):  # torch's newer API cannot load flat parameters
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
-        return [_bare_name(name) for name in missing], list(unexpected)
+        return [bare_name(name) for name in missing], list(unexpected)
     reshard(model)
-    own = {_bare_name(name) for name in model.state_dict()}
+    own = {bare_name(name) for name in model.state_dict()}
     differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
     state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
     return differ if _is_first() else ([], [])
@@ -248,8 +247,10 @@ def _flatten(state: dict[str, Any]) -> dict[str, Any]:
     """
     flat = {f"state.{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
     for group in state["param_groups"]:
-        # GrokAdamW keeps tensors by parameter in a setting, which no checkpoint can restore.
-        settings = {key: value for key, value in group.items() if key != "params" and not _has_parameters(value)}
+        # GrokAdamW keeps tensors by parameter in a setting, which no checkpoint can restore. Groups are not named here,
+        # as each parameter has its settings under its own name.
+        left_out = ("params", "name", "param_names")
+        settings = {key: value for key, value in group.items() if key not in left_out and not _has_parameters(value)}
         flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
     return flat
 
@@ -292,7 +293,7 @@ def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
     keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
     stored = {_name_in(key, state["state"]) for key in keys}
     for name, parameter in model.named_parameters():
-        if _bare_name(name) in state["state"].keys() - stored:
+        if bare_name(name) in state["state"].keys() - stored:
             optimizer.state.pop(parameter, None)
 
 
@@ -451,9 +452,5 @@ def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim
 
 def _order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimizer's parameters, in the order of their numbers."""
-    names_of = {id(parameter): _bare_name(name) for name, parameter in model.named_parameters()}
+    names_of = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     return [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _bare_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -175,6 +175,15 @@ def _is_tokenizer(processing_class: Any) -> bool:
     return is_instance(processing_class, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
 
 
+#: Components that wrappers add to the names of parameters.
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def bare_name(name: str) -> str:
+    """The name of a parameter or module in the user's model, without the components that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 def unwrap_compiled(model: Any) -> Any:
     """The model that torch.compile() was called with, or the model itself; they share their weights."""
     return getattr(model, "_orig_mod", model)

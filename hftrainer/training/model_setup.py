@@ -13,12 +13,17 @@ import torch
 from torch import nn
 
 from hftrainer import trainer_optimizer
+from hftrainer.arguments.choices import spelled
+from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import peers
+from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled
+from hftrainer.compat.peers import bare_name
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection
 from hftrainer.optimization import get_scheduler, needs_metric
+from hftrainer.optimizers import param_groups
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
 from hftrainer.training.component import Component
@@ -191,21 +196,82 @@ class ModelSetup(Component):
 
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""
+        args = self.trainer.args
         decayed = self.trainer.get_decay_parameter_names(model)
-        groups = trainer_optimizer.parameter_groups(model, decayed, self.trainer.args.weight_decay)
         if self.trainer.optimizer_cls_and_kwargs is not None:
             kind, kwargs = _class_and_keywords(self.trainer.optimizer_cls_and_kwargs)
         else:
-            kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, self.trainer.args, model=model)
-        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # a factory, since v5.0
-            optimizer: torch.optim.Optimizer = kind()(model, **kwargs)
-            return optimizer
+            kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, args, model=model)
+        is_factory = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))  # since v5.0
         # GaLore, LOMO and layer-wise optimizers bring their own parameter groups.
-        for name in ("params", "model", "optimizer_dict"):
-            groups = kwargs.pop(name, groups)
+        own = [name for name in ("params", "model", "optimizer_dict") if name in kwargs]
+        if args.param_groups:
+            if is_factory or own:
+                given = self.trainer.optimizer_cls_and_kwargs is not None
+                raise InvalidArgument(
+                    f"param_groups: {'optimizer_cls_and_kwargs' if given else f'optim={spelled(args.optim)!r}'} makes "
+                    "its own groups of parameters: use another, such as optim='adamw_torch', or leave param_groups out."
+                )
+            return self._create_with_groups(model, decayed, kind, kwargs)
+        optimizer: torch.optim.Optimizer
+        if is_factory:
+            optimizer = kind()(model, **kwargs)
+            return optimizer
+        groups: Any = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay)
+        for name in own:
+            groups = kwargs.pop(name)
         optimizer = kind(groups, **kwargs)
         trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
         return optimizer
+
+    def _create_with_groups(
+        self, model: nn.Module, decayed: list[str], kind: Any, kwargs: dict[str, Any]
+    ) -> torch.optim.Optimizer:
+        """A new optimizer with the groups of `param_groups`, and with names for each; logs what each holds.
+
+        Raises:
+            InvalidArgument: for entries that do not fit the model or the optimizer; one error has them all.
+        """
+        args = self.trainer.args
+        entries: Any = args.param_groups
+        rate = kwargs.get("lr") or args.learning_rate
+        chosen = param_groups.select(model, decayed, entries, rate, args.weight_decay)
+        groups = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay, chosen.groups)
+        names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+        for group in groups:
+            group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
+        optimizer: torch.optim.Optimizer = kind(groups, **kwargs)
+        if problems := [*chosen.problems, *param_groups.unknown_keys(entries, optimizer)]:
+            raise InvalidArgument("\n".join(problems))
+        plain = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay)
+        order = [names[id(parameter)] for group in plain for parameter in group["params"]]
+        setattr(optimizer, NAMES_WITHOUT_GROUPS, order)
+        trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
+        if self.trainer.is_world_process_zero():
+            for line in param_groups.describe(optimizer.param_groups):
+                tell(line)
+        return optimizer
+
+    def _check_groups(self, *, freezes: bool) -> None:
+        """Refuse `param_groups` for an optimizer whose groups are others.
+
+        Args:
+            freezes: whether a callback unfreezes the model gradually, and adds groups.
+        """
+        groups = self.components.require_optimizer().param_groups
+        if not self.trainer.args.param_groups:
+            return
+        if any("param_names" not in group for group in groups):
+            raise InvalidArgument(
+                "param_groups is for the optimizer that the Trainer makes, but this one is the script's, from "
+                "optimizers or create_optimizer: give its groups their settings there, or pass "
+                "optimizer_cls_and_kwargs."
+            )
+        if freezes:
+            raise InvalidArgument(
+                "param_groups: a callback that unfreezes gradually (BackboneFinetuning) adds its own groups: leave out "
+                "one of both."
+            )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:
         """A new schedule over `num_training_steps` optimizer steps."""
@@ -265,6 +331,7 @@ class ModelSetup(Component):
         others = apart and is_overridden(trainer, "create_optimizer", "create_scheduler")
         makes_both = not others and is_overridden(trainer, "create_optimizer_and_scheduler")
         self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=makes_both)
+        self._check_groups(freezes=freezes)
         if not trainer.args.save_only_model:
             self.components.strategy.check_saving(trainer.model, self.components.require_optimizer())
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):

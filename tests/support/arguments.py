@@ -181,6 +181,9 @@ CASES: dict[str, Case] = {
     "eval_minutes": _alone(5, f"{_MONITORING}test_requests.py::test_saves_and_evaluations_by_minutes"),
     "storage_url": _alone("memory://arguments", "reliability/test_storage_url.py::test_another_machine_goes_on"),
     "keep_local": _alone(2, "reliability/test_storage_url.py::test_local_space_is_bounded"),
+    "param_groups": _alone(
+        [{"pattern": "*", "weight_decay": 0.1}], "parity/test_param_groups.py::test_groups_made_by_hand"
+    ),
     "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
     "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),

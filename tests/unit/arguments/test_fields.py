@@ -27,7 +27,7 @@ TABLE = arguments_of(hftrainer.Seq2SeqTrainingArguments)
 THEIRS = {field.name: field for field in dataclasses.fields(transformers.TrainingArguments) if field.init}
 OWN = {
     *("lightning_config", "elastic", "eval_memmap_dir", "save_on_interrupt", "observe", "save_minutes", "eval_minutes"),
-    *("metrics_port", "storage_url", "keep_local", "checkpoint_format", "new_tracker_run"),
+    *("metrics_port", "storage_url", "keep_local", "checkpoint_format", "new_tracker_run", "param_groups"),
 }
 LEGACY = set(FIELDS)
 #: Arguments whose defaults have changed since v4.48, or are written in another way.

@@ -1,0 +1,64 @@
+"""Two processes keep `param_groups` in each way of training, and find moments by name in each kind of checkpoint."""
+
+import pytest
+import torch
+
+from tests.support.parity import build
+from tests.support.tiny import MODELS, make_llama, without_dropout
+
+GROUPS = [{"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0}, {"pattern": "*.mlp.*", "lr_scale": 0.5}]
+#: The same settings in other groups.
+REGROUPED = [
+    {"pattern": "*.up_proj.*", "lr_scale": 0.5},
+    {"pattern": ["*.gate_proj.*", "*.down_proj.*"], "lr": 0.5e-2},
+    {"pattern": "*.embed*", "lr": 1e-3, "weight_decay": 0.0},
+    {"pattern": "*", "lr_scale": 1.0},
+]
+FIRST, PARTS = {"version": 1}, {"state_dict_type": "SHARDED_STATE_DICT"}
+WAYS = {
+    "ddp": {},
+    "dcp": {"checkpoint_format": "dcp"},
+    "fsdp1 whole": {"fsdp": "full_shard auto_wrap", "fsdp_config": FIRST},
+    "fsdp1 parts": {"fsdp": "full_shard auto_wrap", "fsdp_config": {**FIRST, **PARTS}},
+    "fsdp2 whole": {"fsdp": True},
+    "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
+    "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp"},
+}
+RUNS = {"undisturbed": (GROUPS, None), "resumed": (GROUPS, 2), "regrouped": (REGROUPED, 2)}
+
+
+def train_all(folder):
+    """Way and run → the whole weights at its end, and name and rate of each group."""
+    found = {}
+    for way, settings in WAYS.items():
+        for run, (entries, step) in RUNS.items():
+            place = folder / way.replace(" ", "_")
+            model = (without_dropout(make_llama), MODELS["llama"][1])
+            steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+            trainer, _ = build("hftrainer", model, place, param_groups=entries, **steps, **settings)
+            trainer.train(resume_from_checkpoint=None if step is None else str(place / f"checkpoint-{step}"))
+            weights = {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
+            groups = [(group["name"], len(group["param_names"])) for group in trainer.optimizer.param_groups]
+            found[way, run] = (weights, groups)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(processes, tmp_path_factory):
+    return processes.run_ranks(train_all, 2, tmp_path_factory.mktemp("groups"))[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_trains_alike(found, way):
+    (weights, groups), (expected, named) = found[way, "undisturbed"], found["ddp", "undisturbed"]
+    assert groups == named
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("run", ["resumed", "regrouped"])
+@pytest.mark.parametrize("way", WAYS)
+def test_resumed_runs_end_the_same(found, way, run):
+    (weights, _), (expected, _) = found[way, run], found[way, "undisturbed"]
+    for name, value in weights.items():  # 0.02 apart without the moments
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
