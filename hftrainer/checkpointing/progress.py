@@ -183,7 +183,7 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if first.sources is not None:
         sums = torch.stack([each.sources for each in found if each.sources is not None])
         first.sources = sums.sum(0) / world_size  # samples and tokens add up over the processes
-        first.sources[:, 0] = sums[:, 0].mean(0)  # losses are averaged
+        first.sources[:, 0] = sums[..., 0].mean(0)  # losses are averaged
     return first
 
 
