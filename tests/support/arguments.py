@@ -181,6 +181,9 @@ CASES: dict[str, Case] = {
     "eval_minutes": _alone(5, f"{_MONITORING}test_requests.py::test_saves_and_evaluations_by_minutes"),
     "storage_url": _alone("memory://arguments", "reliability/test_storage_url.py::test_another_machine_goes_on"),
     "keep_local": _alone(2, "reliability/test_storage_url.py::test_local_space_is_bounded"),
+    "mixture_weights": _alone({"a": 1.0}, "unit/data/test_mixture.py::test_proportions"),
+    "mixture_temperature": _alone(2.0, "unit/data/test_mixture.py::test_weights_by_size"),
+    "mixture_column": _alone("kind", "unit/data/test_mixture.py::test_column_names_the_source"),
     "param_groups": _alone(
         [{"pattern": "*", "weight_decay": 0.1}], "parity/test_param_groups.py::test_groups_made_by_hand"
     ),
