@@ -182,6 +182,8 @@ CASES: dict[str, Case] = {
     "storage_url": _alone("memory://arguments", "reliability/test_storage_url.py::test_another_machine_goes_on"),
     "keep_local": _alone(2, "reliability/test_storage_url.py::test_local_space_is_bounded"),
     "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
+    "tokens_per_batch": _alone(64, "unit/data/test_token_batches.py::test_resuming_within_an_epoch"),
+    "flatten_batches": _alone(True, "unit/data/test_token_batches.py::test_flattened_gradients_are_the_padded_ones"),
     "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "metric_for_best_model": _always("accuracy", STEPS),
