@@ -93,7 +93,10 @@ class LoaderFactory(Component):
             if sampler_fn is not None:
                 sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
             if isinstance(sampler, TokenBatchSampler) and args.torch_compile:
-                settings["collate_fn"] = BucketCollator(collator, sampler.boundaries, self._main_input)
+                padding: Any = BucketCollator(trainer.data_collator, sampler.boundaries, self._main_input)
+                removes = collator is not trainer.data_collator
+                collate = trainer._get_collator_with_removed_columns(padding, description) if removes else padding
+                settings["collate_fn"] = collate
             if peers.is_rebalanced(sampler) or isinstance(sampler, TokenBatchSampler):  # it yields whole batches
                 settings["batch_sampler"] = sampler
                 del settings["batch_size"]

@@ -126,3 +126,34 @@ def test_what_is_refused(tmp_path: Any) -> None:
         trainer(tmp_path, tokens_per_batch=64, elastic=True).train()
     with pytest.raises(UnsupportedArgument, match="pad_to_multiple_of"):
         trainer(tmp_path, tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", max_steps=1).train()
+
+
+class Padding:
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch = pad(rows)
+        more = -batch["input_ids"].shape[1] % (self.pad_to_multiple_of or 1)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {name: torch.nn.functional.pad(value, (0, more), value=fill[name]) for name, value in batch.items()}
+
+
+def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
+    torch._dynamo.reset()
+    shapes = set()
+
+    class Recording(Trainer):
+        def training_step(self, model: Any, inputs: Any, *others: Any) -> Any:
+            shapes.add(tuple(inputs["input_ids"].shape))
+            return super().training_step(model, inputs, *others)
+
+    args = TrainingArguments(
+        str(tmp_path), tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", report_to="none",
+        use_cpu=True, save_strategy="no", num_train_epochs=2,
+    )  # fmt: skip
+    run = Recording(llama(), args, train_dataset=samples(60), data_collator=Padding())
+    torch._dynamo.utils.counters.clear()
+    run.train()
+    buckets = run.get_train_dataloader().batch_sampler.innermost.boundaries
+    assert 1 < len(shapes) <= len(buckets)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
