@@ -166,6 +166,7 @@ class BucketCollator:
         self.collator, self.boundaries, self.name = collator, boundaries, name
 
     def __call__(self, samples: list[Any]) -> Any:
+        """The padded batch."""
         longest = max(len(sample[self.name]) for sample in samples)
         collator = copy.copy(self.collator)
         collator.pad_to_multiple_of = next(each for each in self.boundaries if each >= longest)
@@ -183,6 +184,7 @@ class FlatCollator:
         self.collator = collator
 
     def __call__(self, samples: list[Any]) -> Any:
+        """The flattened batch."""
         first = samples[0]
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InvalidArgument("flatten_batches=True needs samples with 'input_ids': remove it for other data.")

@@ -24,7 +24,15 @@ SETTINGS = {
 #: Of args.json: the arguments' own text, whose order is another, and what only ours has.
 OWN_ARGUMENTS = (
     *("training_args", "debug", "elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port"),
-    *("observe", "save_minutes", "save_on_interrupt", "storage_url", "keep_local", "tokens_per_batch", "flatten_batches"),
+    *(
+        "observe",
+        "save_minutes",
+        "save_on_interrupt",
+        "storage_url",
+        "keep_local",
+        "tokens_per_batch",
+        "flatten_batches",
+    ),
 )
 
 

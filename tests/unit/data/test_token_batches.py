@@ -84,7 +84,7 @@ def test_flattened_gradients_are_the_padded_ones(tmp_path: Any, kind: str, label
         )  # fmt: skip
         gradients: dict[str, torch.Tensor] = {}
         for name, weight in run.model.named_parameters():
-            weight.register_hook(lambda gradient, name=name: gradients.update({name: gradient.clone()}))
+            weight.register_hook(lambda gradient, name=name, into=gradients: into.update({name: gradient.clone()}))
         results.append((run.train().training_loss, gradients))
     (loss, padded), (flat_loss, flattened) = results
     assert abs(loss - flat_loss) < 1e-6
