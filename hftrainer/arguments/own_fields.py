@@ -52,3 +52,16 @@ class OwnArguments(CurrentArguments):
         "optimizers.param_groups",
         json=True,
     )
+    tokens_per_batch: int | None = arg(
+        None,
+        "Most tokens, padding included, in a training micro-batch of one process; replaces "
+        "per_device_train_batch_size. Batches have samples of similar lengths.",
+        OURS,
+        "data.token_batches",
+    )
+    flatten_batches: bool = arg(
+        False,
+        "Train a causal LM on batches without padding: the samples of a batch form one row, with position_ids.",
+        OURS,
+        "data.token_batches",
+    )

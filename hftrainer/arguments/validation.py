@@ -302,6 +302,21 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
     if args.elastic and args.auto_find_batch_size:
         yield "elastic=True keeps the samples of a step, which auto_find_batch_size=True would change: choose one."
+    if args.tokens_per_batch is not None:
+        yield from _check_tokens_per_batch(args)
+
+
+def _check_tokens_per_batch(args: BaseArguments) -> Iterator[str]:
+    asked = f"tokens_per_batch={args.tokens_per_batch}"
+    if args.tokens_per_batch < 1:
+        yield f"{asked}: give a positive number."
+    if args.train_sampling_strategy != "random" or getattr(args, "sortish_sampler", False):
+        yield f"{asked} chooses the batches itself: leave train_sampling_strategy='random', without sortish_sampler."
+    for name in ("elastic", "auto_find_batch_size"):
+        if getattr(args, name):
+            yield f"{asked} gives batches of varying numbers of samples, which {name}=True needs fixed: remove one."
+    if args.torch_compile and args.flatten_batches:
+        yield f"{asked} with flatten_batches=True gives each batch its own shape: remove torch_compile, or flatten_batches."
 
 
 def _check_mixture(args: BaseArguments) -> Iterator[str]:

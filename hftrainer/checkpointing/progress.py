@@ -36,6 +36,8 @@ POSITION_SETTINGS = {
     "data_seed": _ORDER,
     "train_sampling_strategy": _ORDER,
     "accelerator_config": f"{_ORDER}, and so may the position in it",
+    "tokens_per_batch": f"{_ORDER}, and so does the position in it",
+    "flatten_batches": f"{_ORDER} with tokens_per_batch",
     "elastic": "the last step of an epoch has other samples",
     "dataloader_num_workers": "random numbers in the data change",
     "dataloader_persistent_workers": "random numbers in the data change",

@@ -264,7 +264,7 @@ class MixtureBatchSampler(Sampler[list[int]]):
         seed: seeds the order of the samples; None keeps it.
     """
 
-    seeds_itself = True  # so no generator's state need be saved
+    has_exact_length = True
     drop_last = False
 
     def __init__(

@@ -38,7 +38,7 @@ def has_exact_length(loader: Any) -> bool:
     while type(batches) is not BatchSampler and hasattr(batches, "batch_sampler"):  # ours, around the script's
         batches = batches.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
-        return getattr(batches, "seeds_itself", False)
+        return getattr(batches, "has_exact_length", False)
     sampler = loader.sampler if batches is None else batches.sampler
     return type(sampler).__module__.startswith(("torch.", "hftrainer."))
 

@@ -18,6 +18,7 @@ from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
 from hftrainer.data.randomness import seed_worker
 from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
+from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training import mixture
@@ -76,6 +77,8 @@ class LoaderFactory(Component):
         workers = args.dataloader_num_workers
         if is_training and args.mixture_column is not None:
             mixture.check_column(args.mixture_column, dataset)
+        if is_training and args.flatten_batches:
+            collator = self.flat_collator()
         if isinstance(dataset, MixtureStream):
             dataset, workers = mixture.plan_stream(self.components, dataset), min(workers, 1)
         if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
@@ -100,7 +103,13 @@ class LoaderFactory(Component):
             sampler = None
             if sampler_fn is not None:
                 sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
-            if peers.is_rebalanced(sampler) or isinstance(sampler, MixtureBatchSampler):  # they yield whole batches
+            if isinstance(sampler, TokenBatchSampler) and args.torch_compile:
+                padding: Any = BucketCollator(trainer.data_collator, sampler.boundaries, self._main_input)
+                removes = collator is not trainer.data_collator
+                collate = trainer._get_collator_with_removed_columns(padding, description) if removes else padding
+                settings["collate_fn"] = collate
+            # These yield whole batches.
+            if peers.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
                 settings["batch_sampler"] = sampler
                 del settings["batch_size"]
             else:
@@ -112,6 +121,11 @@ class LoaderFactory(Component):
                     num_workers=args.dataloader_num_workers,
                     rank=trainer.accelerator.processes.data_rank if by_rank else 0,
                 )
+        if is_training and args.tokens_per_batch is not None and "batch_sampler" not in settings:
+            raise UnsupportedArgument(
+                f"tokens_per_batch={args.tokens_per_batch} needs a dataset with a length, and no _get_train_sampler of "
+                "your own: remove tokens_per_batch, or the other."
+            )
         with self.treat_as_training_data() if is_training else contextlib.nullcontext():
             loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
@@ -126,6 +140,8 @@ class LoaderFactory(Component):
         if args.mixture_column is not None:
             sources = group_by_column(self._with_all_columns(dataset)[args.mixture_column])
             return mixture.make_batches(self.components, sources)
+        if args.tokens_per_batch is not None:
+            return self._token_batches(dataset)
         # `sortish_sampler` is the old argument for grouping by length.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
             size = self._global_batch() or self.run.train_batch_size * args.gradient_accumulation_steps
@@ -268,6 +284,37 @@ class LoaderFactory(Component):
         """The dataset that the loader was asked for, with the columns that the model does not take."""
         without_columns, source = self._column_source
         return source if without_columns is dataset else dataset
+    def _token_batches(self, dataset: Any) -> Sampler[Any]:
+        """The sampler of `tokens_per_batch`; it yields the whole batches of all ranks."""
+        args, lengths = self.trainer.args, self._lengths(dataset)
+        multiple = getattr(self.trainer.data_collator, "pad_to_multiple_of", None)
+        if multiple and not args.flatten_batches:
+            lengths = [-(-length // multiple) * multiple for length in lengths]
+        kind = PackedBatchSampler if args.flatten_batches else TokenBatchSampler
+        return kind(
+            lengths,
+            args.tokens_per_batch,
+            args.data_seed if args.data_seed is not None else args.seed,
+            drop_last=args.dataloader_drop_last,
+            complete=args.torch_compile,
+        )
+
+    def flat_collator(self) -> FlatCollator:
+        """The collator of `flatten_batches`, in place of the script's."""
+        trainer, asked = self.trainer, "flatten_batches=True"
+        if not trainer._loss_shifts_labels:
+            raise UnsupportedArgument(
+                f"{asked} is for causal language models, whose loss compares each token with the next label; "
+                f"{type(self.components.unwrapped_model).__name__} does not: remove it."
+            )
+        kind = peers.of_transformers("data.data_collator", "DataCollatorWithFlattening", asked)
+        attention = getattr(trainer.model.config, "_attn_implementation", None) or ""
+        return FlatCollator(kind(return_flash_attn_kwargs="flash" in attention))
+
+    @property
+    def _main_input(self) -> str:
+        names = getattr(self.trainer.processing_class, "model_input_names", None)
+        return names[0] if names else "input_ids"
 
     def _lengths(self, dataset: Any) -> list[int]:
         """The length of each sample: from `length_column_name`, or counted in the model's main input.
@@ -285,8 +332,7 @@ class LoaderFactory(Component):
                 "lengths are counted.",
                 column,
             )
-        names = getattr(self.trainer.processing_class, "model_input_names", None)
-        return count_lengths(dataset, names[0] if names else "input_ids")
+        return count_lengths(dataset, self._main_input)
 
 
 def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:

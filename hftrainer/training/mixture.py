@@ -72,6 +72,11 @@ def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> Mixtu
             "accelerator_config['split_batches']=True: a batch of a mixture is of one process. Remove it, and set "
             "per_device_train_batch_size to the samples of one process."
         )
+    if args.tokens_per_batch is not None:
+        raise UnsupportedArgument(
+            f"tokens_per_batch={args.tokens_per_batch}: the micro-batches of a mixture have a number of samples each, "
+            "per_device_train_batch_size. Remove one of the two."
+        )
     shares = make_shares(args.mixture_weights, args.mixture_temperature, sizes)
     of_step = args.gradient_accumulation_steps * trainer.accelerator.processes.data_world_size
     return MixturePlan(shares, len(sizes), of_step, args.seed if args.data_seed is None else args.data_seed)

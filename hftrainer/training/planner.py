@@ -41,6 +41,9 @@ class Planner(Component):
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """Implements `Trainer.set_initial_training_values`."""
         sized = has_length(dataloader)
+        if sized and args.tokens_per_batch is not None and len(dataloader):  # the mean, as batches differ
+            examples = self.trainer.num_examples(dataloader) / len(dataloader)
+            size = max(1, round(examples * self.components.engine.accumulation_at(0)))
         schedule = plan_schedule(
             args,
             len(dataloader) * self.trainer.get_sp_size() if sized else None,

@@ -182,7 +182,7 @@ class CheckpointSaver(Component):
         """The settings that determine which samples a position in the data refers to."""
         args = self.trainer.args
         return {name: getattr(args, name) for name in POSITION_SETTINGS if hasattr(args, name)} | {
-            "per_device_train_batch_size": self.run.train_batch_size,
+            "per_device_train_batch_size": 1 if args.tokens_per_batch is not None else self.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
             "samples in the data": schedule.num_examples,
             "max_steps": schedule.max_steps,

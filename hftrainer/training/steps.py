@@ -22,7 +22,7 @@ from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted,
 from hftrainer.compat.tracebacks import add_note, shapes
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
@@ -315,6 +315,8 @@ class TrainingSteps(Component):
         inputs = trainer._prepare_inputs(inputs)
         if trainer.args.elastic and trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
             self._require_division(model, inputs, num_items_in_batch)
+        if trainer.args.flatten_batches and not self.run.keeps_samples_apart:
+            self._require_separate_samples(model)
         accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -360,6 +362,32 @@ class TrainingSteps(Component):
         model.train(was_training)
         self.run.divides_items = bool(self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int()).item())
         self.trainer.model_accepts_loss_kwargs = self.run.divides_items
+
+    def _require_separate_samples(self, model: nn.Module) -> None:
+        """At a run's first batch: raise UnsupportedArgument if a sample's logits depend on the others in its row."""
+        model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
+        name = type(self.components.unwrapped_model).__name__
+        vocabulary = self.components.unwrapped_model.get_input_embeddings().num_embeddings
+        first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
+        was_training = model.training
+        model.eval()  # no random number is drawn
+        try:
+            with torch.no_grad():
+                rows = []
+                for pair in ((first, second), (first, other), (other, second)):
+                    batch = collator([{"input_ids": ids} for ids in pair])
+                    del batch["labels"]
+                    rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
+        finally:
+            model.train(was_training)
+        # The same tokens in the same places of the same shape: equal to the bit, unless the model mixes them.
+        if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
+            raise UnsupportedArgument(
+                f"flatten_batches=True: in {name}, the samples of a row see each other, as it does not build its mask "
+                "from position_ids. Remove flatten_batches, or load the model with an attention implementation that "
+                "does, such as attn_implementation='flash_attention_2'."
+            )
+        self.run.keeps_samples_apart = True
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""

@@ -188,6 +188,8 @@ CASES: dict[str, Case] = {
         [{"pattern": "*", "weight_decay": 0.1}], "parity/test_param_groups.py::test_groups_made_by_hand"
     ),
     "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
+    "tokens_per_batch": _alone(64, "unit/data/test_token_batches.py::test_resuming_within_an_epoch"),
+    "flatten_batches": _alone(True, "unit/data/test_token_batches.py::test_flattened_gradients_are_the_padded_ones"),
     "bf16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "fp16_full_eval": _shown(True, "parity/test_evaluation.py::test_half_precision_evaluation", STEPS),
     "metric_for_best_model": _always("accuracy", STEPS),

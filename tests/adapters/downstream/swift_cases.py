@@ -26,6 +26,7 @@ OWN_ARGUMENTS = (
     *("training_args", "debug", "elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port"),
     *("observe", "save_minutes", "save_on_interrupt", "storage_url", "keep_local", "param_groups"),
     *("mixture_weights", "mixture_temperature", "mixture_column"),
+    *("tokens_per_batch", "flatten_batches", "on_divergence", "divergence_threshold", "max_rollbacks"),
 )
 
 

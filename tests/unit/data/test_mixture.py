@@ -236,7 +236,12 @@ def test_errors(tmp_path, sources, settings, message):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"accelerator_config": {"split_batches": True}}, {"train_sampling_strategy": "group_by_length"}]
+    "settings",
+    [
+        {"accelerator_config": {"split_batches": True}},
+        {"train_sampling_strategy": "group_by_length"},
+        {"tokens_per_batch": 100},
+    ],
 )
 def test_refused_together(tmp_path, settings):
     with pytest.raises(UnsupportedArgument, match=next(iter(settings))):

@@ -1,0 +1,27 @@
+"""Two processes with batches by tokens read all samples, in equally many steps, and keep equal weights."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.data.test_token_batches import samples, trainer
+
+
+def train(folder: Any, flat: bool) -> tuple[list[int], int, list[torch.Tensor]]:
+    run = trainer(folder, tokens_per_batch=64, flatten_batches=flat, num_train_epochs=1)
+    run.train()
+    loader = run.get_train_dataloader()
+    read = loader.record_batches()
+    steps = len(list(loader))
+    assert steps == run.state.global_step
+    weights = [weight.detach().clone() for weight in run.model.parameters()]
+    return [index for batch in read for index in batch], steps, weights
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_two_processes(processes: Any, tmp_path: Any, flat: bool) -> None:
+    (first, steps, ours), (second, others, theirs) = processes.run_ranks(train, 2, tmp_path, flat)
+    assert steps == others > 1
+    assert {*first, *second} == set(range(len(samples())))
+    assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))

@@ -1,0 +1,159 @@
+"""Batches with a budget of tokens, and batches without padding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.data.samplers import EvenBatchSampler, ShardSpec
+from hftrainer.data.token_batches import PackedBatchSampler, TokenBatchSampler
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
+
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
+SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def llama(kind: str = "Llama") -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SHAPE, **HEADS, pad_token_id=0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def samples(count: int = 24, labelled: bool = True) -> list[dict[str, Any]]:
+    drawn = np.random.default_rng(1)
+    rows = [drawn.integers(1, 64, drawn.integers(3, 30)).tolist() for _ in range(count)]
+    return [{"input_ids": row, **({"labels": row} if labelled else {})} for row in rows]
+
+
+def pad(rows: list[Any]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = [row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows]
+    labels = [row["input_ids"] + [-100] * (width - len(row["input_ids"])) for row in rows]
+    mask = [[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows]
+    return {"input_ids": torch.tensor(ids), "labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}
+
+
+def trainer(folder: Any, model: Any = None, data: Any = None, collator: Any = pad, **settings: Any) -> Trainer:
+    defaults = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"}
+    args = TrainingArguments(str(folder), **{**defaults, "save_strategy": "no", **settings})  # type: ignore[arg-type]
+    return Trainer(model or llama(), args, train_dataset=data or samples(), data_collator=collator)
+
+
+@pytest.mark.parametrize("kind", [TokenBatchSampler, PackedBatchSampler])
+def test_batches_keep_the_budget_and_ranks_get_equally_many(kind: Any) -> None:
+    sampler = kind(LENGTHS, 4096, 0)
+    batches = list(sampler)
+    assert sorted(index for batch in batches for index in batch) == list(range(len(LENGTHS)))
+    longest = [len(batch) * LENGTHS[batch].max() for batch in batches]
+    if kind is TokenBatchSampler:
+        assert max(longest) <= 4096
+        assert 1 - LENGTHS.sum() / sum(longest) <= 0.05
+    assert max(LENGTHS[batch].sum() for batch in batches) <= 4096
+    for processes in (2, 3):
+        ranks = [EvenBatchSampler(sampler, ShardSpec(rank, processes)) for rank in range(processes)]
+        assert {len(list(rank)) for rank in ranks} == {len(ranks[0])}
+    sampler.set_epoch(1)
+    other = list(sampler)
+    assert len(other) == len(batches) == len(sampler)
+    assert other != batches
+
+
+def test_a_bucket_has_one_shape_when_completed_or_dropped() -> None:
+    for options in ({"complete": True}, {"drop_last": True}):
+        sampler = TokenBatchSampler(LENGTHS, 4096, 0, **options)
+        bounds = np.asarray(sampler.boundaries)
+        shapes = {(len(batch), int(np.searchsorted(bounds, LENGTHS[batch].max()))) for batch in sampler}
+        assert len(list(sampler)) == len(sampler)
+        assert len(shapes) <= len(bounds)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_flattened_gradients_are_the_padded_ones(tmp_path: Any, kind: str, labelled: bool) -> None:
+    results = []
+    for flat in (False, True):
+        run = trainer(
+            tmp_path, llama(kind), samples(8, labelled), max_steps=1, learning_rate=0.0, flatten_batches=flat,
+            max_grad_norm=0.0, per_device_train_batch_size=8,
+        )  # fmt: skip
+        gradients: dict[str, torch.Tensor] = {}
+        for name, weight in run.model.named_parameters():
+            weight.register_hook(lambda gradient, name=name, into=gradients: into.update({name: gradient.clone()}))
+        results.append((run.train().training_loss, gradients))
+    (loss, padded), (flat_loss, flattened) = results
+    assert abs(loss - flat_loss) < 1e-6
+    assert len(padded) == len(list(llama(kind).parameters())) == len(flattened)
+    for name, gradient in padded.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(flattened[name], gradient, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_resuming_within_an_epoch(tmp_path: Any, flat: bool) -> None:
+    settings = {"tokens_per_batch": 64, "flatten_batches": flat, "num_train_epochs": 2}
+    whole = trainer(tmp_path / "whole", **settings, save_strategy="steps", save_steps=3)
+    whole.train()
+    resumed = trainer(tmp_path / "resumed", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert resumed.state.global_step == whole.state.global_step > 6
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_model_that_mixes_the_samples_is_refused(tmp_path: Any) -> None:
+    class Mixing(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, attention_mask: Any = None, input_ids: Any = None, **others: Any) -> Any:
+            mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            return super().forward(*args, input_ids=input_ids, attention_mask=mask, **others)
+
+    model = Mixing(transformers.LlamaConfig(**SHAPE, **HEADS))
+    with pytest.raises(UnsupportedArgument, match="Mixing"):
+        trainer(tmp_path, model, flatten_batches=True, max_steps=1).train()
+
+
+def test_what_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(InvalidArgument, match="sample 1 has 9 tokens"):
+        TokenBatchSampler([3, 9], 8, 0)
+    with pytest.raises(ValueError, match="train_sampling_strategy"):
+        trainer(tmp_path, tokens_per_batch=64, train_sampling_strategy="group_by_length").train()
+    with pytest.raises(ValueError, match="elastic"):
+        trainer(tmp_path, tokens_per_batch=64, elastic=True).train()
+    with pytest.raises(UnsupportedArgument, match="pad_to_multiple_of"):
+        trainer(tmp_path, tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", max_steps=1).train()
+
+
+class Padding:
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        batch = pad(rows)
+        more = -batch["input_ids"].shape[1] % (self.pad_to_multiple_of or 1)
+        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+        return {name: torch.nn.functional.pad(value, (0, more), value=fill[name]) for name, value in batch.items()}
+
+
+def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
+    torch._dynamo.reset()
+    shapes = set()
+
+    class Recording(Trainer):
+        def training_step(self, model: Any, inputs: Any, *others: Any) -> Any:
+            shapes.add(tuple(inputs["input_ids"].shape))
+            return super().training_step(model, inputs, *others)
+
+    args = TrainingArguments(
+        str(tmp_path), tokens_per_batch=64, torch_compile=True, torch_compile_backend="eager", report_to="none",
+        use_cpu=True, save_strategy="no", num_train_epochs=2,
+    )  # fmt: skip
+    run = Recording(llama(), args, train_dataset=samples(60), data_collator=Padding())
+    torch._dynamo.utils.counters.clear()
+    run.train()
+    buckets = run.get_train_dataloader().batch_sampler.innermost.boundaries
+    assert 1 < len(shapes) <= len(buckets)
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
