@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hftrainer.arguments import legacy
-from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
@@ -23,18 +19,17 @@ from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
-from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
-from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
+from hftrainer.training.initial_state import InitialStateSnapshot
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
 from hftrainer.training.stopping import SignalListener
@@ -438,57 +433,6 @@ def _note_steps(state: TrainerState) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             add_note(error, f"This happened after {state.global_step} of {state.max_steps} optimizer steps.")
         raise
-
-
-class InitialStateSnapshot:
-    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
-
-    Frozen weights are not copied; with adapters, these are most of the model.
-
-    Args:
-        trainer: the Trainer, before the first attempt. The state includes its loss scaler, if it has one, and the
-            script's optimizer and scheduler, if it passed them. LOMO is refused, since its hooks cannot be
-            removed from the model for a restart.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
-            raise InvalidArgument(
-                f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
-                "set per_device_train_batch_size yourself instead of auto_find_batch_size."
-            )
-        self._model = trainer.model
-        self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}
-        self._scaler = trainer.accelerator.scaler
-        self._scale = None if self._scaler is None else self._scaler.state_dict()
-        self.stateful = trainer.optimizer, trainer.lr_scheduler
-        self._others = [(each, nested_apply(_to_cpu, each.state_dict())) for each in self.stateful if each is not None]
-        self._random = rng_state()
-        if torch.cuda.is_available():  # the model may be on several devices
-            self._random["cuda"] = torch.cuda.get_rng_state_all()
-
-    def _tensors_to_restore(self) -> dict[str, torch.Tensor]:
-        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
-        return {**trained, **dict(self._model.named_buffers())}
-
-    def restore(self) -> None:
-        """Restore the state."""
-        with torch.no_grad():
-            for name, tensor in self._tensors_to_restore().items():
-                tensor.copy_(self._tensors[name])
-        self._model.zero_grad()
-        for thing, state in self._others:
-            thing.load_state_dict(nested_apply(_to_cpu, state))
-        if self._scaler is not None and self._scale is not None:
-            # Initialize the scaler, if that has not been done yet, and discard the state of the failed step.
-            self._scaler.scale(next(self._model.parameters()).new_zeros(()))
-            self._scaler.update(self._scale["scale"])
-            self._scaler.load_state_dict(self._scale)
-        restore_rng_state(self._random)
-
-
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def _global_batch(folder: str) -> int | None:
