@@ -298,6 +298,20 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
     if args.elastic and args.auto_find_batch_size:
         yield "elastic=True keeps the samples of a step, which auto_find_batch_size=True would change: choose one."
+    yield from _check_divergence(args)
+
+
+def _check_divergence(args: BaseArguments) -> Iterator[str]:
+    if args.on_divergence not in (None, "rollback", "stop"):
+        yield f"on_divergence={args.on_divergence!r}: choose 'rollback', 'stop' or None."
+    threshold = args.divergence_threshold
+    if threshold is not None and not (isinstance(threshold, (int, float)) and threshold > 0):
+        yield f"divergence_threshold={threshold!r}: give a number of standard deviations above 0, such as 10, or None."
+    if args.on_divergence == "rollback":
+        if args.auto_find_batch_size:
+            yield "on_divergence='rollback' skips batches, which auto_find_batch_size=True would change: choose one."
+        if args.save_only_model:
+            yield "on_divergence='rollback' needs the optimizer's state in checkpoints: set save_only_model=False."
 
 
 def _check_loading(args: BaseArguments) -> Iterator[str]:

@@ -28,6 +28,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.reporting.tracking import ids_of_open_runs
+from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.observation import count_batch, make_observer, make_requests
 from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
@@ -79,6 +80,7 @@ class TrainingLoop:
         self.loss_sum = LossSum(trainer, self.run)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
+        self.divergence = DivergenceWatch(self.components, self)
         self.observer = make_observer(self.components, self)
         self.requests = make_requests(self.components, self)
         self._is_stepping = False  # inside an optimizer step, which may have changed the weights
@@ -96,6 +98,7 @@ class TrainingLoop:
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
             position=self.position,
+            skips=self.divergence.skips,
         )
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         # Inspect the signature of an override once, not at each step.
@@ -301,6 +304,7 @@ class TrainingLoop:
         if self.run.health is not None:
             self.run.health.note_sign()
         self.loss_sum.add(loss)
+        self.divergence.add(loss)
         if self.observer is not None:
             self.observer.end_micro_batch(*count_batch(self.trainer, inputs))
         if self.step_details.requested:
@@ -322,6 +326,7 @@ class TrainingLoop:
         clipped = self.trainer._clip_grad_norm(model) if clips else None
         measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
+        self.divergence.check(model)
         self.components.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
@@ -446,6 +451,7 @@ class TrainingLoop:
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else self.reader.state_dict(),
             since_evaluation=0.0 if self.requests is None else self.requests.since_evaluation,
+            recent_losses=list(self.divergence.recent),
             tracker_runs=ids_of_open_runs(
                 self.trainer.callback_handler.callbacks, self.components.storage.place(self.trial)
             ),

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hftrainer.arguments import legacy
 from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
@@ -20,7 +22,7 @@ from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_o
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.errors import UnsupportedArgument
+from hftrainer.errors import TrainingDiverged, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
 from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
@@ -29,6 +31,7 @@ from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
+from hftrainer.training.divergence import Diverged, Finding, SkippedSamples, say
 from hftrainer.training.initial_state import InitialStateSnapshot
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
@@ -36,7 +39,6 @@ from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
     from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
@@ -163,8 +165,10 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            start = InitialStateSnapshot(self.trainer) if self.trainer.args.auto_find_batch_size else None
+            start = self._initial_state(folder, trial)
+            stateful = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
+                diverged: Finding | None = None
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
@@ -173,15 +177,63 @@ class TrainingRunner(Component):
                         trial=trial,
                         ignore_keys_for_eval=ignore_keys,
                     )
+                except Diverged as error:
+                    diverged = error.finding
                 except Exception as error:
-                    if start is None or not devices.is_out_of_memory(error):
+                    if (
+                        not self.trainer.args.auto_find_batch_size
+                        or start is None
+                        or not devices.is_out_of_memory(error)
+                    ):
                         raise
                     if self.run.train_batch_size == 1:
                         raise RuntimeError(
                             "auto_find_batch_size: a batch of one sample does not fit into memory."
                         ) from error
                 # Not in the `except` block: the error holds the tensors of the failed attempt.
-                self._halve_batches(start)
+                if diverged is not None:
+                    folder = self._roll_back(diverged, start, stateful)
+                else:
+                    assert start is not None
+                    self._halve_batches(start)
+
+    def _initial_state(self, folder: str | None, trial: Any) -> InitialStateSnapshot | None:
+        """A copy of the initial state, if the run may begin again; also find what a resumed run skips."""
+        args = self.trainer.args
+        self.run.skipped = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
+        rolls_back = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
+        return InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or rolls_back else None
+
+    def _roll_back(self, found: Finding, start: InitialStateSnapshot | None, stateful: tuple[Any, Any]) -> str | None:
+        """Return to the last checkpoint, or to the start, after a step that diverged; returns the checkpoint."""
+        assert self.run.skipped is not None
+        self.components.saver.wait()
+        if (mirror := self.components.storage.mirror) is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.wait)
+        folder: str | None = self.trainer.accelerator.processes.from_main(self._last_checkpoint)
+        message = self.run.skipped.add(found, folder)
+        if folder is None and start is None:
+            raise TrainingDiverged(
+                f"{message}, but there is no checkpoint yet, and no copy of the initial state of a sharded model: save "
+                "earlier, with a smaller save_steps."
+            )
+        if self.trainer.is_world_process_zero():
+            say(message, folder)
+        close_bars(self.trainer.callback_handler.callbacks)
+        if self.run.loop is not None:
+            self.run.loop.close("rolled back")
+        self._release()
+        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
+        if (scaler := self.trainer.accelerator.scaler) is not None:
+            scaler.update(scaler.get_scale())  # end the step that is not made
+        if folder is not None:
+            self._load_weights_and_batch_size(folder)
+        elif start is not None:
+            start.restore()
+        self.run.resumed_from = folder
+        gc.collect()
+        devices.empty_cache()
+        return folder
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
@@ -287,10 +339,12 @@ class TrainingRunner(Component):
         """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
         with self.components.loaders.treat_as_training_data():  # overrides prepare their own loaders
             dataloader = self.trainer.get_train_dataloader()
-        self.run.schedule = schedule = self.planner.plan(args, dataloader)
+        planned = self.planner.plan(args, dataloader)
+        skipped = self.run.skipped
+        self.run.schedule = schedule = planned if skipped is None else skipped.extend(planned)
         self.run.progress = self.components.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
-            schedule.max_steps, schedule.num_update_steps_per_epoch, schedule.num_train_epochs, folder, trial
+            schedule.max_steps, schedule.num_update_steps_per_epoch, planned.num_train_epochs, folder, trial
         )
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:

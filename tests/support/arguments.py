@@ -86,6 +86,7 @@ _FIELDS = "unit/arguments/test_fields.py::test_"
 _PLAN = f"{_FIELDS}plan"
 _EVALUATION = "unit/evaluation/test_evaluation.py::test_"
 _MONITORING = "unit/monitoring/"
+_DIVERGENCE = "unit/training/test_divergence.py::test_"
 _LEGACY = "unit/arguments/test_legacy.py::test_"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
 CASES: dict[str, Case] = {
