@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 SKIPPED_NAME = "skipped_samples.jsonl"
 #: Losses with which a step's loss is compared, and how many are needed for that.
 _RECENT, _ENOUGH = 100, 20
-#: Settings on which the meaning of a position in the data depends.
-_OF_POSITION = ("per_device_train_batch_size", "world_size", "gradient_accumulation_steps")
 
 
 class _Reason(enum.IntEnum):
@@ -198,28 +196,18 @@ class SkippedSamples:
         return kept
 
     def _settings(self) -> dict[str, int]:
-        args = self.trainer.args
-        return dict(
-            zip(
-                _OF_POSITION,
-                (
-                    self.trainer._hftrainer.run.train_batch_size,
-                    self.trainer.accelerator.processes.data_world_size,
-                    args.gradient_accumulation_steps,
-                ),
-                strict=True,
-            )
-        )
+        return {
+            "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
+            "world_size": self.trainer.accelerator.processes.data_world_size,
+            "gradient_accumulation_steps": self.trainer.args.gradient_accumulation_steps,
+        }
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
         """Skip the windows of an entry, if its positions are those of this run."""
-        then, now = {name: entry["settings"].get(name) for name in _OF_POSITION}, self._settings()
-        ratio = 1.0
+        then, now, ratio = entry["settings"], self._settings(), 1.0
         if then != now:
-            changed = ", ".join(
-                f"{name}={now[name]}, was {then[name]}" for name in _OF_POSITION if now[name] != then[name]
-            )
-            same_step = math.prod(value or 0 for value in then.values()) == math.prod(now.values())
+            changed = ", ".join(f"{name}={now[name]}, was {then[name]}" for name in now if now[name] != then[name])
+            same_step = math.prod(then.values()) == math.prod(now.values())
             if not (self.trainer.args.elastic and same_step):
                 logger.warning(
                     "%s: the samples of step %s are not skipped, since their position is another with %s.%s",
@@ -279,8 +267,8 @@ class SkippedSamples:
         )
         return (
             f"{what}, and {ending}. It read {_name(samples)}, "
-            f"{', '.join(f'epoch {each.epoch} from micro-batch {each.start}' for each in worst.spans)}. Look at these "
-            "samples first; if they are sound, lower learning_rate, lengthen the warmup, set max_grad_norm, or use bf16 "
+            f"{', '.join(f'epoch {each.epoch} from micro-batch {each.start}' for each in worst.spans)}. Look at them "
+            "first; if they are sound, lower learning_rate, lengthen the warmup, set max_grad_norm, or use bf16 "
             f"instead of fp16.{' Skipped before:' if earlier else ''}{earlier}"
         )
 
@@ -311,11 +299,8 @@ def _read(path: str) -> list[dict[str, Any]]:
 def _append(path: str, entry: Mapping[str, Any]) -> None:
     """Append a line, and wait until it is on the disk."""
     with open(path, "a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            torn = file.read(1) != b"\n"
-        else:
-            torn = False
+        file.seek(0)
+        torn = not (file.read() or b"\n").endswith(b"\n")
         file.write((b"\n" if torn else b"") + json.dumps(entry, default=str).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())

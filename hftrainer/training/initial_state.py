@@ -31,7 +31,7 @@ class InitialStateSnapshot:
         if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
             raise InvalidArgument(
                 f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
-                "set per_device_train_batch_size yourself instead of auto_find_batch_size, and do not set on_divergence."
+                "set per_device_train_batch_size yourself rather than auto_find_batch_size, and no on_divergence."
             )
         self._model = trainer.model
         self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}

@@ -77,10 +77,9 @@ class TrainingLoop:
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.loss_sum = LossSum(trainer, self.run)
+        self.loss_sum, self.divergence = LossSum(trainer, self.run), DivergenceWatch(self.components, self)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self.divergence = DivergenceWatch(self.components, self)
         self.observer = make_observer(self.components, self)
         self.requests = make_requests(self.components, self)
         self._is_stepping = False  # inside an optimizer step, which may have changed the weights

@@ -18,6 +18,7 @@ Theirs = transformers.TrainingArguments
 ONLY_OURS = {
     *("elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port", "observe", "save_minutes"),
     *("save_on_interrupt", "storage_url", "keep_local", "checkpoint_format", "new_tracker_run"),
+    *("on_divergence", "divergence_threshold", "max_rollbacks"),
     *("explain", "hf_deepspeed_config"),
 }
 BEFORE_5 = TRANSFORMERS < (5,)

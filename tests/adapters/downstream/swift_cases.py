@@ -25,6 +25,7 @@ SETTINGS = {
 OWN_ARGUMENTS = (
     *("training_args", "debug", "elastic", "eval_memmap_dir", "eval_minutes", "lightning_config", "metrics_port"),
     *("observe", "save_minutes", "save_on_interrupt", "storage_url", "keep_local"),
+    *("on_divergence", "divergence_threshold", "max_rollbacks"),
 )
 
 

@@ -28,6 +28,7 @@ THEIRS = {field.name: field for field in dataclasses.fields(transformers.Trainin
 OWN = {
     *("lightning_config", "elastic", "eval_memmap_dir", "save_on_interrupt", "observe", "save_minutes", "eval_minutes"),
     *("metrics_port", "storage_url", "keep_local", "checkpoint_format", "new_tracker_run"),
+    *("on_divergence", "divergence_threshold", "max_rollbacks"),
 }
 LEGACY = set(FIELDS)
 #: Arguments whose defaults have changed since v4.48, or are written in another way.
