@@ -24,6 +24,7 @@ from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import TrainingDiverged, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
+from hftrainer.model.inspection import clear_gradients
 from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
@@ -222,6 +223,7 @@ class TrainingRunner(Component):
         close_bars(self.trainer.callback_handler.callbacks)
         if self.run.loop is not None:
             self.run.loop.close("rolled back")
+        clear_gradients(self.trainer.model_wrapped)
         self._release()
         self.trainer.optimizer, self.trainer.lr_scheduler = stateful
         if (scaler := self.trainer.accelerator.scaler) is not None:
