@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import reprlib
-import statistics
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -132,7 +131,8 @@ class DivergenceWatch:
         norm = self.loop.grad_norm
         if norm is None and not scaled:
             norm = self.trainer._get_grad_norm(model)
-        loss, norm = torch.stack([self._loss.float(), torch.as_tensor(norm or 0.0).to(self._loss).float()]).tolist()
+        norm = torch.as_tensor(0.0 if norm is None else norm).to(self._loss.device)
+        loss, norm = torch.stack([self._loss.float(), norm.float()]).tolist()
         reason, value = self._judge(loss, 0.0 if scaled else norm)
         processes = self.trainer.accelerator.processes
         if processes.start_max_over_ranks([int(reason)])()[0] if processes.several else reason:
@@ -148,9 +148,9 @@ class DivergenceWatch:
             return _Reason.GRADIENT, norm
         threshold = self.trainer.args.divergence_threshold
         if threshold is not None and len(self.recent) >= _ENOUGH:
-            mean = statistics.fmean(self.recent)
-            # Losses that hardly vary would make a spike of any noise.
-            deviation = max(statistics.pstdev(self.recent), 0.01 * abs(mean))
+            mean = sum(self.recent) / len(self.recent)
+            deviation = math.sqrt(sum([(each - mean) ** 2 for each in self.recent]) / len(self.recent))
+            deviation = max(deviation, 0.01 * abs(mean))  # losses that hardly vary would make a spike of any noise
             if loss > mean + threshold * deviation:
                 return _Reason.SPIKE, loss
         return _Reason.NONE, loss

@@ -213,6 +213,8 @@ class TrainingRunner(Component):
             self.trainer.accelerator.processes.run_on_main(mirror.wait)
         folder: str | None = self.trainer.accelerator.processes.from_main(self._last_checkpoint)
         message = self.run.skipped.add(found, folder)
+        if mirror is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.upload_files)
         if folder is None and start is None:
             raise TrainingDiverged(
                 f"{message}, but there is no checkpoint yet, and no copy of the initial state of a sharded model: save "
