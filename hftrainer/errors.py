@@ -125,6 +125,10 @@ class StorageError(RuntimeError):
     """The storage of `storage_url` cannot be reached, or refuses a request."""
 
 
+class TrainingDiverged(RuntimeError):
+    """Training diverges, and `on_divergence` does not let it go on; the message names the step and its samples."""
+
+
 class SearchFailed(RuntimeError):
     """A hyperparameter search has not completed any trial; the message lists how they ended."""
 

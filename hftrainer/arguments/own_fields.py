@@ -65,3 +65,27 @@ class OwnArguments(CurrentArguments):
         OURS,
         "data.token_batches",
     )
+    on_divergence: str | None = arg(
+        None,
+        "What to do about a step whose loss is not finite or a spike (`divergence_threshold`), or whose gradients are "
+        "not finite, before it changes the weights: 'rollback' goes back to the last checkpoint and skips the step's "
+        "samples, listed in `skipped_samples.jsonl`; 'stop' raises an error that names them; None does nothing.",
+        OURS,
+        "training.divergence",
+        choices=("rollback", "stop"),
+    )
+    divergence_threshold: float | None = arg(
+        None,
+        "With `on_divergence`: the loss of a step is a spike if it exceeds the mean of the last 100 by this many "
+        "standard deviations, such as 10; None for no spikes.",
+        OURS,
+        "training.divergence",
+    )
+    max_rollbacks: int = arg(
+        3,
+        "With `on_divergence='rollback'`: rollbacks after which the next divergence is an error; a resumed run goes on "
+        "counting.",
+        OURS,
+        "training.divergence",
+        minimum=0,
+    )

@@ -7,9 +7,8 @@ import json
 import logging
 import math
 import os
-import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from hftrainer.arguments.choices import (
     token_counting_mode,
 )
 from hftrainer.arguments.old_fields import ARGUMENTS
+from hftrainer.arguments.own_checks import check_own
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.storage import separate_storage
 from hftrainer.errors import InvalidArgument, InvalidConfig
@@ -157,7 +157,7 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
     is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0  # transformers refuses it too
     return [
         *(_check_run(args) if complete or is_negative else ()),
-        *_check_mixture(args),
+        *check_own(args),
         *_check_loading(args),
         *_check_choices(args),
         *param_groups.check(args.param_groups),
@@ -302,39 +302,6 @@ def _check_run(args: BaseArguments) -> Iterator[str]:
         yield "save_strategy='best': `args.metric_for_best_model` must be provided, as it decides which model is best."
     if args.elastic and args.auto_find_batch_size:
         yield "elastic=True keeps the samples of a step, which auto_find_batch_size=True would change: choose one."
-    if args.tokens_per_batch is not None:
-        yield from _check_tokens_per_batch(args)
-
-
-def _check_tokens_per_batch(args: BaseArguments) -> Iterator[str]:
-    asked = f"tokens_per_batch={args.tokens_per_batch}"
-    if args.tokens_per_batch < 1:
-        yield f"{asked}: give a positive number."
-    if args.train_sampling_strategy != "random" or getattr(args, "sortish_sampler", False):
-        yield f"{asked} chooses the batches itself: leave train_sampling_strategy='random', without sortish_sampler."
-    for name in ("elastic", "auto_find_batch_size"):
-        if getattr(args, name):
-            yield f"{asked} gives batches of varying numbers of samples, which {name}=True needs fixed: remove one."
-    if args.torch_compile and args.flatten_batches:
-        yield f"{asked} with flatten_batches=True gives each batch its own shape: remove torch_compile, or flatten_batches."
-
-
-def _check_mixture(args: BaseArguments) -> Iterator[str]:
-    weights = args.mixture_weights
-    if not (weights is None or isinstance(weights, Mapping) or callable(weights)):
-        yield f"mixture_weights={weights!r}: give a dict, source → weight, or a function of the optimizer step."
-    if callable(weights):
-        try:
-            pickle.dumps(weights)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            yield (
-                f"mixture_weights: checkpoints hold the arguments, and this function cannot be pickled ({error}). "
-                "Define it with def at the top of a module, not as a lambda or inside a function."
-            )
-    if weights is not None and args.mixture_temperature != 1:
-        yield "mixture_temperature makes weights of the sizes, and mixture_weights are given: choose one."
-    if not args.mixture_temperature > 0:
-        yield f"mixture_temperature={args.mixture_temperature!r}: give a number above 0."
 
 
 def _check_loading(args: BaseArguments) -> Iterator[str]:

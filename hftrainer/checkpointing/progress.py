@@ -75,6 +75,7 @@ class RunProgress:
         evaluation_workers: evaluation sets whose workers have drawn their seed.
         data: what `EpochReader.state_dict` returned; None before the first micro-batch.
         since_evaluation: seconds since the last evaluation, for `eval_minutes`.
+        recent_losses: losses of the last steps, with `on_divergence`.
         tracker_runs: what `ids_of_open_runs` returned; empty in other processes than the main one.
     """
 
@@ -93,6 +94,7 @@ class RunProgress:
     data: dict[str, Any] | None
     since_evaluation: float = 0.0
     sources: torch.Tensor | None = None
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
     tracker_runs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def resume_position(self, micro_batches: int) -> tuple[int, int] | None:

@@ -32,6 +32,21 @@ class AccumulationWindow:
     index: int
 
 
+@dataclass(frozen=True)
+class Span:
+    """The micro-batches of a window.
+
+    Attributes:
+        epoch: the epoch, counted from 0.
+        start: index of the first one in the epoch.
+        micro_batches: how many there are.
+    """
+
+    epoch: int
+    start: int
+    micro_batches: int
+
+
 @dataclass(eq=False)
 class MicroBatchIterator:
     """An iterable over the micro-batches of an epoch; `window` describes the last one yielded.
@@ -48,6 +63,10 @@ class MicroBatchIterator:
         get_window: `(iterator, count) -> (micro-batches, num_items)`.
         on_first_window: called once after the first window of an iteration is fetched.
         interrupted: returns True once a callback has ended the epoch or the training.
+        skips: `(index of a window's first micro-batch) -> whether the window is dropped` after it was fetched.
+
+    Attributes:
+        window_start: index of the first micro-batch of the current window.
     """
 
     schedule: TrainingSchedule
@@ -58,6 +77,8 @@ class MicroBatchIterator:
     on_first_window: Callable[[], None]
     interrupted: Callable[[], bool]
     position: int
+    skips: Callable[[int], bool] = lambda start: False
+    window_start: int = 0
     window: AccumulationWindow | None = None
 
     def __len__(self) -> int:
@@ -79,6 +100,11 @@ class MicroBatchIterator:
                 self.on_first_window()
             if not samples:
                 return
+            if self.skips(index):
+                index += len(samples)
+                self.window = AccumulationWindow(len(samples), num_items, is_first=False, is_last=True, index=index - 1)
+                continue
+            self.window_start = index
             for sample in samples:
                 size = self.accumulation()
                 self.window = AccumulationWindow(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import logging
@@ -119,6 +120,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.log: ReadingLog | None = None
         self._start = _IterationStart()
         self._has_drawn_seed = False
+        self._read_indices: collections.deque[Any] = collections.deque(maxlen=0)
 
     def _counted_samples(self, batch: Any, *, is_last: bool, is_filler: bool) -> int | None:
         """Samples of a batch that `gather_for_metrics` keeps; None for all. For training see `remainder`."""
@@ -229,6 +231,17 @@ class PreparedDataLoader(DataLoader[Any]):
         self.batch_sampler.recorded_indices = []
         return self.batch_sampler.recorded_indices
 
+    def keep_indices(self) -> None:
+        """From now on, keep the indices of the batches that were read last, for `last_indices`."""
+        self._read_indices = collections.deque(maxlen=1024)
+
+    def last_indices(self, batches: int) -> list[list[Any]] | None:
+        """The indices of the samples in the last batches that were yielded to this process; None if not known."""
+        read = list(self._read_indices)[: None if self.position.is_last else -1]  # one batch is read ahead
+        if self.loader_plan.round_size is not None or len(read) < batches:
+            return None
+        return [list(batch) for batch in read[-batches:]]
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         number = next(_ITERATIONS)
         self.position = self.position._replace(iteration=number)
@@ -327,7 +340,7 @@ class PreparedDataLoader(DataLoader[Any]):
         unread = getattr(self.batch_sampler, "unread", None)
         for batch in batches:
             if unread:
-                unread.popleft()
+                self._read_indices.append(unread.popleft())
             yield batch
 
     def _draw_without_reading(self, start: _IterationStart) -> None:

@@ -28,6 +28,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.reporting.tracking import ids_of_open_runs
+from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.mixture import make_source_log
 from hftrainer.training.observation import count_batch, make_observer, make_requests
 from hftrainer.training.steps import LossSum, StepDetails
@@ -77,7 +78,7 @@ class TrainingLoop:
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
-        self.loss_sum = LossSum(trainer, self.run)
+        self.loss_sum, self.divergence = LossSum(trainer, self.run), DivergenceWatch(self.components, self)
         self.sources = make_source_log(self.components, train_dataloader)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
@@ -98,6 +99,7 @@ class TrainingLoop:
             on_first_window=self._restore_rng_in_epoch,
             interrupted=self._interrupted,
             position=self.position,
+            skips=self.divergence.skips,
         )
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         # Inspect the signature of an override once, not at each step.
@@ -302,6 +304,7 @@ class TrainingLoop:
         """Count a micro-batch after its backward pass, and add its loss."""
         if self.run.health is not None:
             self.run.health.note_sign()
+        self.divergence.add(loss)
         added = self.loss_sum.add(loss)
         if self.sources is not None and self.micro_batches.window is not None:
             self.sources.add(self.epoch, self.micro_batches.window.index, added, inputs)
@@ -326,6 +329,7 @@ class TrainingLoop:
         clipped = self.trainer._clip_grad_norm(model) if clips else None
         measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
+        self.divergence.check(model)
         self.components.announce("on_pre_optimizer_step")
 
     def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
@@ -451,6 +455,7 @@ class TrainingLoop:
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else self.reader.state_dict(),
             since_evaluation=0.0 if self.requests is None else self.requests.since_evaluation,
+            recent_losses=list(self.divergence.recent),
             tracker_runs=ids_of_open_runs(
                 self.trainer.callback_handler.callbacks, self.components.storage.place(self.trial)
             ),

@@ -19,6 +19,7 @@ from hftrainer.training.stopping import SignalListener
 
 if TYPE_CHECKING:
     from hftrainer.monitoring.health import Progress
+    from hftrainer.training.divergence import SkippedSamples
     from hftrainer.training.loop import TrainingLoop
 
 
@@ -51,6 +52,7 @@ class Run:
         health: notes how far training has come, with `metrics_port`.
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the folders that this run wrote, in order.
+        skipped: the samples that the run skips, with `on_divergence`.
     """
 
     train_batch_size: int = 0
@@ -77,10 +79,11 @@ class Run:
     health: Progress | None = None
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
+    skipped: SkippedSamples | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without the signal listener and the loop, which belong to this process."""
-        return {**vars(self), "signal_listener": SignalListener(saves=False), "loop": None}
+        return {**vars(self), "signal_listener": SignalListener(saves=False), "loop": None, "skipped": None}
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:

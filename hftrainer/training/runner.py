@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 import os
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.choices import spelled
 from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
@@ -23,25 +21,25 @@ from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
-from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.errors import TrainingDiverged, UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
+from hftrainer.model.inspection import clear_gradients
 from hftrainer.monitoring import health
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
-from hftrainer.trainer_pt_utils import nested_apply
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
+from hftrainer.training.divergence import Diverged, Finding, SkippedSamples, say
+from hftrainer.training.initial_state import InitialStateSnapshot
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
     from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
@@ -168,8 +166,10 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            start = InitialStateSnapshot(self.trainer) if self.trainer.args.auto_find_batch_size else None
+            start = self._initial_state(folder, trial)
+            stateful = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
+                diverged: Finding | None = None
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
@@ -178,15 +178,66 @@ class TrainingRunner(Component):
                         trial=trial,
                         ignore_keys_for_eval=ignore_keys,
                     )
+                except Diverged as error:
+                    diverged = error.finding
                 except Exception as error:
-                    if start is None or not devices.is_out_of_memory(error):
+                    if (
+                        not self.trainer.args.auto_find_batch_size
+                        or start is None
+                        or not devices.is_out_of_memory(error)
+                    ):
                         raise
                     if self.run.train_batch_size == 1:
                         raise RuntimeError(
                             "auto_find_batch_size: a batch of one sample does not fit into memory."
                         ) from error
                 # Not in the `except` block: the error holds the tensors of the failed attempt.
-                self._halve_batches(start)
+                if diverged is not None:
+                    folder = self._roll_back(diverged, start, stateful)
+                else:
+                    assert start is not None
+                    self._halve_batches(start)
+
+    def _initial_state(self, folder: str | None, trial: Any) -> InitialStateSnapshot | None:
+        """A copy of the initial state, if the run may begin again; also find what a resumed run skips."""
+        args = self.trainer.args
+        self.run.skipped = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
+        rolls_back = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
+        return InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or rolls_back else None
+
+    def _roll_back(self, found: Finding, start: InitialStateSnapshot | None, stateful: tuple[Any, Any]) -> str | None:
+        """Return to the last checkpoint, or to the start, after a step that diverged; returns the checkpoint."""
+        assert self.run.skipped is not None
+        self.components.saver.wait()
+        if (mirror := self.components.storage.mirror) is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.wait)
+        folder: str | None = self.trainer.accelerator.processes.from_main(self._last_checkpoint)
+        message = self.run.skipped.add(found, folder)
+        if mirror is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.upload_files)
+        if folder is None and start is None:
+            raise TrainingDiverged(
+                f"{message}, but there is no checkpoint yet, and no copy of the initial state of a sharded model: save "
+                "earlier, with a smaller save_steps."
+            )
+        if self.trainer.is_world_process_zero():
+            say(message, folder)
+        close_bars(self.trainer.callback_handler.callbacks)
+        if self.run.loop is not None:
+            self.run.loop.close("rolled back")
+        clear_gradients(self.trainer.model_wrapped)
+        self._release()
+        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
+        if (scaler := self.trainer.accelerator.scaler) is not None:
+            scaler.update(scaler.get_scale())  # end the step that is not made
+        if folder is not None:
+            self._load_weights_and_batch_size(folder)
+        elif start is not None:
+            start.restore()
+        self.run.resumed_from = folder
+        gc.collect()
+        devices.empty_cache()
+        return folder
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
@@ -292,10 +343,12 @@ class TrainingRunner(Component):
         """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
         with self.components.loaders.treat_as_training_data():  # overrides prepare their own loaders
             dataloader = self.trainer.get_train_dataloader()
-        self.run.schedule = schedule = self.planner.plan(args, dataloader)
+        planned = self.planner.plan(args, dataloader)
+        skipped = self.run.skipped
+        self.run.schedule = schedule = planned if skipped is None else skipped.extend(planned)
         self.run.progress = self.components.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
-            schedule.max_steps, schedule.num_update_steps_per_epoch, schedule.num_train_epochs, folder, trial
+            schedule.max_steps, schedule.num_update_steps_per_epoch, planned.num_train_epochs, folder, trial
         )
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
@@ -438,57 +491,6 @@ def _note_steps(state: TrainerState) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             add_note(error, f"This happened after {state.global_step} of {state.max_steps} optimizer steps.")
         raise
-
-
-class InitialStateSnapshot:
-    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
-
-    Frozen weights are not copied; with adapters, these are most of the model.
-
-    Args:
-        trainer: the Trainer, before the first attempt. The state includes its loss scaler, if it has one, and the
-            script's optimizer and scheduler, if it passed them. LOMO is refused, since its hooks cannot be
-            removed from the model for a restart.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
-            raise InvalidArgument(
-                f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
-                "set per_device_train_batch_size yourself instead of auto_find_batch_size."
-            )
-        self._model = trainer.model
-        self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}
-        self._scaler = trainer.accelerator.scaler
-        self._scale = None if self._scaler is None else self._scaler.state_dict()
-        self.stateful = trainer.optimizer, trainer.lr_scheduler
-        self._others = [(each, nested_apply(_to_cpu, each.state_dict())) for each in self.stateful if each is not None]
-        self._random = rng_state()
-        if torch.cuda.is_available():  # the model may be on several devices
-            self._random["cuda"] = torch.cuda.get_rng_state_all()
-
-    def _tensors_to_restore(self) -> dict[str, torch.Tensor]:
-        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
-        return {**trained, **dict(self._model.named_buffers())}
-
-    def restore(self) -> None:
-        """Restore the state."""
-        with torch.no_grad():
-            for name, tensor in self._tensors_to_restore().items():
-                tensor.copy_(self._tensors[name])
-        self._model.zero_grad()
-        for thing, state in self._others:
-            thing.load_state_dict(nested_apply(_to_cpu, state))
-        if self._scaler is not None and self._scale is not None:
-            # Initialize the scaler, if that has not been done yet, and discard the state of the failed step.
-            self._scaler.scale(next(self._model.parameters()).new_zeros(()))
-            self._scaler.update(self._scale["scale"])
-            self._scaler.load_state_dict(self._scale)
-        restore_rng_state(self._random)
-
-
-def _to_cpu(leaf: Any) -> Any:
-    return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def _global_batch(folder: str) -> int | None:

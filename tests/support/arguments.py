@@ -86,6 +86,7 @@ _FIELDS = "unit/arguments/test_fields.py::test_"
 _PLAN = f"{_FIELDS}plan"
 _EVALUATION = "unit/evaluation/test_evaluation.py::test_"
 _MONITORING = "unit/monitoring/"
+_DIVERGENCE = "unit/training/test_divergence.py::test_"
 _LEGACY = "unit/arguments/test_legacy.py::test_"
 _SPELLINGS = "unit/arguments/test_old_spellings.py::test_"
 CASES: dict[str, Case] = {
@@ -187,6 +188,9 @@ CASES: dict[str, Case] = {
     "param_groups": _alone(
         [{"pattern": "*", "weight_decay": 0.1}], "parity/test_param_groups.py::test_groups_made_by_hand"
     ),
+    "on_divergence": _alone("rollback", f"{_DIVERGENCE}ends_as_a_run_without_the_samples"),
+    "divergence_threshold": _alone(8, f"{_DIVERGENCE}ends_as_a_run_without_the_samples"),
+    "max_rollbacks": _alone(2, f"{_DIVERGENCE}gives_up"),
     "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
     "tokens_per_batch": _alone(64, "unit/data/test_token_batches.py::test_resuming_within_an_epoch"),
     "flatten_batches": _alone(True, "unit/data/test_token_batches.py::test_flattened_gradients_are_the_padded_ones"),

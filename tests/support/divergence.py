@@ -1,0 +1,69 @@
+"""Runs whose steps diverge at chosen samples."""
+
+import json
+
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.support.checkpoints import finished, make_trainer
+from tests.support.tiny import make_plain, plain_data
+
+SEQUENTIAL = {"train_sampling_strategy": "sequential", "save_steps": 2, "logging_steps": 1}
+#: Optimizer steps that the data has.
+STEPS = 36
+SIZE = 2
+
+
+class Rows(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class Sensitive(torch.nn.Module):
+    """A model whose loss, or whose gradients alone, are as bad as the samples' `ill` says."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = make_plain()
+
+    def forward(self, x, labels, ill):
+        loss = self.plain(x, labels)["loss"]
+        return {"loss": _Explodes.apply(loss) if ill.max() > 1e30 else loss * (1 + ill.max())}
+
+
+class _Explodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * float("inf")
+
+
+#: Name → what makes a sample bad.
+KINDS = {"nan loss": float("nan"), "infinite gradient": 1e31, "spike": 200.0}
+
+
+def rows(count, bad=(), value=float("nan")):
+    bad = set(bad)
+    return [{**row, "ill": torch.tensor(value if index in bad else 0.0)} for index, row in enumerate(plain_data(count))]
+
+
+def lacking(windows, size):
+    """The samples without those of the windows."""
+    return [row for index, row in enumerate(rows(STEPS * size)) if index // size not in windows]
+
+
+def trained(folder, data, resume=None, **settings):
+    """A Trainer that has trained a model with dropout; the samples are in order."""
+    settings = {**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings}
+    torch.manual_seed(0)
+    return finished(make_trainer(folder, trainer={"model": Sensitive(), "train_dataset": data}, **settings), resume)
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "skipped_samples.jsonl").read_text().splitlines()]

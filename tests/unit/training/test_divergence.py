@@ -1,0 +1,111 @@
+"""Steps that diverge: the run returns to its last checkpoint, and ends as a run whose data lacked their samples."""
+
+import random
+
+import pytest
+
+from hftrainer.errors import TrainingDiverged
+from tests.support.checkpoints import BACKGROUND, assert_same_end, finished, make_trainer
+from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, lacking, lines, rows, trained
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_ends_as_a_run_without_the_samples(tmp_path, kind, accumulation):
+    size = SIZE * accumulation
+    draw = random.Random(f"{kind}{accumulation}")
+    windows = sorted(draw.sample(range(22 if kind == "spike" else 0, STEPS), 2))
+    bad = {window * size + draw.randrange(size) for window in windows}
+    settings = {"gradient_accumulation_steps": accumulation, "max_steps": STEPS - 2}
+    if kind == "spike":
+        settings["divergence_threshold"] = 10
+    good = trained(tmp_path / "good", lacking(windows, size), **settings)
+    rolled = trained(tmp_path / "bad", rows(STEPS * size, bad, KINDS[kind]), on_divergence="rollback", **settings)
+    assert_same_end(rolled, good)
+    found = lines(tmp_path / "bad")
+    assert [entry["samples"] for entry in found] == [
+        [[[*range(start, start + SIZE)] for start in range(window * size, (window + 1) * size, SIZE)]]
+        for window in windows
+    ]
+
+
+@pytest.mark.parametrize("kind", ["first and last", "stream", "background", "another epoch"])
+def test_where_they_are(tmp_path, kind):
+    windows = [0, 1, STEPS - 1] if kind == "first and last" else [3, 4, 9]
+    settings = {"max_steps": STEPS - 3, "on_divergence": "rollback"}
+    make = Rows if kind == "stream" else list
+    if kind == "background":
+        settings |= BACKGROUND
+    if kind == "first and last":
+        settings["max_steps"] = STEPS - 2
+    if kind == "another epoch":  # the first step of the second
+        settings["max_steps"] = 2 * STEPS - 6 + 1
+    good = trained(tmp_path / "good", make(lacking(windows, SIZE)), **settings)
+    bad = rows(STEPS * SIZE, [window * SIZE for window in windows])
+    rolled = trained(tmp_path / "bad", make(bad), **settings | {"max_rollbacks": 6})
+    assert_same_end(rolled, good)
+    assert lines(tmp_path / "good") == []
+    assert len(lines(tmp_path / "bad")) == {"first and last": 5, "another epoch": 6}.get(kind, 3)
+    if kind == "stream":
+        assert lines(tmp_path / "bad")[0]["samples"] == [None]
+
+
+def test_reads_on_in_a_further_epoch(tmp_path):
+    """With max_steps, a run makes them all; with epochs it ends with its data."""
+    bad = rows(STEPS * SIZE, [8])
+    rolled = trained(tmp_path / "steps", bad, max_steps=STEPS, on_divergence="rollback")
+    assert rolled.state.global_step == STEPS
+    rolled = trained(tmp_path / "epochs", bad, num_train_epochs=1, max_steps=-1, on_divergence="rollback")
+    assert rolled.state.global_step == STEPS - 1
+    assert [line["step"] for line in rolled.state.log_history if "loss" in line] == [*range(1, STEPS)]
+
+
+def test_gives_up(tmp_path):
+    bad = rows(STEPS * SIZE, [8, 20, 33])
+    said = r"(?s)Step 15 diverged: the loss is not finite \(nan\).*max_rollbacks=2.*32, 33.*20, 21"
+    with pytest.raises(TrainingDiverged, match=said):
+        trained(tmp_path, bad, max_steps=STEPS, on_divergence="rollback", max_rollbacks=2)
+    with pytest.raises(TrainingDiverged, match=r"Step 5 diverged.*on_divergence='stop'.*8, 9"):
+        trained(tmp_path, bad, max_steps=STEPS, on_divergence="stop")
+
+
+def test_nothing_without_the_argument(tmp_path):
+    rolled = trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS)
+    assert all(weight.isnan().any() for weight in rolled.model.parameters())
+    assert not (tmp_path / "skipped_samples.jsonl").exists()
+
+
+def test_a_resumed_run_does_not_repeat_it(tmp_path):
+    """Also if it resumes from before the step; a torn line is ignored, and a run from the start forgets the list."""
+    bad = rows(STEPS * SIZE, [8, 40])
+    settings = {"max_steps": STEPS - 2, "on_divergence": "rollback", "max_rollbacks": 2}
+    good = trained(tmp_path / "good", lacking([4, 20], SIZE), **settings)
+    trained(tmp_path / "bad", bad, **settings)
+    skipped = tmp_path / "bad" / "skipped_samples.jsonl"
+    with skipped.open("a") as file:
+        file.write('{"step": 1')
+    again = make_trainer(
+        tmp_path / "bad",
+        trainer={"model": Sensitive(), "train_dataset": bad},
+        **{**SEQUENTIAL, "per_device_train_batch_size": SIZE, **settings},
+    )
+    finished(again, tmp_path / "bad" / "checkpoint-2")
+    assert_same_end(again, good)
+    assert len(skipped.read_text().splitlines()) == 3
+    trained(tmp_path / "bad", bad, **settings)
+    assert [entry["samples"][0][0] for entry in lines(tmp_path / "bad")] == [[8, 9], [40, 41]]
+
+
+def test_positions_of_other_batches_are_not_obeyed(tmp_path, caplog):
+    bad = rows(STEPS * SIZE, [8])
+    settings = {"max_steps": 12, "on_divergence": "rollback"}
+    trained(tmp_path, bad, **settings)
+    other = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": bad}, **{**SEQUENTIAL, **settings})
+    finished(other, tmp_path / "checkpoint-2")
+    assert "not skipped" in caplog.text and "per_device_train_batch_size=4, was 2" in caplog.text
+
+
+def test_no_alarm_in_clean_runs(tmp_path):
+    for seed in range(3):
+        settings = {"seed": seed, "num_train_epochs": 2, "max_steps": -1, "on_divergence": "stop"}
+        trained(tmp_path / str(seed), rows(STEPS * SIZE), divergence_threshold=10, **settings)
