@@ -27,7 +27,7 @@ def _check_tokens_per_batch(args: BaseArguments) -> Iterator[str]:
         if getattr(args, name):
             yield f"{asked} gives batches of varying numbers of samples, which {name}=True needs fixed: remove one."
     if args.torch_compile and args.flatten_batches:
-        yield f"{asked} with flatten_batches=True gives each batch its own shape: remove torch_compile, or flatten_batches."
+        yield f"{asked} with flatten_batches=True gives each batch its own shape: remove one of them."
 
 
 def _check_mixture(args: BaseArguments) -> Iterator[str]:

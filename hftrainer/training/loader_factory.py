@@ -284,6 +284,7 @@ class LoaderFactory(Component):
         """The dataset that the loader was asked for, with the columns that the model does not take."""
         without_columns, source = self._column_source
         return source if without_columns is dataset else dataset
+
     def _token_batches(self, dataset: Any) -> Sampler[Any]:
         """The sampler of `tokens_per_batch`; it yields the whole batches of all ranks."""
         args, lengths = self.trainer.args, self._lengths(dataset)
