@@ -28,7 +28,7 @@ def choose_boundaries(lengths: np.ndarray) -> list[int]:
     # padded[i, j]: tokens, with padding, of a bucket with the samples after candidate i - 1 up to candidate j.
     padded = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)
     padded[np.tril_indices(len(ends), -1)] = np.inf
-    best, previous = padded[0], []
+    best, previous = padded[0], list[np.ndarray]()
     while tokens < (1 - _MOST_PADDING) * best[-1] and len(previous) + 1 < _MOST_BUCKETS:
         totals = np.concatenate([[np.inf], best[:-1]])[:, None] + padded
         previous.append(totals.argmin(axis=0))

@@ -29,7 +29,8 @@ from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
 from hftrainer.training.component import Component
-from hftrainer.training.steps import LoggedMetrics, split_losses
+from hftrainer.training.steps import split_losses
+from hftrainer.training.sums import LoggedMetrics
 
 logger = logging.getLogger(__name__)
 

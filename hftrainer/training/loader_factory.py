@@ -288,6 +288,7 @@ class LoaderFactory(Component):
     def _token_batches(self, dataset: Any) -> Sampler[Any]:
         """The sampler of `tokens_per_batch`; it yields the whole batches of all ranks."""
         args, lengths = self.trainer.args, self._lengths(dataset)
+        assert args.tokens_per_batch is not None
         multiple = getattr(self.trainer.data_collator, "pad_to_multiple_of", None)
         if multiple and not args.flatten_batches:
             lengths = [-(-length // multiple) * multiple for length in lengths]

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat import overrides
 from hftrainer.compat.reading import as_bytes
 from hftrainer.data.accumulation import MicroBatchIterator, TrainingSchedule
@@ -27,12 +26,11 @@ from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
-from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.mixture import make_source_log
 from hftrainer.training.observation import count_batch, make_observer, make_requests
-from hftrainer.training.steps import LossSum, StepDetails
 from hftrainer.training.stopping import ControlSync
+from hftrainer.training.sums import LossSum, StepDetails
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -73,7 +71,7 @@ class TrainingLoop:
         self.epoch = self.first_epoch
         #: The checkpoint's further progress data; None for checkpoints of transformers.
         self.progress = self.run.progress
-        self._epoch_ended = False
+        self.epoch_ended = False
         self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
@@ -205,7 +203,7 @@ class TrainingLoop:
     def begin_epoch(self, epoch: int) -> None:
         """Call `on_epoch_begin`, before the data iterator is made."""
         self.epoch = epoch
-        self._epoch_ended = False
+        self.epoch_ended = False
         if self.run.health is not None:
             self.run.health.note_sign(is_slow=True)  # processes of the loader may start
         self.control_sync.begin_epoch()
@@ -251,7 +249,7 @@ class TrainingLoop:
         self._close_epoch()
 
     def _close_epoch(self) -> None:
-        self._epoch_ended = True
+        self.epoch_ended = True
         self.components.announce("on_epoch_end")
         self.components.print_xla_metrics()
         self.control_sync.sync_control_flags()
@@ -387,7 +385,7 @@ class TrainingLoop:
                 "scheduler": self.trainer.lr_scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "rng": rng_state(),
-                "progress": vars(self.current_progress()),
+                "progress": vars(self.saver.progress_of(self)),
             }
         )
 
@@ -435,31 +433,6 @@ class TrainingLoop:
             self.components.search.send_pending_report(self.trainer)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
-
-    def current_progress(self) -> RunProgress:
-        """The progress for a checkpoint written now, besides the trainer's state."""
-        window = self.micro_batches.window
-        return RunProgress(
-            settings=self.saver.position_settings(self.schedule),
-            epoch=None if window is None else self.epoch,
-            position=self.position if window is None else window.index + 1,
-            epoch_ended=self._epoch_ended,
-            epoch_left=self._epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=self.owes_evaluation,
-            loss=self.run.loss.cpu().clone(),
-            last_logged=self.run.last_logged,
-            metrics=self.run.logged_metrics.state_dict(),
-            sources=None if self.sources is None else self.sources.sums.cpu().clone(),
-            grad_norm=self.grad_norm.cpu() if isinstance(self.grad_norm, torch.Tensor) else self.grad_norm,
-            learning_rate=self.learning_rate,
-            evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=None if window is None else self.reader.state_dict(),
-            since_evaluation=0.0 if self.requests is None else self.requests.since_evaluation,
-            recent_losses=list(self.divergence.recent),
-            tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.components.storage.place(self.trial)
-            ),
-        )
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

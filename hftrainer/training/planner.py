@@ -18,7 +18,7 @@ from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.reporting import summary
 from hftrainer.training.component import Component
-from hftrainer.training.steps import LoggedMetrics
+from hftrainer.training.sums import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
-from hftrainer.training.steps import LoggedMetrics
 from hftrainer.training.stopping import SignalListener
+from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.monitoring.health import Progress

@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,10 +24,14 @@ from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
+from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training import mixture
 from hftrainer.training.component import Component
 from hftrainer.training_args import without_tokens
+
+if TYPE_CHECKING:
+    from hftrainer.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ class CheckpointSaver(Component):
             return {}
         own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own[names.progress_name(rank, size)] = vars(self.run.loop.current_progress())
+            own[names.progress_name(rank, size)] = vars(self.progress_of(self.run.loop))
         of_all = self.trainer.accelerator.processes.gather_objects([own])
         return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
 
@@ -159,7 +163,7 @@ class CheckpointSaver(Component):
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.run.loop.current_progress()), os.path.join(output_dir, name))
+            torch.save(vars(self.progress_of(self.run.loop)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load the weights of a checkpoint into the model, sharded or not; with `best`, at the end of a run."""
@@ -190,6 +194,31 @@ class CheckpointSaver(Component):
             "accelerator_config": self.components.resolved.accelerator_config.data_settings(),
             "mixture": mixture.settings_of(self.components),
         }
+
+    def progress_of(self, loop: TrainingLoop) -> RunProgress:
+        """The progress for a checkpoint written now, besides the trainer's state."""
+        window = loop.micro_batches.window
+        return RunProgress(
+            settings=self.position_settings(loop.schedule),
+            epoch=None if window is None else loop.epoch,
+            position=loop.position if window is None else window.index + 1,
+            epoch_ended=loop.epoch_ended,
+            epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
+            owes_evaluation=loop.owes_evaluation,
+            loss=self.run.loss.cpu().clone(),
+            last_logged=self.run.last_logged,
+            metrics=self.run.logged_metrics.state_dict(),
+            sources=None if loop.sources is None else loop.sources.sums.cpu().clone(),
+            grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
+            learning_rate=loop.learning_rate,
+            evaluation_workers=list(self.trainer._eval_dataloaders),
+            data=None if window is None else loop.reader.state_dict(),
+            since_evaluation=0.0 if loop.requests is None else loop.requests.since_evaluation,
+            recent_losses=list(loop.divergence.recent),
+            tracker_runs=ids_of_open_runs(
+                self.trainer.callback_handler.callbacks, self.components.storage.place(loop.trial)
+            ),
+        )
 
     # ---- Implementations of the Trainer's methods --------------------------------------------------------------
 

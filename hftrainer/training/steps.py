@@ -1,13 +1,11 @@
-"""Micro-batches: moves them to the device, computes their loss, counts tokens, and sums values for the log."""
+"""Micro-batches: moves them to the device, computes their loss, and counts their tokens."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +13,6 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
-from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords, is_overridden
@@ -30,8 +27,7 @@ from hftrainer.trainer_utils import speed_metrics
 from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
-    from hftrainer.trainer import Trainer
-    from hftrainer.training.run import Run
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -83,187 +79,6 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
         return loss, {}
     parts = {name: value for name, value in loss.items() if name != "loss"}
     return loss["loss"] if "loss" in loss else sum(parts.values()), parts
-
-
-class LoggedMetrics:
-    """Sums of values to log, kept on the device and read once per log line, together with the loss."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, int] = {}
-        self._last: dict[str, float] = {}
-
-    def set(self, values: Mapping[str, float]) -> None:
-        """Set values that are logged without averaging."""
-        self._last |= values
-
-    def add(self, name: str, value: Any, count: int = 1) -> None:
-        """Add a value, a number or a tensor of shape `()`, which counts as `count` values in the mean.
-
-        Raises:
-            InvalidArgument: for a tensor of another shape.
-        """
-        if isinstance(value, torch.Tensor) and value.ndim:
-            raise InvalidArgument(
-                f"{name!r} cannot be logged: it is a tensor of shape {tuple(value.shape)}, and a log line holds "
-                "numbers. Every entry of a dict of losses is logged; return other outputs separately."
-            )
-        value = value.detach().float() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        before = self._sums.get(name)
-        self._sums[name] = value.clone() if before is None else before + value.to(before.device)
-        self._counts[name] = self._counts.get(name, 0) + count
-
-    def state_dict(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """The sum and the count of each value, on the CPU."""
-        return {name: (value.cpu(), self._counts[name]) for name, value in self._sums.items()}
-
-    def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int]], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
-        self._sums = {name: value.to(device) for name, (value, _) in state.items()}
-        self._counts = {name: count for name, (_, count) in state.items()}
-
-    def pop(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
-        """Return the loss, the means and the last values, in one transfer from the device, and reset them.
-
-        Args:
-            loss: the loss summed so far, shape `()`.
-            steps: optimizer steps since the last call; values without their own count are divided by it.
-        """
-        last, self._last = self._last, {}
-        if not self._sums:
-            return loss.item(), last
-        numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
-        means = {
-            name: number / (self._counts[name] or steps) for name, number in zip(self._sums, numbers[1:], strict=True)
-        }
-        self._sums.clear()
-        self._counts.clear()
-        return numbers[0], means | last
-
-
-class LossSum:
-    """Sums the losses on the device. Reads single losses only on the CPU, where reading does not wait.
-
-    Args:
-        trainer: the Trainer.
-        run: its run, which holds the sum.
-    """
-
-    def __init__(self, trainer: Trainer, run: Run) -> None:
-        self.trainer = trainer
-        self.run = run
-        device = trainer.args.device
-        run.loss = torch.tensor(0.0, device=device)
-        self._readable_at_once = device.type == "cpu"
-        #: Whether a loss since the last log line was not finite; kept on the device.
-        self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
-        self._warned = False
-
-    def add(self, loss: torch.Tensor) -> torch.Tensor:
-        """Add a micro-batch's loss; with `logging_nan_inf_filter`, the mean so far if it is not finite.
-
-        Returns:
-            What was added, shape `()`.
-        """
-        run = self.run
-        if loss.device != run.loss.device:
-            raise ValueError(f"The loss is on {loss.device}, training runs on {run.loss.device}: move the loss there.")
-        if not self.trainer.args.logging_nan_inf_filter:
-            run.loss += loss
-            return loss
-        state = self.trainer.state
-        steps = 1 + state.global_step - run.last_logged
-        if not self._readable_at_once:  # keep it on the device: reading it would wait for the device
-            finite = loss.isfinite()
-            self._has_non_finite = self._has_non_finite | ~finite
-            divisor: Any = steps
-            # XLA would compile the number into the step as a constant, and recompile the step for each new number.
-            if loss.device.type == "xla":
-                divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            added = torch.where(finite, loss, run.loss / divisor)
-            run.loss = run.loss + added
-            return added
-        added = loss
-        if not math.isfinite(loss):
-            self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1)
-            added = run.loss / steps
-        run.loss += added
-        return added
-
-    def check_before_log(self) -> None:
-        """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
-        if self._readable_at_once or not self.trainer.control.should_log:
-            return
-        if bool(self._has_non_finite):
-            self._warn_of_non_finite_loss("was not finite before or", self.trainer.state.global_step)
-        self._has_non_finite = torch.zeros_like(self._has_non_finite)
-
-    def _warn_of_non_finite_loss(self, what: str, step: int) -> None:
-        """Warn once, since the logged mean hides such losses."""
-        if not self._warned:
-            logger.warning(
-                "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
-                "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "
-                "max_grad_norm or bf16 instead of fp16 often help.",
-                what,
-                step,
-            )
-            self._warned = True
-
-    def restore(self, progress: RunProgress) -> None:
-        """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
-        run = self.run
-        run.loss = progress.loss.to(run.loss.device)
-        run.total_loss = -float(self.trainer.accelerator.processes.reduce(run.loss, "mean"))
-        run.last_logged = progress.last_logged
-        run.logged_metrics.load_state_dict(progress.metrics, run.loss.device)
-
-
-class StepDetails:
-    """The loss, inputs and outputs of an optimizer step, for callbacks whose `on_step_end` has such a parameter.
-
-    Args:
-        callbacks: the callbacks at the start of the run; callbacks that are added later are ignored.
-
-    Attributes:
-        requested: the requested names, for all callbacks together.
-    """
-
-    def __init__(self, callbacks: Sequence[Any]) -> None:
-        handlers = [callback.on_step_end for callback in callbacks if callable(getattr(callback, "on_step_end", None))]
-        named = {name for handler in handlers for name in inspect.signature(handler).parameters}
-        self.requested = named & {"loss", "inputs", "outputs"}
-        self._values: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def recording_outputs(self, model: nn.Module) -> Iterator[None]:
-        """Keep the outputs of the model's forward passes in training, if a callback requests them."""
-        if "outputs" not in self.requested:
-            yield
-            return
-
-        def keep(module: nn.Module, _: Any, outputs: Any) -> None:
-            if module.training:
-                self._values["outputs"] = outputs
-
-        hook = model.register_forward_hook(keep)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._values.clear()
-
-    def add(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Add a micro-batch: sum the step's scaled losses, and keep the last inputs."""
-        if "loss" in self.requested:
-            self._values["loss"] = self._values["loss"] + loss if "loss" in self._values else loss
-        if "inputs" in self.requested:
-            self._values["inputs"] = inputs
-
-    def pop(self) -> dict[str, Any]:
-        """Return the requested values of the step that ends, and reset them."""
-        values, self._values = self._values, {}
-        return values
 
 
 @functools.lru_cache(maxsize=8)
