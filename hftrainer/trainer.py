@@ -945,7 +945,7 @@ class Trainer(EarlierMethods):
 
     def _load_callback_state(self) -> None:
         """Restore the callbacks' states from `self.state`, with `restore_callback_states_from_checkpoint`."""
-        if self.args.restore_callback_states_from_checkpoint:
+        if self.args.restore_callback_states_from_checkpoint or self._hftrainer.run.rolled_back:
             self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
         else:
             resume.warn_of_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)

@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     ProgressBar,
     SpikeDetection,
     StochasticWeightAveraging,
@@ -71,6 +72,8 @@ class RunFacts(NamedTuple):
         evaluates: whether the run evaluates.
         automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
+        is_elastic: whether the samples of a step are kept when a run resumes otherwise.
+        rolls_back: whether the run returns to its last checkpoint when it diverges.
     """
 
     strategy: Strategy
@@ -81,6 +84,7 @@ class RunFacts(NamedTuple):
     automatic_optimization: bool
     knows_epochs: bool
     is_elastic: bool
+    rolls_back: bool = False
 
 
 def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
@@ -115,6 +119,8 @@ def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not run.evaluates:
         yield from _problems_without_evaluations(callback, name)
+    if isinstance(callback, OnExceptionCheckpoint) and run.rolls_back:
+        yield f"{name} would save the state that on_divergence='rollback' leaves: use only one of them."
     if isinstance(callback, FINDERS):
         yield from _problems_of_finder(callback, name, run)
 

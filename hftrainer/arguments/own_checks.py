@@ -6,6 +6,9 @@ import pickle
 from collections.abc import Iterator, Mapping
 
 from hftrainer.arguments.base import BaseArguments
+from hftrainer.arguments.choices import OptimizerNames, spelled
+
+_LAYERWISE = [each.value for each in OptimizerNames if each.value.endswith("layerwise")]
 
 
 def check_own(args: BaseArguments) -> Iterator[str]:
@@ -52,10 +55,20 @@ def _check_divergence(args: BaseArguments) -> Iterator[str]:
     if args.on_divergence not in (None, "rollback", "stop"):
         yield f"on_divergence={args.on_divergence!r}: choose 'rollback', 'stop' or None."
     threshold = args.divergence_threshold
-    if threshold is not None and not (isinstance(threshold, (int, float)) and threshold > 0):
+    if args.on_divergence is None and (threshold is not None or args.max_rollbacks != 3):
+        yield "divergence_threshold and max_rollbacks need on_divergence: set it to 'rollback' or 'stop'."
+    if type(args.max_rollbacks) is not int or args.max_rollbacks < 0:
+        yield f"max_rollbacks={args.max_rollbacks!r}: give a whole number of at least 0."
+    if args.on_divergence is not None and spelled(args.optim) in ("lomo", "adalomo", *_LAYERWISE):
+        yield f"on_divergence={args.on_divergence!r}: optim={spelled(args.optim)!r} changes weights before it is known."
+    if isinstance(threshold, bool) or (
+        threshold is not None and not (isinstance(threshold, (int, float)) and threshold > 0)
+    ):
         yield f"divergence_threshold={threshold!r}: give a number of standard deviations above 0, such as 10, or None."
     if args.on_divergence == "rollback":
         if args.auto_find_batch_size:
             yield "on_divergence='rollback' skips batches, which auto_find_batch_size=True would change: choose one."
+        if args.ignore_data_skip:
+            yield "on_divergence='rollback' reads on, which ignore_data_skip=True prevents: choose one."
         if args.save_only_model:
             yield "on_divergence='rollback' needs the optimizer's state in checkpoints: set save_only_model=False."

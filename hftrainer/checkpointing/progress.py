@@ -19,6 +19,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_values
 from hftrainer.compat.reading import check_fields, fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
+from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class RunProgress:
         loss: sum of the losses since the last log line, shape `()`.
         last_logged: optimizer step of the last log line.
         metrics: sums of other numbers for the next log line.
-        sources: the same for each source of a mixture; see `SourceLog.sums`.
+        sources: source of a mixture → its loss, samples and tokens since the last log line.
         grad_norm: gradient norm of the last step.
         learning_rate: learning rate of the last step.
         evaluation_workers: evaluation sets whose workers have drawn their seed.
@@ -93,7 +94,7 @@ class RunProgress:
     evaluation_workers: list[str | None]
     data: dict[str, Any] | None
     since_evaluation: float = 0.0
-    sources: torch.Tensor | None = None
+    sources: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     tracker_runs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -127,6 +128,11 @@ class RunProgress:
             skips_data: whether a resumed epoch skips the batches already used, rather than starting again.
         """
         changed = [name for name, value in now.items() if name in self.settings and self.settings[name] != value]
+        if now.get("mixture") is not None and now["elastic"] and "per_device_train_batch_size" in changed:
+            raise InvalidArgument(
+                "elastic=True keeps the samples of a mixture only with the per_device_train_batch_size of the "
+                f"checkpoint, {self.settings['per_device_train_batch_size']}, since a micro-batch is of one source."
+            )
         if samples_of(now) == self.global_batch and (shared := [name for name in changed if name in _OF_STEP]):
             listed = ", ".join(f"{name}={now[name]}, was {self.settings[name]}" for name in shared)
             level = logging.INFO if now["elastic"] else logging.WARNING
@@ -184,11 +190,17 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]
     found = [first, *(_read(path) for path in others if os.path.isfile(path))]  # a .ckpt holds only that of rank 0
     first.loss = torch.stack([each.loss for each in found]).mean()
-    if first.sources is not None:
-        sums = torch.stack([each.sources for each in found if each.sources is not None])
-        first.sources = sums.sum(0) / world_size  # samples and tokens add up over the processes
-        first.sources[:, 0] = sums[..., 0].mean(0)  # losses are averaged
+    for name in first.sources:
+        columns = zip(*(each.sources[name] for each in found), strict=True)
+        loss, samples, tokens = map(sum, columns)  # losses are averaged, samples and tokens add up over the processes
+        first.sources[name] = [loss / len(found), samples / world_size, tokens / world_size]
     return first
+
+
+def global_batch_of(folder: str) -> int | None:
+    """Samples of an optimizer step of the run that wrote a checkpoint; None if the checkpoint does not say."""
+    progress = load_progress(folder, 0, 1)
+    return None if progress is None else progress.global_batch
 
 
 def _read(path: str) -> RunProgress:
@@ -209,8 +221,9 @@ def _check(saved: dict[str, Any]) -> None:
         check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
-    if (sources := saved.get("sources")) is not None and (sources.ndim != 2 or not sources.is_floating_point()):
-        raise ValueError(f"sources is {sources.dtype} of shape {tuple(sources.shape)}")
+    for name, row in saved.get("sources", {}).items():
+        if not (isinstance(name, str) and len(row) == 3 and all(isinstance(each, float) for each in row)):
+            raise ValueError(f"sources[{reprlib.repr(name)}] is {reprlib.repr(row)}")
     # Raise for values that are not plain, since they cannot be compared.
     json.dumps(saved["settings"])
     if found := [name for name in _OF_STEP if not isinstance(saved["settings"].get(name, 1), int)]:

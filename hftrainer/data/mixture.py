@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice, repeat
 from typing import Any
 
@@ -61,10 +62,11 @@ class MixtureStream(IterableDataset[Any]):
     def __init__(self, sources: Mapping[str, Any]) -> None:
         self.sources = dict(sources)
         self.plan: MixturePlan | None = None
-        self.batch_size, self.seed = 1, 0
+        self.batch_size = 1
+        self.seed: int | None = None
         self.passes = dict.fromkeys(sources, 0)
 
-    def planned(self, plan: MixturePlan, batch_size: int, seed: int) -> MixtureStream:
+    def planned(self, plan: MixturePlan, batch_size: int, seed: int | None) -> MixtureStream:
         """A copy whose samples are in the plan's order, `batch_size` for each micro-batch."""
         stream = copy.copy(self)
         stream.plan, stream.batch_size, stream.seed = plan, batch_size, seed
@@ -109,7 +111,8 @@ def as_mixture(dataset: Any) -> Any:
         )
     sources = {str(name): source for name, source in dataset.items()}
     for name, source in sources.items():
-        if not isinstance(source, IterableDataset) and not (hasattr(source, "__getitem__") and has_length(source)):
+        is_plain = hasattr(source, "__getitem__") and has_length(source) and not isinstance(source, (str, Mapping))
+        if not isinstance(source, IterableDataset) and not is_plain:
             raise InvalidArgument(f"train_dataset[{name!r}] is a {type(source).__name__}: pass a Dataset or a list.")
     is_stream = any(isinstance(source, IterableDataset) for source in sources.values())
     return MixtureStream(sources) if is_stream else MixtureDataset(sources)
@@ -131,20 +134,28 @@ def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None
         InvalidArgument: for weights that do not fit the sources.
     """
     if callable(weights):
-        return lambda step: _read_weights(weights(step), sizes, f"mixture_weights({step})")
+        return partial(_call_weights, weights, sizes)
     if weights is not None:
-        return constant(_read_weights(weights, sizes, "mixture_weights"))
+        return partial(constant, _read_weights(weights, sizes, "mixture_weights"))
     if unknown := [name for name, size in sizes.items() if size is None]:
         raise InvalidArgument(
             f"mixture_weights is needed: train_dataset[{unknown[0]!r}] is a stream, whose size is not known."
         )
-    powers = {name: (size or 0) ** (1 / temperature) for name, size in sizes.items()}
-    return constant(_read_weights(powers, sizes, "mixture_temperature"))
+    largest = max(size or 0 for size in sizes.values())
+    powers = {name: ((size or 0) / largest) ** (1 / temperature) for name, size in sizes.items()}
+    return partial(constant, _read_weights(powers, sizes, "mixture_temperature"))
 
 
-def constant(shares: list[float]) -> Shares:
+# Functions of the module, so that loading processes can be given them.
+
+
+def constant(shares: list[float], _: int) -> list[float]:
     """The same shares at each step."""
-    return lambda step: shares
+    return shares
+
+
+def _call_weights(weights: Callable[[int], Any], names: Iterable[str], step: int) -> list[float]:
+    return _read_weights(weights(step), names, f"mixture_weights({step})")
 
 
 def _read_weights(weights: Any, names: Iterable[str], argument: str) -> list[float]:
@@ -157,7 +168,10 @@ def _read_weights(weights: Any, names: Iterable[str], argument: str) -> list[flo
         )
     if missing := [name for name in names if name not in weights]:
         raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: give each source one, 0 to leave it out.")
-    values = [float(weights[name]) for name in names]
+    try:
+        values = [float(weights[name]) for name in names]
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{argument}={dict(weights)}: weights are numbers.") from error
     total = sum(values)
     if not (0 < total < float("inf")) or min(values) < 0:
         raise InvalidArgument(f"{argument}={dict(weights)}: weights are numbers of at least 0, one of them above it.")

@@ -116,9 +116,17 @@ class PackedBatchSampler(TokenBatchSampler):
     """
 
     def _prepare(self) -> None:
+        order, too_few = self.lengths.astype(float), 0
         self.count = max(1, -(-int(self.lengths.sum()) // self.budget))
-        while self._pack(self.lengths.astype(float)) is None:
-            self.count = min(max(self.count + 1, int(self.count * 1.01)), len(self.lengths))
+        while self._pack(order) is None:
+            too_few, self.count = self.count, min(self.count + max(1, self.count // 64), len(self.lengths))
+            if too_few > len(self.lengths) // 2:  # long samples: hardly two fit together
+                self.count = len(self.lengths)
+        # Between the last failure and this.
+        while self.count - too_few > max(1, self.count // 1000):
+            enough, self.count = self.count, (too_few + self.count) // 2
+            if self._pack(order) is None:
+                too_few, self.count = self.count, enough
 
     def __len__(self) -> int:
         return self.count
@@ -169,6 +177,10 @@ class BucketCollator:
         """The padded batch."""
         longest = max(len(sample[self.name]) for sample in samples)
         collator = copy.copy(self.collator)
+        if longest > self.boundaries[-1]:
+            raise InvalidArgument(
+                f"tokens_per_batch: a sample has {longest} tokens, more than any in the column of lengths: correct it."
+            )
         collator.pad_to_multiple_of = next(each for each in self.boundaries if each >= longest)
         return collator(samples)
 
@@ -194,4 +206,12 @@ class FlatCollator:
                     f"flatten_batches=True needs a label for each token; a sample has {len(sample['labels'])} labels "
                     f"and {len(sample['input_ids'])} tokens."
                 )
-        return self.collator(samples)
+        return self.collator([_without_padding(sample) if "attention_mask" in sample else sample for sample in samples])
+
+
+def _without_padding(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample without the tokens that its attention mask hides."""
+    kept = [index for index, seen in enumerate(sample["attention_mask"]) if seen]
+    if len(kept) == len(sample["input_ids"]):
+        return dict(sample)
+    return {name: [sample[name][index] for index in kept] for name in ("input_ids", "labels") if name in sample}

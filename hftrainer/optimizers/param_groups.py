@@ -115,7 +115,9 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, tuple[str, float]]
             layer = int(name.removeprefix(prefix).partition(".")[0])
             scales[name] = (f"layer {layer}", decay ** (count - layer))
         else:
-            scales[name] = ("after the layers", 1.0) if began else ("before the layers", decay ** (count + 1))
+            # The embeddings of a second stack, such as a decoder, follow the layers of the first.
+            before = not began or (len(prefixes) > 1 and "embed" in name)
+            scales[name] = ("before the layers", decay ** (count + 1)) if before else ("after the layers", 1.0)
     return scales if began else {}
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.compat.messages import tell
+from hftrainer.compat.overrides import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.errors import TrainingDiverged
@@ -184,6 +185,8 @@ class SkippedSamples:
     def _begin(self, checkpoint: str | None) -> list[dict[str, Any]]:
         """The lines that a resumed run obeys; those of another run are put aside."""
         beside = self.path if checkpoint is None else os.path.join(os.path.dirname(checkpoint), SKIPPED_NAME)
+        if not os.path.isfile(beside):  # such as beside the folder that a .ckpt is unpacked into
+            beside = self.path
         entries = _read(beside)
         if checkpoint is not None and os.path.abspath(beside) == os.path.abspath(self.path):
             return entries
@@ -195,11 +198,17 @@ class SkippedSamples:
             file.writelines(json.dumps(entry) + "\n" for entry in kept)
         return kept
 
-    def _settings(self) -> dict[str, int]:
+    def _settings(self) -> dict[str, Any]:
+        """What a position in the data depends on; the first three are the samples of a step."""
+        args, data = self.trainer.args, self.trainer.train_dataset
         return {
             "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
-            "gradient_accumulation_steps": self.trainer.args.gradient_accumulation_steps,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "train_sampling_strategy": str(args.train_sampling_strategy),
+            "tokens_per_batch": args.tokens_per_batch,
+            "samples in the data": len(data) if has_length(data) else None,
         }
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
@@ -207,7 +216,9 @@ class SkippedSamples:
         then, now, ratio = entry["settings"], self._settings(), 1.0
         if then != now:
             changed = ", ".join(f"{name}={now[name]}, was {then[name]}" for name in now if now[name] != then[name])
-            same_step = math.prod(then.values()) == math.prod(now.values())
+            of_step = list(now)[:3]
+            same_step = math.prod(then[name] for name in of_step) == math.prod(now[name] for name in of_step)
+            same_step = same_step and all(then[name] == now[name] for name in list(now)[3:])
             if not (self.trainer.args.elastic and same_step):
                 logger.warning(
                     "%s: the samples of step %s are not skipped, since their position is another with %s.%s",
@@ -220,12 +231,21 @@ class SkippedSamples:
             self.windows[epoch, round(start * ratio)] = round(count * ratio)
 
     def extend(self, schedule: TrainingSchedule) -> TrainingSchedule:
-        """The lengths of the run, if it reads more data in place of what it skips: if max_steps is given."""
-        if self.trainer.args.max_steps <= 0 or not self.windows:
+        """The lengths of the run: more epochs if they are needed for max_steps, or else fewer steps."""
+        if not self.windows:
             return schedule
         if schedule.num_train_epochs == sys.maxsize:  # a stream: its epoch goes on
             return schedule._replace(steps_in_epoch=schedule.steps_in_epoch + sum(self.windows.values()))
-        return schedule._replace(num_train_epochs=schedule.num_train_epochs + len(self.windows))
+
+        def skipped(epochs: int) -> int:
+            return sum(epoch < epochs for epoch, _ in self.windows)
+
+        if self.trainer.args.max_steps <= 0:  # the run ends with its data
+            return schedule._replace(max_steps=max(schedule.max_steps - skipped(schedule.num_train_epochs), 1))
+        epochs, of_epoch = schedule.num_train_epochs, schedule.num_update_steps_per_epoch
+        while epochs * of_epoch - skipped(epochs) < schedule.max_steps:
+            epochs += 1
+        return schedule._replace(num_train_epochs=epochs)
 
     def add(self, found: Finding, folder: str | None) -> str:
         """Add the step of a finding, on all ranks, before the run goes back to `folder`; returns a message.
@@ -236,7 +256,7 @@ class SkippedSamples:
         processes, args = self.trainer.accelerator.processes, self.trainer.args
         of_all = processes.gather_objects([found])
         worst = max(of_all, key=lambda each: each.reason)
-        ranks = [rank for rank, each in enumerate(of_all) if each.reason]
+        ranks = [rank for rank, each in enumerate(of_all) if each.reason == worst.reason]
         samples = [each.samples for each in of_all]
         where = f" on rank {', '.join(map(str, ranks))}" if len(of_all) > 1 else ""
         what = f"Step {found.step} diverged: {_WORDS[worst.reason]} ({worst.value:g}{where})"

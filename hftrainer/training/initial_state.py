@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import spelled
+from hftrainer.callbacks.state import export_states
 from hftrainer.data.randomness import restore_rng_state, rng_state
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.trainer_pt_utils import nested_apply
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class InitialStateSnapshot:
         self._scale = None if self._scaler is None else self._scaler.state_dict()
         self.stateful = trainer.optimizer, trainer.lr_scheduler
         self._others = [(each, nested_apply(_to_cpu, each.state_dict())) for each in self.stateful if each is not None]
+        self.callback_states = copy.deepcopy(export_states(trainer._hftrainer.stateful_callbacks()))
         self._random = rng_state()
         if torch.cuda.is_available():  # the model may be on several devices
             self._random["cuda"] = torch.cuda.get_rng_state_all()
@@ -48,7 +50,16 @@ class InitialStateSnapshot:
         return {**trained, **dict(self._model.named_buffers())}
 
     def restore(self) -> None:
-        """Restore the state."""
+        """Restore the state.
+
+        Raises:
+            UnsupportedArgument: if weights have been unfrozen since.
+        """
+        if unknown := self._tensors_to_restore().keys() - self._tensors.keys():
+            raise UnsupportedArgument(
+                f"The run cannot return to its start, since {min(unknown)!r} has been unfrozen or added since: save a "
+                "checkpoint earlier, or leave out auto_find_batch_size."
+            )
         with torch.no_grad():
             for name, tensor in self._tensors_to_restore().items():
                 tensor.copy_(self._tensors[name])

@@ -79,6 +79,13 @@ class LoaderFactory(Component):
             mixture.check_column(args.mixture_column, dataset)
         if is_training and args.flatten_batches:
             collator = self.flat_collator()
+        if isinstance(dataset, MixtureStream) and not is_training:
+            raise InvalidArgument(
+                f"The {description} dataset is the endless stream of a mixture: pass its sources, in a dict."
+            )
+        if isinstance(dataset, MixtureDataset | MixtureStream):
+            for name, source in dataset.sources.items():
+                check_dataset(source, f"{description} source {name!r}")
         if isinstance(dataset, MixtureStream):
             dataset, workers = mixture.plan_stream(self.components, dataset), min(workers, 1)
         if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
@@ -317,6 +324,21 @@ class LoaderFactory(Component):
     def _main_input(self) -> str:
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return names[0] if names else "input_ids"
+
+    def warn_of_other_loader(self, loader: Any) -> None:
+        """Warn of arguments without effect, if an override has made the training loader in its own way."""
+        args, trainer = self.trainer.args, self.trainer
+        asked = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
+        given = [name for name, value in asked.items() if value is not None]
+        batches = getattr(loader, "batch_sampler", None)
+        batches = getattr(batches, "innermost", batches)
+        read = isinstance(batches, (TokenBatchSampler, MixtureBatchSampler))
+        if given and not read and not isinstance(trainer.train_dataset, MixtureStream):
+            logger.warning(
+                "%s has no effect: %s.get_train_dataloader or _get_train_sampler chooses the batches itself.",
+                " and ".join(given),
+                type(trainer).__name__,
+            )
 
     def _lengths(self, dataset: Any) -> list[int]:
         """The length of each sample: from `length_column_name`, or counted in the model's main input.

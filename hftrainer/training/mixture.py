@@ -10,7 +10,14 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixturePlan, MixtureStream, make_shares
+from hftrainer.data.mixture import (
+    MixtureBatchSampler,
+    MixtureDataset,
+    MixturePlan,
+    MixtureStream,
+    as_mixture,
+    make_shares,
+)
 from hftrainer.data.samplers import BatchSamplerWrapper
 from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
 from hftrainer.training.observation import count_batch
@@ -20,17 +27,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MIXTURES = (MixtureDataset, MixtureStream)
+
 
 def settings_of(components: Components) -> list[Any] | None:
     """What the order of a mixture's samples depends on, in plain values; None without a mixture."""
     args = components.trainer.args
-    if args.mixture_column is None and not isinstance(
-        components.trainer.train_dataset, (MixtureDataset, MixtureStream)
-    ):
+    if args.mixture_column is None and not isinstance(as_mixture(components.trainer.train_dataset), _MIXTURES):
         return None
     weights = args.mixture_weights
     weights = getattr(weights, "__qualname__", type(weights).__name__) if callable(weights) else weights
-    return [weights, args.mixture_temperature, args.mixture_column, components.run.train_batch_size]
+    return [weights, args.mixture_temperature, args.mixture_column]
 
 
 def make_batches(components: Components, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
@@ -43,15 +50,8 @@ def make_batches(components: Components, sources: Mapping[str, Sequence[int]]) -
     Raises:
         UnsupportedArgument: for another order than a random or a sequential one within the sources.
     """
-    order = components.trainer.args.train_sampling_strategy
-    if order not in ("random", "sequential"):
-        raise UnsupportedArgument(
-            f"train_sampling_strategy={str(order)!r}: the samples of each source of a mixture are in random order, or "
-            "with 'sequential' in theirs. Remove it, or sort each source yourself and use 'sequential'."
-        )
     plan = _make_plan(components, {name: len(indices) for name, indices in sources.items()})
-    seed = None if order == "sequential" else plan.seed
-    return MixtureBatchSampler(sources, plan, components.run.train_batch_size, seed)
+    return MixtureBatchSampler(sources, plan, components.run.train_batch_size, _seed_within(components, plan))
 
 
 def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
@@ -62,7 +62,18 @@ def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
             "One loading process reads the streams of a mixture, not dataloader_num_workers=%d, which divides them.",
             workers,
         )
-    return stream.planned(plan, components.run.train_batch_size, plan.seed)
+    return stream.planned(plan, components.run.train_batch_size, _seed_within(components, plan))
+
+
+def _seed_within(components: Components, plan: MixturePlan) -> int | None:
+    """The seed of the order within the sources; None for their own order."""
+    order = components.trainer.args.train_sampling_strategy
+    if order not in ("random", "sequential") or getattr(components.trainer.args, "sortish_sampler", False):
+        raise UnsupportedArgument(
+            f"train_sampling_strategy={str(order)!r}: the samples of each source of a mixture are in random order, or "
+            "with 'sequential' in theirs. Remove it, or sort each source yourself and use 'sequential'."
+        )
+    return None if order == "sequential" else plan.seed
 
 
 def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> MixturePlan:
@@ -84,6 +95,8 @@ def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> Mixtu
 
 def check_column(column: str, dataset: Any) -> None:
     """Raise `InvalidArgument` unless a dataset has the column that names each sample's source."""
+    if isinstance(dataset, _MIXTURES):
+        raise InvalidArgument(f"mixture_column={column!r} is for one dataset, and train_dataset is a dict: remove one.")
     if not peers.is_map_style_dataset(dataset):
         raise InvalidArgument(
             f"mixture_column={column!r}: train_dataset is a {type(dataset).__name__}, but only a datasets.Dataset has "
@@ -97,7 +110,7 @@ def check_column(column: str, dataset: Any) -> None:
 
 
 class SourceLog:
-    """Sums the loss, the samples and the tokens of each source, on the device.
+    """Sums the loss, the samples and the tokens of each source.
 
     Args:
         components: the parts of the Trainer.
@@ -120,11 +133,25 @@ class SourceLog:
         self.components, self.names, self.sizes, self.stream = components, names, sizes, stream
         self._plan, self._steps_in_epoch = plan, steps_in_epoch
         self._of_step: tuple[int, list[int]] = -1, []  # a step, and the sources of its micro-batches
-        #: The loss, samples and tokens of each source since the last log line, shape `(sources, 3)`.
-        self.sums = torch.zeros(len(names), 3, device=components.trainer.args.device)
-        saved = None if components.run.progress is None else components.run.progress.sources
-        if saved is not None and saved.shape == self.sums.shape:
-            self.sums += saved.to(self.sums.device)
+        #: The loss of each source since the last log line, on the device; its samples and tokens, on the CPU.
+        self._losses = torch.zeros(len(names), device=components.trainer.args.device)
+        self._counts = torch.zeros(len(names), 2, dtype=torch.float64)
+        #: Whether the sums are those of all steps since the last log line.
+        self._is_whole = True
+        if components.run.progress is not None:
+            self._restore(components.run.progress.sources)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The sums, by source: loss, samples and tokens."""
+        rows = zip(self.names, self._losses.tolist(), self._counts.tolist(), strict=True)
+        return {name: [loss, *counts] for name, loss, counts in rows}
+
+    def _restore(self, saved: dict[str, list[float]]) -> None:
+        self._is_whole = set(saved) == set(self.names)
+        for index, name in enumerate(self.names):
+            loss, *counts = saved.get(name, (0.0, 0.0, 0.0))
+            self._losses[index] = loss
+            self._counts[index] = torch.tensor(counts, dtype=torch.float64)
 
     def add(self, epoch: int, index: int, loss: torch.Tensor, inputs: Any) -> None:
         """Add a micro-batch, the `index`-th of this process in its epoch."""
@@ -135,9 +162,10 @@ class SourceLog:
             self._plan = self._plan.from_step(step)
             self._of_step = step, [source for source, _ in self._plan.next_step()]
         samples, tokens = count_batch(self.components.trainer, inputs)
-        row = self.sums[self._of_step[1][place]]
-        row[0] += loss.detach()
-        row[1:] += torch.tensor([samples, tokens], device=row.device)
+        source = self._of_step[1][place]
+        self._losses[source] += loss.detach()
+        self._counts[source, 0] += samples
+        self._counts[source, 1] += tokens
 
     def pop(self, steps: int) -> dict[str, float]:
         """The entries of a log line, over all processes; resets the sums.
@@ -148,14 +176,19 @@ class SourceLog:
             steps: optimizer steps since the last log line.
         """
         processes, policy = self.components.trainer.accelerator.processes, self.components.policy
-        own = [processes.gather_numbers(value, distinct=True).sum() for value in self.sums.flatten()]
-        rows = torch.stack(own).reshape(self.sums.shape).tolist()
-        self.sums.zero_()
-        losses = [policy.logged_loss(row[0] / processes.data_world_size / steps) for row in rows]
-        logs = {"loss": sum(losses)} | {f"loss/{name}": loss for name, loss in zip(self.names, losses, strict=True)}
+        own = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
+        summed = torch.stack([processes.gather_numbers(value, distinct=True).sum() for value in own.flatten()])
+        rows = summed.reshape(own.shape).tolist()
+        whole, self._is_whole = self._is_whole, True
+        self._losses.zero_()
+        self._counts.zero_()
+        logs: dict[str, float] = {}
+        if whole:
+            losses = [policy.logged_loss(row[0] / processes.data_world_size / steps) for row in rows]
+            logs = {"loss": sum(losses)} | {f"loss/{name}": loss for name, loss in zip(self.names, losses, strict=True)}
         for column, what in ((1, "samples"), (2, "tokens")):
             if any(row[column] for row in rows):
-                logs |= {f"{what}/{name}": int(row[column]) for name, row in zip(self.names, rows, strict=True)}
+                logs |= {f"{what}/{name}": round(row[column]) for name, row in zip(self.names, rows, strict=True)}
         return logs | {f"epoch/{name}": passes for name, passes in zip(self.names, self._passes(), strict=False)}
 
     def _passes(self) -> list[float]:

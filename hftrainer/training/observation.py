@@ -51,6 +51,8 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     name = getattr(trainer.model, "main_input_name", "input_ids")
     main = inputs.get(name) if hasattr(inputs, "get") else None
     if isinstance(main, torch.Tensor) and main.ndim == 2 and not main.is_floating_point():
+        if trainer.args.flatten_batches and "position_ids" in inputs:  # samples in one row
+            return int((inputs["position_ids"] == 0).sum()), main.numel()
         return len(main), main.numel()
     return find_batch_size(inputs) or 0, 0
 

@@ -20,6 +20,7 @@ from hftrainer.training.sums import LoggedMetrics
 if TYPE_CHECKING:
     from hftrainer.monitoring.health import Progress
     from hftrainer.training.divergence import SkippedSamples
+    from hftrainer.training.initial_state import InitialStateSnapshot
     from hftrainer.training.loop import TrainingLoop
 
 
@@ -53,6 +54,8 @@ class Run:
         last_saved_step: optimizer step of the last checkpoint.
         checkpoints_written: the folders that this run wrote, in order.
         skipped: the samples that the run skips, with `on_divergence`.
+        start: a copy of the initial state, as long as the run may return to it.
+        rolled_back: whether the run has returned to an earlier state.
     """
 
     train_batch_size: int = 0
@@ -80,6 +83,8 @@ class Run:
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
     skipped: SkippedSamples | None = None
+    start: InitialStateSnapshot | None = None
+    rolled_back: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for a copy, without the signal listener and the loop, which belong to this process."""

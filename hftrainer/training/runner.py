@@ -16,7 +16,7 @@ from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
-from hftrainer.checkpointing.progress import load_progress
+from hftrainer.checkpointing.progress import global_batch_of
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
@@ -95,6 +95,7 @@ class TrainingRunner(Component):
             automatic_optimization=not needs_manual_optimization(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
             is_elastic=self.trainer.args.elastic,
+            rolls_back=self.trainer.args.on_divergence == "rollback",
         ):
             raise UnsupportedArgument("\n".join(refused))
         self.run.resumed_from = folder
@@ -145,7 +146,7 @@ class TrainingRunner(Component):
     def _keep_global_batch(self, folder: str) -> None:
         """Set the accumulation steps so that a step has as many samples as before the checkpoint."""
         processes = self.trainer.accelerator.processes
-        global_batch = processes.from_main(lambda: _global_batch(folder))
+        global_batch = processes.from_main(lambda: global_batch_of(folder))
         if global_batch is None:
             logger.warning("elastic=True: %s does not say how many samples a step had; those of now are kept.", folder)
             return
@@ -166,7 +167,7 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            start = self._initial_state(folder, trial)
+            self.run.start = self._initial_state(folder, trial)
             stateful = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
                 diverged: Finding | None = None
@@ -181,11 +182,7 @@ class TrainingRunner(Component):
                 except Diverged as error:
                     diverged = error.finding
                 except Exception as error:
-                    if (
-                        not self.trainer.args.auto_find_batch_size
-                        or start is None
-                        or not devices.is_out_of_memory(error)
-                    ):
+                    if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
                     if self.run.train_batch_size == 1:
                         raise RuntimeError(
@@ -193,21 +190,22 @@ class TrainingRunner(Component):
                         ) from error
                 # Not in the `except` block: the error holds the tensors of the failed attempt.
                 if diverged is not None:
-                    folder = self._roll_back(diverged, start, stateful)
+                    folder = self._roll_back(diverged, stateful)
                 else:
-                    assert start is not None
-                    self._halve_batches(start)
+                    self._halve_batches()
 
     def _initial_state(self, folder: str | None, trial: Any) -> InitialStateSnapshot | None:
         """A copy of the initial state, if the run may begin again; also find what a resumed run skips."""
         args = self.trainer.args
+        self.run.rolled_back = False
         self.run.skipped = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
         rolls_back = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
         return InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or rolls_back else None
 
-    def _roll_back(self, found: Finding, start: InitialStateSnapshot | None, stateful: tuple[Any, Any]) -> str | None:
+    def _roll_back(self, found: Finding, stateful: tuple[Any, Any]) -> str | None:
         """Return to the last checkpoint, or to the start, after a step that diverged; returns the checkpoint."""
         assert self.run.skipped is not None
+        start, self.run.rolled_back = self.run.start, True
         self.components.saver.wait()
         if (mirror := self.components.storage.mirror) is not None:
             self.trainer.accelerator.processes.run_on_main(mirror.wait)
@@ -234,6 +232,8 @@ class TrainingRunner(Component):
             self._load_weights_and_batch_size(folder)
         elif start is not None:
             start.restore()
+            handler, states = self.trainer.callback_handler, start.callback_states
+            self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
         self.run.resumed_from = folder
         gc.collect()
         devices.empty_cache()
@@ -276,7 +276,7 @@ class TrainingRunner(Component):
             if self.run.loop is not None:
                 is_stopped = trainer.state.global_step < trainer.state.max_steps
                 self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
-            self.run.past = self.run.loop = self.run.health = None
+            self.run.past = self.run.loop = self.run.health = self.run.skipped = self.run.start = None
             trainer.is_in_train = False
             if watcher is not None:
                 watcher.remove()
@@ -285,8 +285,10 @@ class TrainingRunner(Component):
         """The newest whole checkpoint of the run; None in a process that writes none."""
         return [self.run.resumed_from, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
 
-    def _halve_batches(self, start: InitialStateSnapshot) -> None:
+    def _halve_batches(self) -> None:
         """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
+        start = self.run.start
+        assert start is not None
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         if self.run.loop is not None:
@@ -343,6 +345,11 @@ class TrainingRunner(Component):
         """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
         with self.components.loaders.treat_as_training_data():  # overrides prepare their own loaders
             dataloader = self.trainer.get_train_dataloader()
+        if args.on_divergence is not None and self.run.skipped is None:
+            raise UnsupportedArgument(
+                f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
+            )
+        self.components.loaders.warn_of_other_loader(dataloader)
         planned = self.planner.plan(args, dataloader)
         skipped = self.run.skipped
         self.run.schedule = schedule = planned if skipped is None else skipped.extend(planned)
@@ -491,9 +498,3 @@ def _note_steps(state: TrainerState) -> Iterator[None]:
         if not getattr(error, "__notes__", ()):
             add_note(error, f"This happened after {state.global_step} of {state.max_steps} optimizer steps.")
         raise
-
-
-def _global_batch(folder: str) -> int | None:
-    """Samples of an optimizer step of the run that wrote a checkpoint; None if the checkpoint does not say."""
-    progress = load_progress(folder, 0, 1)
-    return None if progress is None else progress.global_batch

@@ -208,7 +208,7 @@ class CheckpointSaver(Component):
             loss=self.run.loss.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources=None if loop.sources is None else loop.sources.sums.cpu().clone(),
+            sources={} if loop.sources is None else loop.sources.state_dict(),
             grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
             learning_rate=loop.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
@@ -300,6 +300,8 @@ class CheckpointSaver(Component):
 
         def on_written() -> None:
             self.run.checkpoints_written.append(path)
+            if not self.trainer.args.auto_find_batch_size:
+                self.run.start = None
             rotate()
 
         def on_failure() -> None:

@@ -372,12 +372,12 @@ class TrainerSetup(Component):
         if args.max_steps > 0 and args.num_train_epochs > 0:
             logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
         is_mixture = isinstance(trainer.train_dataset, (MixtureDataset, MixtureStream))
-        if trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
-            for name in changed_arguments(args, ("mixture_weights", "mixture_temperature")):
-                raise InvalidArgument(
-                    f"{name} needs several sources: pass train_dataset={{'code': ..., 'chat': ...}}, or set "
-                    "mixture_column to the column that names the source of each sample."
-                )
+        weighs = args.mixture_weights is not None or args.mixture_temperature != 1
+        if weighs and trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
+            raise InvalidArgument(
+                "mixture_weights and mixture_temperature need several sources: pass train_dataset={'code': ..., "
+                "'chat': ...}, or set mixture_column to the column that names the source of each sample."
+            )
         if isinstance(trainer.train_dataset, IterableDataset):
             logger.log(
                 logging.INFO if args.train_sampling_strategy == "random" else logging.WARNING,

@@ -182,7 +182,7 @@ class TrainingSteps(Component):
         """At a run's first batch: raise UnsupportedArgument if a sample's logits depend on the others in its row."""
         model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
         name = type(self.components.unwrapped_model).__name__
-        vocabulary = self.components.unwrapped_model.get_input_embeddings().num_embeddings
+        vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
         was_training = model.training
         model.eval()  # no random number is drawn

@@ -189,8 +189,8 @@ CASES: dict[str, Case] = {
         [{"pattern": "*", "weight_decay": 0.1}], "parity/test_param_groups.py::test_groups_made_by_hand"
     ),
     "on_divergence": _alone("rollback", f"{_DIVERGENCE}ends_as_a_run_without_the_samples"),
-    "divergence_threshold": _alone(8, f"{_DIVERGENCE}ends_as_a_run_without_the_samples"),
-    "max_rollbacks": _alone(2, f"{_DIVERGENCE}gives_up"),
+    "divergence_threshold": _alone(8, f"{_DIVERGENCE}ends_as_a_run_without_the_samples", {"on_divergence": "stop"}),
+    "max_rollbacks": _alone(2, f"{_DIVERGENCE}gives_up", {"on_divergence": "rollback"}),
     "elastic": _alone(True, "distributed/test_elastic.py::test_a_run_that_changes_its_size_is_the_undisturbed_one"),
     "tokens_per_batch": _alone(64, "unit/data/test_token_batches.py::test_resuming_within_an_epoch"),
     "flatten_batches": _alone(True, "unit/data/test_token_batches.py::test_flattened_gradients_are_the_padded_ones"),
@@ -295,7 +295,8 @@ def words_for(settings: Mapping[str, Any]) -> list[str]:
     """Arguments as words of a command line."""
     words = []
     for name, value in settings.items():
-        texts = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, (dict, bool)) else value]
+        is_json = isinstance(value, (dict, bool)) or (isinstance(value, list) and isinstance(value[0], dict))
+        texts = [json.dumps(value)] if is_json else value if isinstance(value, list) else [value]
         words += [f"--{name}", *map(str, texts)]
     return words
 

@@ -225,7 +225,7 @@ def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
         ({"code": Stream([]), "chat": plain_data(3)}, {}, r"train_dataset\['code'\] has no samples"),
         ({"code": 3, "chat": plain_data(3)}, {}, r"train_dataset\['code'\] is a int"),
         ({"train": plain_data(3), "test": plain_data(3)}, {}, r"pass one of its sets, such as dataset\['test'\]"),
-        (plain_data(3), {}, "mixture_weights needs several sources"),
+        (plain_data(3), {}, "mixture_weights and mixture_temperature need several"),
         (plain_data(3), {"mixture_column": "kind"}, "only a datasets.Dataset has columns"),
         (datasets.Dataset.from_dict({"kinds": ["a"]}), {"mixture_column": "kind"}, "did you mean 'kinds'"),
     ],

@@ -11,7 +11,7 @@ import transformers
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.data.samplers import EvenBatchSampler, ShardSpec
-from hftrainer.data.token_batches import PackedBatchSampler, TokenBatchSampler
+from hftrainer.data.token_batches import FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
@@ -157,3 +157,19 @@ def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
     buckets = run.get_train_dataloader().batch_sampler.innermost.boundaries
     assert 1 < len(shapes) <= len(buckets)
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
+
+
+def test_padding_in_the_samples_is_left_out():
+    collator = FlatCollator(transformers.DataCollatorWithFlattening())
+    padded = [
+        {"input_ids": [0, 0, 5, 6], "attention_mask": [0, 0, 1, 1]},
+        {"input_ids": [7, 8, 0, 0], "attention_mask": [1, 1, 0, 0], "labels": [7, 8, -100, -100]},
+    ]
+    plain = [{"input_ids": [5, 6]}, {"input_ids": [7, 8]}]
+    for name, value in collator([padded[0], {"input_ids": [7, 8]}]).items():
+        assert torch.equal(value, collator(plain)[name])
+    assert collator([padded[1]])["input_ids"].tolist() == [[7, 8]]
+
+
+def test_long_samples_are_packed_one_by_one():
+    assert len(PackedBatchSampler([2048] * 1000, 3000, seed=0)) == 1000

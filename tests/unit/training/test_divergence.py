@@ -19,8 +19,10 @@ def test_ends_as_a_run_without_the_samples(tmp_path, kind, accumulation):
     settings = {"gradient_accumulation_steps": accumulation, "max_steps": STEPS - 2}
     if kind == "spike":
         settings["divergence_threshold"] = 10
+        settings["on_divergence"] = "stop"
     good = trained(tmp_path / "good", lacking(windows, size), **settings)
-    rolled = trained(tmp_path / "bad", rows(STEPS * size, bad, KINDS[kind]), on_divergence="rollback", **settings)
+    settings["on_divergence"] = "rollback"
+    rolled = trained(tmp_path / "bad", rows(STEPS * size, bad, KINDS[kind]), **settings)
     assert_same_end(rolled, good)
     found = lines(tmp_path / "bad")
     assert [entry["samples"] for entry in found] == [
@@ -109,3 +111,13 @@ def test_no_alarm_in_clean_runs(tmp_path):
     for seed in range(3):
         settings = {"seed": seed, "num_train_epochs": 2, "max_steps": -1, "on_divergence": "stop"}
         trained(tmp_path / str(seed), rows(STEPS * SIZE), divergence_threshold=10, **settings)
+
+
+def test_epochs_end_with_their_data(tmp_path):
+    """The last step has its checkpoint, as without the samples."""
+    settings = {"max_steps": -1, "num_train_epochs": 1, "save_steps": 5, "lr_scheduler_type": "constant"}
+    good = trained(tmp_path / "good", lacking([7], SIZE), **settings)
+    rolled = trained(tmp_path / "bad", rows(STEPS * SIZE, {7 * SIZE}), on_divergence="rollback", **settings)
+    assert_same_end(rolled, good)
+    assert rolled.state.max_steps == rolled.state.global_step == STEPS - 1
+    assert (tmp_path / "bad" / f"checkpoint-{STEPS - 1}").is_dir()

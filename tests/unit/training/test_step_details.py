@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hftrainer import Trainer, TrainerCallback
-from hftrainer.training.steps import StepDetails
+from hftrainer.training.sums import StepDetails
 from tests.support.parity import build, train
 from tests.support.tiny import Plain
 
