@@ -170,7 +170,7 @@ def test_rows_of_the_checkpoints_own_step(tmp_path, monkeypatch):
 def test_runs_of_a_later_release(tmp_path, monkeypatch, caplog, saved, why):
     tracker = Table(tmp_path / "run", monkeypatch)
     monkeypatch.setattr(
-        "hftrainer.training.loop.ids_of_open_runs",
+        "hftrainer.training.saver.ids_of_open_runs",
         lambda callbacks, place: {**saved, "place": place.name} if saved else {"later": 1},
     )
     train(tracker)
