@@ -177,8 +177,7 @@ class PreparedDataLoader(DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration in samplers and dataset."""
         self.iteration = epoch
-        inner: Any = self.batch_sampler
-        inner = inner.innermost if isinstance(inner, samplers.BatchSamplerWrapper) else inner
+        inner = samplers.innermost(self.batch_sampler)
         parts: tuple[Any, ...] = inner, getattr(inner, "sampler", None), self.dataset
         for part in parts:
             samplers.set_epoch(part, epoch)

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.reading import fitting, load_torch_file
-from hftrainer.data.samplers import BatchSamplerWrapper
+from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices
 
 logger = logging.getLogger(__name__)
@@ -96,8 +96,7 @@ class RandomSources:
 
 
 def _parts_of(owner: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(owner, BatchSamplerWrapper):  # the number of wrappers depends on the number of processes
-        owner = owner.innermost
+    owner = innermost(owner)  # the number of wrappers depends on the number of processes
     attributes = getattr(owner, "__dict__", None)
     if attributes is None or getattr(owner, "seeds_itself", False):
         return

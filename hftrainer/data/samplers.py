@@ -54,6 +54,12 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return {name: getattr(loader, name) for name in _SETTINGS}
 
 
+def seed_of_order(args: Any) -> int:
+    """The seed of the order of samples: `data_seed`, or else `seed`."""
+    seed: int = args.seed if args.data_seed is None else args.data_seed
+    return seed
+
+
 class SeedableRandomSampler(RandomSampler):
     """A random sampler whose order depends only on seed and epoch, not on earlier draws.
 
@@ -91,14 +97,15 @@ class BatchSamplerWrapper(BatchSampler):
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
-    @property
-    def innermost(self) -> Any:
-        """The wrapped batch sampler, without any of our wrappers."""
-        inner = self.batch_sampler
-        return inner.innermost if isinstance(inner, BatchSamplerWrapper) else inner
-
     def __len__(self) -> int:
         return len(self.batch_sampler)
+
+
+def innermost(batch_sampler: Any) -> Any:
+    """A batch sampler without any of our wrappers."""
+    while isinstance(batch_sampler, BatchSamplerWrapper):
+        batch_sampler = batch_sampler.batch_sampler
+    return batch_sampler
 
 
 class SkippingBatchSampler(BatchSamplerWrapper):

@@ -25,6 +25,7 @@ from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
+from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.training.storage import run_folder
 
@@ -205,7 +206,7 @@ class SkippedSamples:
             "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "seed": seed_of_order(args),
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "tokens_per_batch": args.tokens_per_batch,
             "samples in the data": len(data) if has_length(data) else None,

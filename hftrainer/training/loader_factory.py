@@ -17,7 +17,14 @@ from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
 from hftrainer.data.randomness import seed_worker
-from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths
+from hftrainer.data.samplers import (
+    UNSHARDED,
+    LengthGroupedSampler,
+    ShardSpec,
+    count_lengths,
+    innermost,
+    seed_of_order,
+)
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnsupportedArgument
 from hftrainer.parallel.devices import UNPINNED
@@ -79,14 +86,11 @@ class LoaderFactory(Component):
             mixture.check_column(args.mixture_column, dataset)
         if is_training and args.flatten_batches:
             collator = self.flat_collator()
-        if isinstance(dataset, MixtureStream) and not is_training:
-            raise InvalidArgument(
-                f"The {description} dataset is the endless stream of a mixture: pass its sources, in a dict."
-            )
-        if isinstance(dataset, MixtureDataset | MixtureStream):
-            for name, source in dataset.sources.items():
-                check_dataset(source, f"{description} source {name!r}")
         if isinstance(dataset, MixtureStream):
+            if not is_training:
+                raise InvalidArgument(
+                    f"The {description} dataset is the endless stream of a mixture: pass its sources, in a dict."
+                )
             dataset, workers = mixture.plan_stream(self.components, dataset), min(workers, 1)
         if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
             sources = dataset.sources.items()
@@ -161,8 +165,7 @@ class LoaderFactory(Component):
         """Implements `Trainer._get_eval_sampler`; returns None for a dataset without a length."""
         args = self.trainer.args
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
-            seed = args.data_seed if args.data_seed is not None else args.seed
-            order = self.components.policy.evaluation_generator(seed)
+            order = self.components.policy.evaluation_generator(seed_of_order(args))
             return LengthGroupedSampler(args.eval_batch_size, lengths=self._lengths(dataset), generator=order)
         return _sequential_sampler(dataset)
 
@@ -303,7 +306,7 @@ class LoaderFactory(Component):
         return kind(
             lengths,
             args.tokens_per_batch,
-            args.data_seed if args.data_seed is not None else args.seed,
+            seed_of_order(args),
             drop_last=args.dataloader_drop_last,
             complete=args.torch_compile,
         )
@@ -330,9 +333,7 @@ class LoaderFactory(Component):
         args, trainer = self.trainer.args, self.trainer
         asked = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
         given = [name for name, value in asked.items() if value is not None]
-        batches = getattr(loader, "batch_sampler", None)
-        batches = getattr(batches, "innermost", batches)
-        read = isinstance(batches, (TokenBatchSampler, MixtureBatchSampler))
+        read = isinstance(innermost(getattr(loader, "batch_sampler", None)), (TokenBatchSampler, MixtureBatchSampler))
         if given and not read and not isinstance(trainer.train_dataset, MixtureStream):
             logger.warning(
                 "%s has no effect: %s.get_train_dataloader or _get_train_sampler chooses the batches itself.",
@@ -371,6 +372,9 @@ def check_dataset(dataset: Any, description: str) -> None:
         InvalidArgument: the error names the type of the object, and what to pass instead.
     """
     kind = type(dataset).__name__
+    if isinstance(dataset, (MixtureDataset, MixtureStream)):
+        for name, source in dataset.sources.items():
+            check_dataset(source, f"{description} source {name!r}")
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         raise InvalidArgument(
             f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its sets."

@@ -18,7 +18,7 @@ from hftrainer.data.mixture import (
     as_mixture,
     make_shares,
 )
-from hftrainer.data.samplers import BatchSamplerWrapper
+from hftrainer.data.samplers import innermost, seed_of_order
 from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
 from hftrainer.training.observation import count_batch
 
@@ -90,7 +90,7 @@ def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> Mixtu
         )
     shares = make_shares(args.mixture_weights, args.mixture_temperature, sizes)
     of_step = args.gradient_accumulation_steps * trainer.accelerator.processes.data_world_size
-    return MixturePlan(shares, len(sizes), of_step, args.seed if args.data_seed is None else args.data_seed)
+    return MixturePlan(shares, len(sizes), of_step, seed_of_order(args))
 
 
 def check_column(column: str, dataset: Any) -> None:
@@ -204,8 +204,7 @@ def make_source_log(components: Components, loader: Any) -> SourceLog | None:
     """The log of the sources, if a loader reads a mixture."""
     if not isinstance(loader, PreparedDataLoader):
         return None
-    batches: Any = loader.batch_sampler
-    batches = batches.innermost if isinstance(batches, BatchSamplerWrapper) else batches
+    batches = innermost(loader.batch_sampler)
     if isinstance(batches, MixtureBatchSampler):
         sizes = list(map(len, batches.sources.values()))
         return SourceLog(components, list(batches.sources), batches.plan.from_step(0), batches.steps, sizes, None)

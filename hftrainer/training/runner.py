@@ -221,11 +221,8 @@ class TrainingRunner(Component):
         if self.trainer.is_world_process_zero():
             say(message, folder)
         close_bars(self.trainer.callback_handler.callbacks)
-        if self.run.loop is not None:
-            self.run.loop.close("rolled back")
         clear_gradients(self.trainer.model_wrapped)
-        self._release()
-        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
+        self._end_attempt("rolled back", stateful)
         if (scaler := self.trainer.accelerator.scaler) is not None:
             scaler.update(scaler.get_scale())  # end the step that is not made
         if folder is not None:
@@ -235,9 +232,16 @@ class TrainingRunner(Component):
             handler, states = self.trainer.callback_handler, start.callback_states
             self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
         self.run.resumed_from = folder
+        return folder
+
+    def _end_attempt(self, reason: str, stateful: tuple[Any, Any]) -> None:
+        """Release the objects of an attempt, and set the optimizer and the schedule from before it."""
+        if self.run.loop is not None:
+            self.run.loop.close(reason)
+        self._release()
+        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
         gc.collect()
         devices.empty_cache()
-        return folder
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
@@ -291,14 +295,9 @@ class TrainingRunner(Component):
         assert start is not None
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
-        if self.run.loop is not None:
-            self.run.loop.close("out of memory")
-        self._release()
+        self._end_attempt("out of memory", start.stateful)
         self.components.storage.discard(self.run.checkpoints_written)
-        self.trainer.optimizer, self.trainer.lr_scheduler = start.stateful
         start.restore()
-        gc.collect()
-        devices.empty_cache()
 
     def attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hftrainer import Trainer, TrainingArguments
-from hftrainer.data.samplers import EvenBatchSampler, ShardSpec
+from hftrainer.data.samplers import EvenBatchSampler, ShardSpec, innermost
 from hftrainer.data.token_batches import FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
@@ -154,7 +154,7 @@ def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
     run = Recording(llama(), args, train_dataset=samples(60), data_collator=Padding())
     torch._dynamo.utils.counters.clear()
     run.train()
-    buckets = run.get_train_dataloader().batch_sampler.innermost.boundaries
+    buckets = innermost(run.get_train_dataloader().batch_sampler).boundaries
     assert 1 < len(shapes) <= len(buckets)
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= len(buckets)
 
