@@ -13,12 +13,14 @@ import math
 import os
 import shutil
 import socket
+import socketserver
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from hftrainer.arguments.choices import read_address
 from hftrainer.callbacks.state import TrainerState
@@ -293,6 +295,17 @@ def _stack(rank: dict[str, Any]) -> str:
     return ""
 
 
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    """Answers each request in a thread of its own."""
+
+    daemon_threads = True
+
+
+class _QuietHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing about a request."""
+
+
 @contextlib.contextmanager
 def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
     """Serve `/health` and `/metrics` in the block.
@@ -302,7 +315,7 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
         MissingPackage: without prometheus_client.
     """
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
     except ImportError as error:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
@@ -310,13 +323,7 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
     host, port = read_address(given)
     registry = CollectorRegistry()
     registry.register(reporter)
-    try:
-        server: Any = start_http_server(port, host, registry)[0]
-    except OSError as error:
-        raise InvalidArgument(
-            f"metrics_port={given!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
-        ) from error
-    metrics = server.get_app()
+    metrics = make_wsgi_app(registry)
 
     def answer(request: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if request["PATH_INFO"] != "/health":
@@ -326,7 +333,14 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
         start_response(status, [("Content-Type", "application/json")])
         return [json.dumps(report).encode()]
 
-    server.set_app(answer)
+    try:
+        _Server.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = make_server(host, port, answer, _Server, _QuietHandler)
+    except OSError as error:
+        raise InvalidArgument(
+            f"metrics_port={given!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
+        ) from error
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield
     finally:
