@@ -21,6 +21,7 @@ from hftrainer.compat.reading import fitting
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
+from hftrainer.data.mixture import MixtureBatchSampler
 from hftrainer.data.randomness import DATA_STATE, StateSendingCollator, init_worker
 from hftrainer.data.samplers import UNSHARDED, ShardSpec, SkippingBatchSampler, settings_of
 from hftrainer.parallel.processes import Processes
@@ -144,6 +145,7 @@ class PreparedDataLoader(DataLoader[Any]):
         As in accelerate, `gather_for_metrics` drops the rows after them.
         """
         trains = self.loader_plan.processes is not None and not isinstance(self.dataset, IterableDataset)
+        trains = trains and not isinstance(samplers.innermost(self.batch_sampler), MixtureBatchSampler)  # whole steps
         if not self.position.is_last or not trains or self.drops_last or not (total := self.total_batch_size):
             return None
         return len(self.dataset) % total or None  # type: ignore[arg-type]

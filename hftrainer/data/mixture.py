@@ -9,6 +9,7 @@ Everything follows from the seed and the number of the step: a resumed run, on a
 
 from __future__ import annotations
 
+import bisect
 import copy
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,8 +24,8 @@ from hftrainer.compat.overrides import has_length
 from hftrainer.data.samplers import set_epoch
 from hftrainer.errors import InvalidArgument, suggest
 
-#: Optimizer step, counted from 0 → the share of each source.
-Shares = Callable[[int], Sequence[float]]
+#: Optimizer step, counted from 0 → the share of each source, as an array.
+Shares = Callable[[int], Any]
 
 #: Keys of a dict that holds the splits of one dataset, rather than sources.
 _SPLITS = {"train", "validation", "test"}
@@ -47,6 +48,15 @@ class MixtureDataset(ConcatDataset[Any]):
         """Source → the indices of its samples."""
         ends = self.cumulative_sizes
         return {name: range(end - len(self.sources[name]), end) for name, end in zip(self.sources, ends, strict=True)}
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """The samples of a micro-batch: all of one source, which may read them at once."""
+        number = bisect.bisect_right(self.cumulative_sizes, indices[0])
+        source, end = self.datasets[number], self.cumulative_sizes[number]
+        first = end - len(source)  # type: ignore[arg-type]
+        if not hasattr(source, "__getitems__") or not all(first <= index < end for index in indices):
+            return [self[index] for index in indices]
+        return source.__getitems__([index - first for index in indices])
 
 
 class MixtureStream(IterableDataset[Any]):
@@ -149,16 +159,16 @@ def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None
 # Functions of the module, so that loading processes can be given them.
 
 
-def constant(shares: list[float], _: int) -> list[float]:
+def constant(shares: Any, _: int) -> Any:
     """The same shares at each step."""
     return shares
 
 
-def _call_weights(weights: Callable[[int], Any], names: Iterable[str], step: int) -> list[float]:
+def _call_weights(weights: Callable[[int], Any], names: Iterable[str], step: int) -> Any:
     return _read_weights(weights(step), names, f"mixture_weights({step})")
 
 
-def _read_weights(weights: Any, names: Iterable[str], argument: str) -> list[float]:
+def _read_weights(weights: Any, names: Iterable[str], argument: str) -> Any:
     names = list(names)
     if not isinstance(weights, Mapping):
         raise InvalidArgument(f"{argument} is {weights!r}: it must be a dict, source → weight.")
@@ -175,7 +185,7 @@ def _read_weights(weights: Any, names: Iterable[str], argument: str) -> list[flo
     total = sum(values)
     if not (0 < total < float("inf")) or min(values) < 0:
         raise InvalidArgument(f"{argument}={dict(weights)}: weights are numbers of at least 0, one of them above it.")
-    return [value / total for value in values]
+    return np.asarray(values) / total
 
 
 class MixturePlan:
@@ -196,21 +206,21 @@ class MixturePlan:
 
     def __init__(self, shares: Shares, sources: int, micro_batches: int, seed: int) -> None:
         self.shares, self.micro_batches, self.seed = shares, micro_batches, seed
-        self.step, self.drawn, self._due = 0, [0] * sources, [0.0] * sources
+        self.step, self.drawn, self._due = 0, np.zeros(sources, dtype=np.int64), np.zeros(sources)
 
     def from_step(self, step: int) -> MixturePlan:
         """A plan that goes on from a step."""
         plan = copy.copy(self)
-        plan.drawn, plan._due = list(self.drawn), list(self._due)
+        plan.drawn, plan._due = self.drawn.copy(), self._due.copy()
         if step < plan.step:
-            plan.step, plan.drawn, plan._due = 0, [0] * len(plan.drawn), [0.0] * len(plan.drawn)
+            plan.step, plan.drawn, plan._due = 0, np.zeros_like(plan.drawn), np.zeros_like(plan._due)
         while plan.step < step:
             plan._draw_step()
         return plan
 
     def next_step(self) -> list[tuple[int, int]]:
         """The micro-batches of the next step: each the source, and how many of this source there were before."""
-        before = list(self.drawn)
+        before = self.drawn.tolist()
         order = np.random.default_rng((self.seed, self.step)).permutation(self._draw_step())
         numbered = []
         for source in order.tolist():
@@ -219,15 +229,15 @@ class MixturePlan:
         return numbered
 
     def _draw_step(self) -> list[int]:
-        shares, drawn = self.shares(self.step), []
-        self._due = [due + share * self.micro_batches for due, share in zip(self._due, shares, strict=True)]
+        shares = self.shares(self.step)
+        self._due += shares * self.micro_batches
+        # Not a source whose share is now 0, although it was owed a part of a micro-batch before.
+        owed = np.where(shares > 0, self._due - self.drawn, -np.inf)
+        drawn = []
         for _ in range(self.micro_batches):
-            # Not one whose share is now 0, although it was owed a part of a micro-batch before.
-            owed = [
-                due - had if share else -np.inf for due, had, share in zip(self._due, self.drawn, shares, strict=True)
-            ]
-            source = owed.index(max(owed))
+            source = int(owed.argmax())
             drawn.append(source)
+            owed[source] -= 1
             self.drawn[source] += 1
         self.step += 1
         return drawn

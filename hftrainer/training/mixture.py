@@ -177,8 +177,7 @@ class SourceLog:
         """
         processes, policy = self.components.trainer.accelerator.processes, self.components.policy
         own = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
-        summed = torch.stack([processes.gather_numbers(value, distinct=True).sum() for value in own.flatten()])
-        rows = summed.reshape(own.shape).tolist()
+        rows = torch.stack(processes.gather_objects([own], distinct=True)).sum(dim=0).tolist()
         whole, self._is_whole = self._is_whole, True
         self._losses.zero_()
         self._counts.zero_()
@@ -197,7 +196,7 @@ class SourceLog:
             read = [] if self.stream is None else list(self.stream.passes.values())
             return [float(number) for number in read] if any(read) else []
         size = self.components.run.train_batch_size
-        return [drawn * size / of for drawn, of in zip(self._plan.drawn, self.sizes, strict=True)]
+        return [drawn * size / of for drawn, of in zip(self._plan.drawn.tolist(), self.sizes, strict=True)]
 
 
 def make_source_log(components: Components, loader: Any) -> SourceLog | None:
