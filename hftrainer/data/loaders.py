@@ -401,7 +401,7 @@ def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
 def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Move every tensor in nested mappings, lists and tuples, and any object with a `to` method."""
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=non_blocking)
+        return data if data.device == device else data.to(device, non_blocking=non_blocking)
     if isinstance(data, (dict, list, tuple, Mapping)):
         return rebuild_container(data, lambda value: to_device(value, device, non_blocking))
     return data.to(device) if callable(getattr(data, "to", None)) else data

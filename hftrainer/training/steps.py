@@ -294,7 +294,7 @@ class TrainingSteps(Component):
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
         model: Any = self.trainer.model
-        if hasattr(model, "floating_point_ops") and not self.components.policy.estimates_total_flos:
+        if not self.components.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
             flos: int = model.floating_point_ops(inputs)
             return flos
         main_input = getattr(model, "main_input_name", "input_ids")
