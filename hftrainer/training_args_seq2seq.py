@@ -18,17 +18,16 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         False,
         "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does.",
         "4.15",
-        "trainer_seq2seq: _get_train_sampler",
     )
     predict_with_generate: bool = arg(
-        False, "Predict with `model.generate` in evaluation, for metrics like BLEU.", "4.15", "trainer_seq2seq"
+        False, "Predict with `model.generate` in evaluation, for metrics like BLEU.", "4.15"
     )
     generation_max_length: int | None = arg(
-        None, "Maximum number of tokens in a generated sequence; None uses the model's.", "4.15", "trainer_seq2seq"
+        None, "Maximum number of tokens in a generated sequence; None uses the model's.", "4.15"
     )
-    generation_num_beams: int | None = arg(None, "Number of beams; None uses the model's.", "4.15", "trainer_seq2seq")
+    generation_num_beams: int | None = arg(None, "Number of beams; None uses the model's.", "4.15")
     generation_config: str | Path | Any | None = arg(
-        None, "A `GenerationConfig`, or the path or model id of one; replaces the model's.", "4.30", "trainer_seq2seq"
+        None, "A `GenerationConfig`, or the path or model id of one; replaces the model's.", "4.30"
     )
 
     def to_dict(self) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class TFTrainingArguments(TrainingArguments):
     tpu_name: str | None = arg(None, "Name of a Cloud TPU.", "4.0", _CLOUD_TPU)
     tpu_zone: str | None = arg(None, "Zone of the Cloud TPU.", "4.0", _CLOUD_TPU)
     gcp_project: str | None = arg(None, "Project of the Cloud TPU.", "4.0", _CLOUD_TPU)
-    poly_power: float = arg(1.0, "Power of the polynomial decay of the learning rate.", "4.0", "optimization_tf")
-    xla: bool = arg(False, "Compile the model; sets torch_compile.", "4.0", "training_args_tf")
+    poly_power: float = arg(1.0, "Power of the polynomial decay of the learning rate.", "4.0")
+    xla: bool = arg(False, "Compile the model; sets torch_compile.", "4.0")
 
     def __post_init__(self) -> None:
         given = [name for name in ("tpu_name", "tpu_zone", "gcp_project") if getattr(self, name)]

@@ -13,7 +13,6 @@ from hftrainer.errors import InvalidArgument
 
 #: The release of arguments that no release of transformers has.
 OURS = "hftrainer"
-_KINDS = ("mapped", "handled", "inert", "refused")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,6 @@ class Argument:
         kind: 'mapped' (to a Lightning setting), 'handled' (by hftrainer), 'inert' (accepted without effect), 'refused'
             (only its neutral value is accepted).
         detail: the setting, the reason, or what to use instead; empty if `help` says it all.
-        place: the module that reads it, for a handled argument.
         until: the last release that had it; None for an argument of the newest one.
         renamed: how it is translated to the current argument.
         choices: its allowed values: a list, or an enumeration to which they are converted.
@@ -46,7 +44,6 @@ class Argument:
     since: str
     kind: str
     detail: str
-    place: str = ""
     until: str | None = None
     renamed: Rename | None = None
     choices: Iterable[str] | type[enum.Enum] | None = None
@@ -99,7 +96,7 @@ class _StoreListOrConst(argparse.Action):
 
 
 def arg(
-    default: Any, help: str, since: str, handled: str, *, bare: Any = None, several: bool = False, **more: Any
+    default: Any, help: str, since: str, kind: str = "handled", *, bare: Any = None, several: bool = False, **more: Any
 ) -> Any:
     """A dataclass field with its help text where `HfArgumentParser` reads it.
 
@@ -107,17 +104,14 @@ def arg(
         default: as in `Argument`, like `help` and `since`.
         help: as in `Argument`; the releases are appended to it.
         since: as in `Argument`.
-        handled: the module that reads it; or 'mapped: ', 'handled: ', 'inert: ' or 'refused: ' and the detail.
+        kind: as in `Argument`; a colon and the detail may follow it.
         bare: the value of the flag on the command line when no value follows it.
         several: whether several values may follow it.
         more: further attributes of `Argument`.
     """
-    kind, _, detail = handled.partition(": ")
-    place = ""
-    if kind not in _KINDS:
-        kind, detail, place = "handled", "", handled
+    kind, _, detail = kind.partition(": ")
     # Mapped arguments are part of the plan, which is made once.
-    argument = Argument(default, help, since, kind, detail, place, **{"read_once": kind == "mapped", **more})
+    argument = Argument(default, help, since, kind, detail, **{"read_once": kind == "mapped", **more})
     if argument.until is not None:
         help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
     elif since != OURS:

@@ -48,93 +48,74 @@ class CurrentArguments:
         False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
     )
     eval_strategy: IntervalStrategy | str = arg(
-        "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", "trainer_callback", choices=IntervalStrategy
+        "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy
     )
-    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1", "trainer: evaluation_loop")
+    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1")
     per_device_train_batch_size: int = arg(
-        8, "Samples per device in a training micro-batch.", "4.1", "trainer: train loader", minimum=1, read_once=True
+        8, "Samples per device in a training micro-batch.", "4.1", minimum=1, read_once=True
     )
-    per_device_eval_batch_size: int = arg(
-        8, "Samples per device in an evaluation batch.", "4.1", "trainer: eval loader", minimum=1
-    )
+    per_device_eval_batch_size: int = arg(8, "Samples per device in an evaluation batch.", "4.1", minimum=1)
     per_gpu_train_batch_size: int | None = old_name(None, same("per_device_train_batch_size"), "4.0", "4.57")
     per_gpu_eval_batch_size: int | None = old_name(None, same("per_device_eval_batch_size"), "4.0", "4.57")
     gradient_accumulation_steps: int = arg(
         1, "Micro-batches per optimizer step.", "4.1", "mapped: accumulate_grad_batches", minimum=1, read_once=False
     )
     eval_accumulation_steps: int | None = arg(
-        None, "Evaluation batches whose outputs stay on the device; None moves each at once.", "4.1", "evaluation"
+        None, "Evaluation batches whose outputs stay on the device; None moves each at once.", "4.1"
     )
     _: KW_ONLY
 
     # ---- Length of training, and the learning-rate schedule ---------------------------------------------------------
 
-    num_train_epochs: float = arg(
-        3.0, "Passes over the training data; the last may be a fraction.", "4.1", "data.schedule"
-    )
-    max_steps: int = arg(-1, "Optimizer steps; above 0 it overrides `num_train_epochs`.", "4.1", "data.schedule")
+    num_train_epochs: float = arg(3.0, "Passes over the training data; the last may be a fraction.", "4.1")
+    max_steps: int = arg(-1, "Optimizer steps; above 0 it overrides `num_train_epochs`.", "4.1")
     lr_scheduler_type: SchedulerType | str = arg(
-        "linear", "Shape of the learning rate over the optimizer steps.", "4.15", "optimization", choices=SchedulerType
+        "linear", "Shape of the learning rate over the optimizer steps.", "4.15", choices=SchedulerType
     )
     lr_scheduler_kwargs: dict[str, Any] | str | None = arg(
-        None, "Further keywords of the scheduler, as a dict or as a JSON object.", "4.40", "optimization", json=True
+        None, "Further keywords of the scheduler, as a dict or as a JSON object.", "4.40", json=True
     )
     warmup_steps: float = arg(
         0,
         "Optimizer steps of linear warm-up from 0; below 1 a fraction of all steps.",
         "4.1",
-        "optimization",
         minimum=0,
     )
-    auto_find_batch_size: bool = arg(
-        False, "Retry with a smaller micro-batch after running out of memory.", "4.30", "training.runner"
-    )
+    auto_find_batch_size: bool = arg(False, "Retry with a smaller micro-batch after running out of memory.", "4.30")
 
     # ---- The optimizer, the loss and the gradients ------------------------------------------------------------------
 
-    learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", "trainer_optimizer", minimum=0)
+    learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", minimum=0)
     optim: OptimizerNames | str = arg(
         "adamw_torch_fused",
         "Name of the optimizer (v4.0: always AdamW).",
         "4.30",
-        "trainer_optimizer",
         choices=OptimizerNames,
         earlier={"4.30": "adamw_hf", "4.53": "adamw_torch"},
     )
-    optim_args: str | None = arg(
-        None, "Further settings of the optimizer, as 'name=value,name=value'.", "4.30", "trainer_optimizer"
-    )
+    optim_args: str | None = arg(None, "Further settings of the optimizer, as 'name=value,name=value'.", "4.30")
     optim_target_modules: None | str | list[str] = arg(
-        None, "Modules treated by GaLore or APOLLO, by name or regex.", "4.40", "optimizers.low_rank"
+        None, "Modules treated by GaLore or APOLLO, by name or regex.", "4.40"
     )
-    weight_decay: float = arg(
-        0.0, "Decoupled weight decay, not of biases and normalization layers.", "4.1", "trainer_optimizer", minimum=0
-    )
-    adam_beta1: float = arg(
-        0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, below=1
-    )
-    adam_beta2: float = arg(
-        0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", "trainer_optimizer", minimum=0, below=1
-    )
-    adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", "trainer_optimizer", minimum=0)
+    weight_decay: float = arg(0.0, "Decoupled weight decay, not of biases and normalization layers.", "4.1", minimum=0)
+    adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", minimum=0, below=1)
+    adam_beta2: float = arg(0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", minimum=0, below=1)
+    adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", minimum=0)
     max_grad_norm: float = arg(
-        1.0, "Clip the gradient's 2-norm over all parameters to this; 0 or None disables it.", "4.1", "training.loop"
+        1.0, "Clip the gradient's 2-norm over all parameters to this; 0 or None disables it.", "4.1"
     )
     average_tokens_across_devices: bool = arg(
-        True, "`num_items_in_batch` over all processes.", "4.48", "trainer: num_items_in_batch", earlier={"4.53": False}
+        True, "`num_items_in_batch` over all processes.", "4.48", earlier={"4.53": False}
     )
     label_smoothing_factor: float = arg(
         0.0,
         "Probability mass taken from the label, below 1.",
         "4.15",
-        "trainer_pt_utils.LabelSmoother",
         minimum=0,
         below=1,
         read_once=True,
     )
-    neftune_noise_alpha: float | None = arg(
-        None, "Scale of NEFTune's noise on the embeddings.", "4.40", "model.changes", read_once=True
-    )
+    neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise on the embeddings.", "4.40", read_once=True)
 
     # ---- Number formats, compilation, and memory for time -----------------------------------------------------------
 
@@ -144,48 +125,42 @@ class CurrentArguments:
     fp16: bool = arg(
         False, "Forward pass under float16 autocast with loss scaling.", "4.1", "mapped: precision: 16-mixed"
     )
-    bf16_full_eval: bool = arg(
-        False, "Cast the weights to bfloat16 for evaluation.", "4.15", "trainer: evaluation_loop"
-    )
-    fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.", "4.15", "trainer: evaluation_loop")
+    bf16_full_eval: bool = arg(False, "Cast the weights to bfloat16 for evaluation.", "4.15")
+    fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.", "4.15")
     tf32: bool | None = arg(
         None,
         "Allow TF32 matrix products; None allows them in compiled models.",
         "4.15",
-        "model.changes",
         read_once=True,
     )
     activation_checkpointing: bool | None = arg(
-        None, "Recompute activations to save memory (v5 name).", "5.23", "model.changes", bare=True, neutral=False
+        None, "Recompute activations to save memory (v5 name).", "5.23", bare=True, neutral=False
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = arg(
-        None, "Keywords for `activation_checkpointing`, as a dict or a JSON object.", "5.23", "model.changes", json=True
+        None, "Keywords for `activation_checkpointing`, as a dict or a JSON object.", "5.23", json=True
     )
     gradient_checkpointing: bool | None = arg(
-        None, "Recompute activations to save memory (v4 name).", "4.15", "model.changes", bare=True, neutral=False
+        None, "Recompute activations to save memory (v4 name).", "4.15", bare=True, neutral=False
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = arg(
-        None, "Keywords for `gradient_checkpointing`, as a dict or a JSON object.", "4.40", "model.changes", json=True
+        None, "Keywords for `gradient_checkpointing`, as a dict or a JSON object.", "4.40", json=True
     )
-    torch_compile: bool = arg(False, "Compile the model with `torch.compile`.", "4.30", "model.changes", read_once=True)
+    torch_compile: bool = arg(False, "Compile the model with `torch.compile`.", "4.30", read_once=True)
     torch_compile_backend: str | None = arg(
-        None, "Backend of `torch.compile`; giving it turns compilation on.", "4.30", "model.changes", read_once=True
+        None, "Backend of `torch.compile`; giving it turns compilation on.", "4.30", read_once=True
     )
     torch_compile_mode: str | None = arg(
-        None, "Mode of `torch.compile`; giving it turns compilation on.", "4.30", "model.changes", read_once=True
+        None, "Mode of `torch.compile`; giving it turns compilation on.", "4.30", read_once=True
     )
-    use_liger_kernel: bool = arg(False, "Replace layers with Liger kernels.", "4.48", "model.changes")
+    use_liger_kernel: bool = arg(False, "Replace layers with Liger kernels.", "4.48")
     liger_kernel_config: dict[str, Any] | str | None = arg(
-        None, "Which Liger kernels to apply, as a dict or as a JSON object.", "4.57", "model.changes", json=True
+        None, "Which Liger kernels to apply, as a dict or as a JSON object.", "4.57", json=True
     )
-    use_cache: bool = arg(
-        False, "The model's `config.use_cache` during training.", "5.0", "trainer: model.config", read_once=True
-    )
+    use_cache: bool = arg(False, "The model's `config.use_cache` during training.", "5.0", read_once=True)
     torch_empty_cache_steps: int | None = arg(
         None,
         "Empty the device's cache after every this many optimizer steps; None never does.",
         "4.48",
-        "training.steps",
     )
 
     # ---- From dataset to batch --------------------------------------------------------------------------------------
@@ -194,72 +169,56 @@ class CurrentArguments:
         42,
         "Seed of Python, NumPy and torch, set when the Trainer is built.",
         "4.1",
-        "trainer_utils.set_seed",
         minimum=0,
     )
     data_seed: int | None = arg(
-        None, "Seed of the data order; None: torch's seed when training starts.", "4.30", "data.loaders", read_once=True
+        None, "Seed of the data order; None: torch's seed when training starts.", "4.30", read_once=True
     )
     full_determinism: bool = arg(
         False, "Deterministic torch kernels only; slower, for debugging.", "4.30", "mapped: deterministic"
     )
-    dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", "4.1", "trainer: loaders")
+    dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", "4.1")
     dataloader_num_workers: int = arg(
-        0, "Loader workers per training process; 0 loads in the training process.", "4.1", "trainer: loaders", minimum=0
+        0, "Loader workers per training process; 0 loads in the training process.", "4.1", minimum=0
     )
     dataloader_pin_memory: bool = arg(
-        True, "Load batches into page-locked memory when there is an accelerator.", "4.15", "trainer: loaders"
+        True, "Load batches into page-locked memory when there is an accelerator.", "4.15"
     )
-    dataloader_persistent_workers: bool = arg(
-        False, "Keep the loader workers alive between epochs.", "4.40", "trainer: loaders"
-    )
-    dataloader_prefetch_factor: int | None = arg(None, "Batches prefetched per worker.", "4.40", "trainer: loaders")
+    dataloader_persistent_workers: bool = arg(False, "Keep the loader workers alive between epochs.", "4.40")
+    dataloader_prefetch_factor: int | None = arg(None, "Batches prefetched per worker.", "4.40")
     dataloader_multiprocessing_context: str | None = arg(
-        None, "Start method of the loader workers.", "5.23", "trainer: loaders", choices=["fork", "spawn", "forkserver"]
+        None, "Start method of the loader workers.", "5.23", choices=["fork", "spawn", "forkserver"]
     )
-    dataloader_in_order: bool = arg(
-        True, "Yield batches in the sampler's order, not as workers finish them.", "5.23", "trainer: loaders"
-    )
-    remove_unused_columns: bool = arg(
-        True, "Drop the columns that the model's `forward` does not take.", "4.1", "data.columns"
-    )
+    dataloader_in_order: bool = arg(True, "Yield batches in the sampler's order, not as workers finish them.", "5.23")
+    remove_unused_columns: bool = arg(True, "Drop the columns that the model's `forward` does not take.", "4.1")
     label_names: list[str] | None = arg(
-        None, "Inputs that are labels; None finds them in `forward`.", "4.1", "trainer: prediction_step", read_once=True
+        None, "Inputs that are labels; None finds them in `forward`.", "4.1", read_once=True
     )
     train_sampling_strategy: str = arg(
         "random",
         "Order of the training samples.",
         "5.23",
-        "trainer: _get_train_sampler",
         choices=["random", "sequential", "group_by_length", "batch_rebalance"],
     )
-    length_column_name: str = arg(
-        "length", "Column with sample lengths, for 'group_by_length'.", "4.15", "data.samplers"
-    )
+    length_column_name: str = arg("length", "Column with sample lengths, for 'group_by_length'.", "4.15")
 
     # ---- What to report, when, and where ----------------------------------------------------------------------------
 
     logging_strategy: IntervalStrategy | str = arg(
-        "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", "trainer_callback", choices=IntervalStrategy
+        "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", choices=IntervalStrategy
     )
-    logging_steps: float = arg(
-        500, "Optimizer steps between two log lines; below 1 a fraction of all steps.", "4.1", "trainer_callback"
-    )
-    logging_first_step: bool = arg(False, "Also log the first optimizer step.", "4.1", "trainer_callback")
+    logging_steps: float = arg(500, "Optimizer steps between two log lines; below 1 a fraction of all steps.", "4.1")
+    logging_first_step: bool = arg(False, "Also log the first optimizer step.", "4.1")
     logging_nan_inf_filter: bool = arg(
         True,
         "Exclude nan and inf losses from the logged mean; gradients do not change.",
         "4.15",
-        "training.loop, evaluation",
     )
-    log_on_each_node: bool = arg(
-        True, "With several nodes, log on the main process of each node.", "4.15", "training_args: should_log"
-    )
+    log_on_each_node: bool = arg(True, "With several nodes, log on the main process of each node.", "4.15")
     log_level: str = arg(
         "passive",
         "Level of the library's messages on the main process; 'passive' changes nothing.",
         "4.15",
-        "trainer: log level of hftrainer, and of transformers if it is imported",
         choices=LOG_LEVELS,
         read_once=True,
     )
@@ -267,7 +226,6 @@ class CurrentArguments:
         "warning",
         "Level of the library's messages on the other processes.",
         "4.15",
-        "training_args: get_process_log_level",
         choices=LOG_LEVELS,
         read_once=True,
         earlier={"4.15": "passive"},
@@ -276,13 +234,10 @@ class CurrentArguments:
         None,
         "Print log lines, no progress bar; None: by the log level.",
         "4.1",
-        "trainer_callback",
         read_once=True,
         neutral=False,
     )
-    include_num_input_tokens_seen: str | bool = arg(
-        "no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40", "trainer: log"
-    )
+    include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40")
     # transformers' parser knows no union with bool.
     observe: None | str | Literal[True, False] | list[str] = arg(
         False,
@@ -290,38 +245,31 @@ class CurrentArguments:
         "waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (of slow steps and slow data) and "
         "'journal' (the file that `watch` reads). Log lines get the values of their interval.",
         OURS,
-        "monitoring.observer",
         bare=True,
         several=True,
         read_once=True,
     )
     report_to: None | str | list[str] = arg(
-        "none", "Trackers to write to.", "4.15", "integrations", read_once=True, earlier={"4.57": "all"}
+        "none", "Trackers to write to.", "4.15", read_once=True, earlier={"4.57": "all"}
     )
-    run_name: str | None = arg(
-        None, "Name of the run in the trackers.", "4.1", "trackers: name of the run in wandb, mlflow and comet_ml"
-    )
+    run_name: str | None = arg(None, "Name of the run in the trackers.", "4.1")
     new_tracker_run: bool = arg(
         False,
         "Begin new runs in the trackers when training resumes; otherwise those of the checkpoint go on.",
         OURS,
-        "training.runner",
     )
-    project: str = arg("huggingface", "Name of the project in Trackio.", "4.57", "integrations")
+    project: str = arg("huggingface", "Name of the project in Trackio.", "4.57")
     trackio_space_id: str | None = arg(
-        None, "Space that shows the Trackio dashboard.", "4.57", "integrations", earlier={"5.5": "trackio"}
+        None, "Space that shows the Trackio dashboard.", "4.57", earlier={"5.5": "trackio"}
     )
-    trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.", "5.23", "integrations")
-    trackio_static_space_id: str | None | Literal[False] = arg(
-        None, "Static Space for the Trackio dashboard.", "5.23", "integrations"
-    )
+    trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.", "5.23")
+    trackio_static_space_id: str | None | Literal[False] = arg(None, "Static Space for the Trackio dashboard.", "5.23")
 
     metrics_port: int | str | None = arg(
         None,
         "Port of 127.0.0.1 where the first process of each node serves /metrics for Prometheus, and /health, which "
         "names a rank that hangs; '0.0.0.0:9400' also gives the address.",
         OURS,
-        "monitoring.health",
     )
 
     # ---- When to evaluate, and what evaluation returns --------------------------------------------------------------
@@ -330,83 +278,61 @@ class CurrentArguments:
         None,
         "Optimizer steps between evaluations; below 1 a fraction of all; None: `logging_steps`.",
         "4.1",
-        "trainer_callback",
     )
     eval_minutes: float | None = arg(
-        None, "Evaluate also when so many minutes have passed since the last evaluation.", OURS, "monitoring.requests"
+        None, "Evaluate also when so many minutes have passed since the last evaluation.", OURS
     )
     eval_delay: float = arg(
         0,
         "Epochs or optimizer steps (the unit of `eval_strategy`) before the first evaluation.",
         "4.30",
-        "trainer_callback",
     )
-    eval_on_start: bool = arg(False, "Evaluate once before the first optimizer step.", "4.48", "training.loop")
-    eval_do_concat_batches: bool = arg(
-        True, "Concatenate the outputs of all batches; False returns a list.", "4.40", "evaluation"
-    )
+    eval_on_start: bool = arg(False, "Evaluate once before the first optimizer step.", "4.48")
+    eval_do_concat_batches: bool = arg(True, "Concatenate the outputs of all batches; False returns a list.", "4.40")
     eval_use_gather_object: bool = arg(
-        False, "Gather lists of any objects from all processes, one item per sample.", "4.48", "evaluation"
+        False, "Gather lists of any objects from all processes, one item per sample.", "4.48"
     )
     eval_memmap_dir: str | None = arg(
-        None, "Folder of temporary memory-mapped files for predictions; only in hftrainer.", OURS, "evaluation"
+        None, "Folder of temporary memory-mapped files for predictions; only in hftrainer.", OURS
     )
-    include_for_metrics: list[str] = arg(
-        list, "What `compute_metrics` gets too: 'inputs', 'loss'.", "4.48", "evaluation"
-    )
-    batch_eval_metrics: bool = arg(
-        False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48", "evaluation: metrics"
-    )
-    metric_for_best_model: str | None = arg(
-        None, "Metric that compares models, with or without 'eval_'.", "4.1", "trainer: _determine_best_metric"
-    )
+    include_for_metrics: list[str] = arg(list, "What `compute_metrics` gets too: 'inputs', 'loss'.", "4.48")
+    batch_eval_metrics: bool = arg(False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48")
+    metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.", "4.1")
     greater_is_better: bool | None = arg(
         None,
         "Whether greater is better; None: unless its name ends in 'loss'.",
         "4.1",
-        "trainer: _determine_best_metric",
     )
 
     # ---- What is written to output_dir, and how a run resumes from it -----------------------------------------------
 
     save_strategy: SaveStrategy | str = arg(
-        "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", "trainer_callback", choices=SaveStrategy
+        "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", choices=SaveStrategy
     )
-    save_steps: float = arg(
-        500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.", "4.1", "trainer_callback"
-    )
-    save_minutes: float | None = arg(
-        None, "Save also when so many minutes have passed since the last save.", OURS, "monitoring.requests"
-    )
+    save_steps: float = arg(500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.", "4.1")
+    save_minutes: float | None = arg(None, "Save also when so many minutes have passed since the last save.", OURS)
     save_total_limit: int | None = arg(
-        None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1", "checkpointing.folder"
+        None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1"
     )
-    save_only_model: bool = arg(
-        False, "Save no optimizer, scheduler and random states; not resumable.", "4.40", "trainer: _save_checkpoint"
-    )
-    save_on_each_node: bool = arg(
-        False, "With several nodes, write on the disk of each node.", "4.15", "training_args: should_save"
-    )
+    save_only_model: bool = arg(False, "Save no optimizer, scheduler and random states; not resumable.", "4.40")
+    save_on_each_node: bool = arg(False, "With several nodes, write on the disk of each node.", "4.15")
     storage_url: str | None = arg(
         None,
         "URL for checkpoints and all else in output_dir, such as 's3://bucket/run': uploaded in the background, and "
         "fetched to resume. A URL as output_dir means the same, with a folder of the cache for local files.",
         OURS,
-        "training.storage",
         read_once=True,
     )
     keep_local: int = arg(
         1,
         "With storage_url, checkpoints to keep on the local disk, besides the best.",
         OURS,
-        "storage.mirror",
         minimum=1,
     )
     checkpoint_format: str = arg(
         "transformers",
         "'dcp' saves weights and optimizer in one folder of torch.distributed.checkpoint, as torchtitan does.",
         OURS,
-        "checkpointing.sharded",
         choices=("transformers", "dcp"),
         read_once=True,
     )
@@ -415,49 +341,38 @@ class CurrentArguments:
         "On SIGTERM, SIGUSR1, Ctrl-C or an error, save the last complete optimizer step before the run ends. Nothing "
         "is saved with save_strategy='no'.",
         OURS,
-        "training.stopping",
     )
-    enable_jit_checkpoint: bool = arg(
-        False, "On SIGTERM, save once and return from train().", "5.0", "training.stopping", read_once=True
-    )
-    load_best_model_at_end: bool = arg(
-        False, "Load the best checkpoint's weights when training ends.", "4.1", "trainer"
-    )
+    enable_jit_checkpoint: bool = arg(False, "On SIGTERM, save once and return from train().", "5.0", read_once=True)
+    load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.", "4.1")
     resume_from_checkpoint: str | None = arg(
         None, "For your script to pass to `train()`; not read by the Trainer.", "4.15", "inert: for your script"
     )
     ignore_data_skip: bool = arg(
-        False, "On resume, begin the epoch's data again, without skipping used batches.", "4.1", "trainer: resume"
+        False, "On resume, begin the epoch's data again, without skipping used batches.", "4.1"
     )
     restore_callback_states_from_checkpoint: bool = arg(
-        False, "On resume, restore the callbacks that export their state.", "4.48", "trainer: resume"
+        False, "On resume, restore the callbacks that export their state.", "4.48"
     )
 
     # ---- The Hugging Face Hub ---------------------------------------------------------------------------------------
 
-    push_to_hub: bool = arg(False, "Upload each save.", "4.15", "hub.uploads")
-    hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15", "hub.repository")
+    push_to_hub: bool = arg(False, "Upload each save.", "4.15")
+    hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15")
     hub_strategy: HubStrategy | str = arg(
         "every_save",
         "'end', 'every_save', 'checkpoint' (also the last checkpoint at every save) or 'all_checkpoints' (also "
         "every checkpoint).",
         "4.15",
-        "hub.uploads",
         choices=HubStrategy,
     )
-    hub_token: str | None = arg(
-        None, "Token for the upload; None uses the token of `hf auth login`.", "4.15", "hub.repository"
-    )
-    hub_private_repo: bool | None = arg(
-        None, "Whether a new repository is private.", "4.30", "hub.repository", earlier={"4.40": False}
-    )
+    hub_token: str | None = arg(None, "Token for the upload; None uses the token of `hf auth login`.", "4.15")
+    hub_private_repo: bool | None = arg(None, "Whether a new repository is private.", "4.30", earlier={"4.40": False})
     hub_always_push: bool = arg(
         False,
         "Wait for a running upload; otherwise a save during it is not uploaded.",
         "4.40",
-        "trainer: _push_from_checkpoint",
     )
-    hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57", "hub.repository")
+    hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57")
 
     # ---- Devices and processes --------------------------------------------------------------------------------------
 
@@ -472,7 +387,6 @@ class CurrentArguments:
         None,
         "How data is distributed to processes: an `AcceleratorConfig`, a dict of its keys, or the path of a JSON file.",
         "4.40",
-        "data.loader_plan; strategy: sync_each_batch",
         json=True,
         read_once=True,
     )
@@ -533,8 +447,7 @@ class CurrentArguments:
         "",
         "Debugging aids, separated by spaces: 'underflow_overflow'.",
         "4.1",
-        "debug_utils: underflow_overflow; xla: tpu_metrics_debug",
         bare=True,
         several=True,
     )
-    skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", "reporting.memory", read_once=True)
+    skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", read_once=True)

@@ -103,9 +103,7 @@ class OldArguments(OwnArguments):
     split_batches: bool | None = old_name(None, to_key("accelerator_config", "split_batches"), "4.35", "4.48")
     tpu_metrics_debug: bool = old_name(False, to_item("debug", "tpu_metrics_debug"), "4.0", "4.57")
 
-    logging_dir: str | None = arg(
-        None, "Folder of the trackers' files.", "4.0", "trackers: folder of tensorboard and csv", until="5.0"
-    )
+    logging_dir: str | None = arg(None, "Folder of the trackers' files.", "4.0", until="5.0")
     use_mps_device: bool = arg(
         False,
         "Train on Apple's GPU, which is now used automatically.",
@@ -113,9 +111,7 @@ class OldArguments(OwnArguments):
         "handled: an error without an Apple GPU",
         until="4.57",
     )
-    save_safetensors: bool = arg(
-        True, "Write safetensors, not torch's pickles.", "4.28", "checkpointing.weights", until="4.57", neutral=True
-    )
+    save_safetensors: bool = arg(True, "Write safetensors, not torch's pickles.", "4.28", until="4.57", neutral=True)
     fp16_backend: str | None = arg(None, "Library of mixed precision.", "4.0", _AUTOCAST, **_BACKEND)
     half_precision_backend: str | None = arg(None, "Library of mixed precision.", "4.15", _AUTOCAST, **_BACKEND)
     fp16_opt_level: str | None = arg(
@@ -132,16 +128,11 @@ class OldArguments(OwnArguments):
         None,
         "Index of the output for the next step; -1: none.",
         "4.0",
-        "trainer: compute_loss",
         until="4.57",
         neutral=-1,
     )
-    use_legacy_prediction_loop: bool = arg(
-        False, "Evaluate by `prediction_loop`.", "4.4", "trainer: prediction_loop", until="4.57"
-    )
-    include_tokens_per_second: bool = arg(
-        False, "Report tokens per second.", "4.35", "trainer: the metrics of train()", until="4.57"
-    )
+    use_legacy_prediction_loop: bool = arg(False, "Evaluate by `prediction_loop`.", "4.4", until="4.57")
+    include_tokens_per_second: bool = arg(False, "Report tokens per second.", "4.35", until="4.57")
     jit_mode_eval: bool = arg(
         False,
         "Trace the model for evaluation.",

@@ -19,7 +19,6 @@ class OwnArguments(CurrentArguments):
         "per_device_train_batch_size: gradient_accumulation_steps follows. The last step of an epoch is completed with "
         "its first samples.",
         OURS,
-        "data.elastic",
     )
 
     # ---- Training data of several sources ---------------------------------------------------------------------------
@@ -29,7 +28,6 @@ class OwnArguments(CurrentArguments):
         "With a dict of datasets as train_dataset, or mixture_column: the weight of each source in the samples, as a "
         "dict, as a JSON object, or as a function of the optimizer step; None weighs by size.",
         OURS,
-        "data.mixture",
         json=True,
     )
     mixture_temperature: float = arg(
@@ -37,19 +35,15 @@ class OwnArguments(CurrentArguments):
         "Without mixture_weights, a source of n samples has the weight n ** (1 / mixture_temperature): 1 weighs by "
         "size, larger values bring the weights closer together.",
         OURS,
-        "data.mixture",
         minimum=0,
     )
-    mixture_column: str | None = arg(
-        None, "The column of train_dataset that names the source of each sample.", OURS, "data.mixture"
-    )
+    mixture_column: str | None = arg(None, "The column of train_dataset that names the source of each sample.", OURS)
 
     param_groups: list[dict[str, Any]] | str | None = arg(
         None,
         "Settings of the optimizer for parameters by name: a list of dicts, or the path of a JSON file with one. Each "
         "has a `pattern`, and `lr`, `lr_scale`, `layer_decay`, `weight_decay` or other settings of a group.",
         OURS,
-        "optimizers.param_groups",
         json=True,
     )
     tokens_per_batch: int | None = arg(
@@ -57,13 +51,11 @@ class OwnArguments(CurrentArguments):
         "Most tokens, padding included, in a training micro-batch of one process; replaces "
         "per_device_train_batch_size. Batches have samples of similar lengths.",
         OURS,
-        "data.token_batches",
     )
     flatten_batches: bool = arg(
         False,
         "Train a causal LM on batches without padding: the samples of a batch form one row, with position_ids.",
         OURS,
-        "data.token_batches",
     )
     on_divergence: str | None = arg(
         None,
@@ -71,7 +63,6 @@ class OwnArguments(CurrentArguments):
         "not finite, before it changes the weights: 'rollback' goes back to the last checkpoint and skips the step's "
         "samples, listed in `skipped_samples.jsonl`; 'stop' raises an error that names them; None does nothing.",
         OURS,
-        "training.divergence",
         choices=("rollback", "stop"),
     )
     divergence_threshold: float | None = arg(
@@ -79,13 +70,11 @@ class OwnArguments(CurrentArguments):
         "With `on_divergence`: the loss of a step is a spike if it exceeds the mean of the last 100 by this many "
         "standard deviations, such as 10; None for no spikes.",
         OURS,
-        "training.divergence",
     )
     max_rollbacks: int = arg(
         3,
         "With `on_divergence='rollback'`: rollbacks after which the next divergence is an error; a resumed run goes on "
         "counting.",
         OURS,
-        "training.divergence",
         minimum=0,
     )

@@ -62,7 +62,7 @@ def test_defaults_of_old_names():
 @pytest.mark.parametrize("name", sorted(OURS))
 def test_every_field_has_a_row_and_a_docstring(name):
     assert TABLE[name].kind in ("mapped", "handled", "inert", "refused")
-    assert TABLE[name].detail or TABLE[name].place
+    assert TABLE[name].detail or TABLE[name].kind == "handled"
     text = OURS[name].metadata["help"]
     assert text.endswith(".")
     assert name in OWN or "Since v" in text or "(v4." in text  # which releases had it
