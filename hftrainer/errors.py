@@ -15,6 +15,7 @@ _MEANT: dict[str, str] = {
     "adam": "adamw_torch",
     "adamw": "adamw_torch",
     "accelerator": "use_cpu",
+    "ckpt_path": "resume_from_checkpoint",
     "batch_size": "per_device_train_batch_size",
     "device": "use_cpu",
     "epochs": "num_train_epochs",

@@ -43,7 +43,7 @@ from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
-from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject, suggest
+from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -407,12 +407,6 @@ def _is_of_lightning(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(adapter().is_lightning_callback(callback))
-
-
-def describe_unknown(name: str, known: list[str]) -> str:
-    """A sentence about a keyword that the Trainer does not have; it may be an argument of TrainingArguments."""
-    of_arguments = suggest(name, TrainingArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
-    return f"Trainer has no argument {name!r}{suggest(name, known, of_arguments)}"
 
 
 def check_objects(args: Any, model: Any, processing_class: Any) -> None:

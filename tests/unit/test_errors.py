@@ -191,6 +191,17 @@ def test_what_a_trainer_is_given(make_args, kind, given, message):
         Trainer(**{"model": MODEL, "args": make_args(), **given})
 
 
+def test_names_of_lightning(make_args):
+    trainer = Trainer(make_plain(), make_args())
+    with pytest.raises(AttributeError, match=r"Trainer has no method 'fit'.*: call train\(\)"):
+        trainer.fit()
+    assert not hasattr(trainer, "fit")
+    with pytest.raises(UnknownArgument, match=r"train\(\) has no argument 'ckpt_path'.*'resume_from_checkpoint'\?"):
+        trainer.train(ckpt_path="last.ckpt")
+    with pytest.raises(UnknownArgument, match="'max_epochs'; did you mean 'num_train_epochs' of TrainingArguments"):
+        trainer.train(max_epochs=1)
+
+
 def test_the_old_name_of_processing_class(make_args):
     with pytest.warns(FutureWarning, match="processing_class"):
         assert Trainer(make_plain(), make_args(), tokenizer="it").processing_class == "it"
