@@ -148,6 +148,10 @@ class RemovedColumn(_PlainKeyError):
     """A collator or a loss reads a column that `remove_unused_columns` has removed."""
 
 
+class UnknownDataset(_PlainKeyError, InvalidArgument, TypeError):
+    """The name of an evaluation set that the Trainer does not have."""
+
+
 # The names until 0.1, which scripts may catch.
 WrongConfig = InvalidConfig
 MissingFollowedMetric = MissingMonitoredMetric

@@ -385,7 +385,10 @@ class TrainerSetup(Component):
                 str(args.train_sampling_strategy),
             )
         if not callable(trainer.data_collator):
-            raise InvalidArgument(f"data_collator must be callable, got {type(trainer.data_collator).__name__}.")
+            raise InvalidArgument(
+                f"data_collator must be callable, got {type(trainer.data_collator).__name__}. It is Trainer's third "
+                "argument: pass datasets by name, as train_dataset=... and eval_dataset=..."
+            )
         if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
             name = trainer.data_collator.__name__
             raise InvalidArgument(f"data_collator is the class {name}: pass an object, {name}(...).")
