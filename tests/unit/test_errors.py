@@ -206,6 +206,14 @@ def test_unknown_evaluation_set(make_args, own, message):
     assert isinstance(caught.value, TypeError)  # as in transformers for a list
 
 
+def test_negative_number_of_epochs(make_args, caplog):
+    Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=-1), train_dataset=plain_data()).train()
+    assert "num_train_epochs=-1 trains no step" in caplog.text
+    caplog.clear()
+    Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=1), train_dataset=plain_data()).train()
+    assert "num_train_epochs=-1" not in caplog.text
+
+
 def test_names_of_lightning(make_args):
     trainer = Trainer(make_plain(), make_args())
     with pytest.raises(AttributeError, match=r"Trainer has no method 'fit'.*: call train\(\)"):
