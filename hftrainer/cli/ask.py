@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from typing import Any
 
 from hftrainer.cli.parser import Parser
@@ -26,13 +28,22 @@ def add(commands: Any) -> None:
 
 def _ask(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument
-    from hftrainer.monitoring.journal import check_folder
+    from hftrainer.monitoring.journal import check_folder, read_events
     from hftrainer.monitoring.requests import ask
+    from hftrainer.reporting.plot import read_state
 
     try:
         check_folder(options.folder)
     except InvalidArgument as error:
         parser.fail(error)
+    with contextlib.suppress(InvalidArgument):  # a run may have saved nothing yet
+        state = read_state(options.folder)
+        if not read_events(options.folder) and state.global_step >= state.max_steps:
+            print(
+                f"{options.folder}: its run has ended, at step {state.global_step}; waiting for {options.timeout:g} s, "
+                "in case another has begun here.",
+                file=sys.stderr,
+            )
     answer = ask(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(
