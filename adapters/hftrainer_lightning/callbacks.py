@@ -135,9 +135,7 @@ def _problems_without_evaluations(callback: Callback, name: str) -> Iterator[str
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     elif isinstance(callback, ModelCheckpoint) and hidden.saves_after_evaluations_only(callback):
         logger.warning(
-            "%s saves after evaluations, and the run has none: set eval_strategy, or %s(save_on_train_epoch_end=True).",
-            name,
-            name,
+            "%s saves after evaluations, and the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
         )
 
 

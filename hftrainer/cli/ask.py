@@ -28,22 +28,20 @@ def add(commands: Any) -> None:
 
 def _ask(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument
-    from hftrainer.monitoring.journal import check_folder, read_events
+    from hftrainer.monitoring.journal import check_folder
+    from hftrainer.monitoring.page import WatchedRun
     from hftrainer.monitoring.requests import ask
-    from hftrainer.reporting.plot import read_state
 
     try:
         check_folder(options.folder)
     except InvalidArgument as error:
         parser.fail(error)
     with contextlib.suppress(InvalidArgument):  # a run may have saved nothing yet
-        state = read_state(options.folder)
-        if not read_events(options.folder) and state.global_step >= state.max_steps:
-            print(
-                f"{options.folder}: its run has ended, at step {state.global_step}; waiting for {options.timeout:g} s, "
-                "in case another has begun here.",
-                file=sys.stderr,
-            )
+        run = WatchedRun(options.folder).read()
+        # Another run without a journal may have begun since.
+        if run["state"] == "killed" or (run["state"] == "unobserved" and run["step"] >= run["max_steps"]):
+            waits = f"waiting for {options.timeout:g} s, in case another has begun here"
+            print(f"{options.folder}: its run has ended, at step {run['step']}; {waits}.", file=sys.stderr)
     answer = ask(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(

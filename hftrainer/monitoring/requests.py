@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from hftrainer.monitoring.journal import read_events
-from hftrainer.parallel.environment import has_ended
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +145,8 @@ def ask(folder: str, request: str, timeout: float) -> str | None:
         request: one of `REQUESTS`.
         timeout: seconds to wait; a run answers after its optimizer step.
     """
-    events = read_events(folder)
-    if events and events[-1]["event"] == "end":
+    if (events := read_events(folder)) and events[-1]["event"] == "end":
         return f"refused: the run has ended ({events[-1].get('reason')})"
-    begin = next((event for event in reversed(events) if event["event"] == "begin"), None)
-    if begin is not None and has_ended(f"{begin['host']} {begin['pid']}"):
-        return f"refused: the run was killed (process {begin['pid']} has ended)"
     path = Path(folder, FOLDER, request)
     done = path.with_suffix(".done")
     path.parent.mkdir(exist_ok=True)

@@ -372,10 +372,8 @@ def _find_set(datasets: Any, name: str) -> Any:
         return datasets[name]
     except (LookupError, TypeError) as error:
         given = f"it has {', '.join(map(repr, names))}" if names else f"its own is a {type(datasets).__name__}"
-        raise UnknownDataset(
-            f"eval_dataset={name!r}: Trainer has no evaluation set of that name, {given}{suggest(name, names, '.')} "
-            "Pass a dataset, or give Trainer a dict of them."
-        ) from error
+        text = f"eval_dataset={name!r}: Trainer has no evaluation set of that name, {given}{suggest(name, names, '.')}"
+        raise UnknownDataset(f"{text} Pass a dataset, or give Trainer a dict of them.") from error
 
 
 def check_dataset(dataset: Any, description: str) -> None:

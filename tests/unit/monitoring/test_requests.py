@@ -107,14 +107,17 @@ def test_the_command(tmp_path, capsys):
 def test_a_run_that_has_ended_is_not_asked(tmp_path):
     Journal(str(tmp_path)).write("end", 5, reason="complete")
     assert ask(str(tmp_path), "save", 60.0) == "refused: the run has ended (complete)"
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    Journal(str(tmp_path)).write("begin", 0, host=socket.gethostname(), pid=ended.pid)
-    assert ask(str(tmp_path), "save", 60.0) == f"refused: the run was killed (process {ended.pid} has ended)"
 
 
-def test_a_complete_run_without_a_journal(tmp_path, capsys):
-    TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_a_run_that_has_probably_ended(tmp_path, capsys, is_observed):
+    if is_observed:
+        killed = subprocess.Popen(["true"])
+        killed.wait()
+        begin = {"host": socket.gethostname(), "pid": killed.pid, "max_steps": 9, "resumed_from": None}
+        Journal(str(tmp_path)).write("begin", 6, **begin)
+    else:
+        TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
     with pytest.raises(SystemExit):
         main(["ask", str(tmp_path), "save", "--timeout", "0"])
     assert "its run has ended, at step 6; waiting for 0 s" in capsys.readouterr().err
