@@ -20,6 +20,10 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
+    for title in re.findall(r"(?m)^- ([^:]+): ", body):  # of the summary, to its table below
+        anchor = f"numbers-{title.lower().replace(' ', '-')}"
+        body = body.replace(f"- {title}: ", f"- [{title}](#{anchor}): ", 1)
+        body = body.replace(f"| {title} | why |", f"### {title} {{#{anchor}}}\n\n| what | why |", 1)
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
     # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
     # A name is a heading, so that the search finds its row.

@@ -15,6 +15,7 @@ _MEANT: dict[str, str] = {
     "adam": "adamw_torch",
     "adamw": "adamw_torch",
     "accelerator": "use_cpu",
+    "ckpt_path": "resume_from_checkpoint",
     "batch_size": "per_device_train_batch_size",
     "device": "use_cpu",
     "epochs": "num_train_epochs",
@@ -145,6 +146,10 @@ class MetricNotFound(_PlainKeyError, ValueError):
 
 class RemovedColumn(_PlainKeyError):
     """A collator or a loss reads a column that `remove_unused_columns` has removed."""
+
+
+class UnknownDataset(_PlainKeyError, InvalidArgument, TypeError):
+    """The name of an evaluation set that the Trainer does not have."""
 
 
 # The names until 0.1, which scripts may catch.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 import math
 import os
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
+from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
@@ -31,7 +31,7 @@ from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
 from hftrainer.data.randomness import load_rng_state, save_rng_state
-from hftrainer.errors import HubError, InvalidArgument, InvalidSetup, UnknownArgument
+from hftrainer.errors import HubError, InvalidArgument, InvalidSetup
 from hftrainer.model.changes import set_tf32
 from hftrainer.model.inspection import parameters
 from hftrainer.modelcard import create_model_card
@@ -45,7 +45,7 @@ from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, T
 from hftrainer.training.components import Components
 from hftrainer.training.model_setup import check_pair
 from hftrainer.training.run import RunAttribute
-from hftrainer.training.setup import check_objects, describe_unknown
+from hftrainer.training.setup import check_objects
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -175,9 +175,7 @@ class Trainer(EarlierMethods):
         loggers: list[Any] | None = None,
         **unknown: NoReturn,
     ) -> None:
-        if unknown:
-            known = list(inspect.signature(Trainer.__init__).parameters)[1:-1]
-            raise UnknownArgument("; ".join(describe_unknown(name, known) for name in unknown))
+        refuse_unknown("Trainer", Trainer.__init__, unknown)
         with HideEngineFrames():
             check_objects(args, model, processing_class)
             self._hftrainer = components = Components(self, optimizers)
@@ -454,6 +452,7 @@ class Trainer(EarlierMethods):
         ignore_keys_for_eval: list[str] | None = None,
         *,
         model_path: str | bool | None = None,
+        **unknown: NoReturn,
     ) -> TrainOutput:
         """Train.
 
@@ -466,6 +465,7 @@ class Trainer(EarlierMethods):
             ignore_keys_for_eval: the model's outputs that evaluation leaves out.
             model_path: old name of `resume_from_checkpoint` (v4.0 to v4.57). A folder without `trainer_state.json` is
                 ignored: v4.1 scripts pass their pretrained model.
+            unknown: refused; the error suggests the nearest name.
 
         Returns:
             Optimizer steps done, mean training loss, and the final metrics.
@@ -473,6 +473,7 @@ class Trainer(EarlierMethods):
         Raises:
             CheckpointNotFound: when there is nothing to resume from.
         """
+        refuse_unknown("train()", Trainer.train, unknown)
         if model_path is not None:
             resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)
         self._hftrainer.runner.check_one_process(resume_from_checkpoint)
@@ -483,6 +484,11 @@ class Trainer(EarlierMethods):
         with HideEngineFrames():
             folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
             return self._hftrainer.runner.train(folder, trial, ignore_keys_for_eval)
+
+    @overridable_property
+    def fit(self) -> NoReturn:
+        """Lightning's name of `train()`; only an error that says so."""
+        raise AttributeError(f"{type(self).__name__} has no method 'fit', as Lightning's Trainer has: call train().")
 
     def _inner_training_loop(
         self,

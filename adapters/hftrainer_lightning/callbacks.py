@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
     from hftrainer.training.loop import TrainingLoop
     from hftrainer_lightning.module import TrainerModule
+
+logger = logging.getLogger(__name__)
 
 #: Lightning's own keys in a checkpoint; all others come from callbacks.
 _LIGHTNING_KEYS = ("state_dict", "epoch", "global_step")
@@ -130,6 +133,10 @@ def _problems_without_evaluations(callback: Callback, name: str) -> Iterator[str
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
+    elif isinstance(callback, ModelCheckpoint) and hidden.saves_after_evaluations_only(callback):
+        logger.warning(
+            "%s saves after evaluations, and the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
+        )
 
 
 def _problems_of_finder(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:

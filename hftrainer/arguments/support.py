@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,7 +20,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import check_ranges
 from hftrainer.compat.peers import is_instance
-from hftrainer.errors import InvalidArgument, InvalidConfig, suggest
+from hftrainer.errors import InvalidArgument, InvalidConfig, UnknownArgument, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
 from hftrainer.parallel.environment import LAUNCHERS, can_rerun_script, check_launcher_config, check_rank_info
 from hftrainer.parallel.plan import LightningPlan, check_layout
@@ -47,6 +48,16 @@ def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
         and not known[name].is_neutral(value, field.default)
         and not legacy.is_set_by_release(args, name)
     }
+
+
+def refuse_unknown(called: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
+    """Raise `UnknownArgument` for keywords of a method that ends with `**unknown`; TrainingArguments may have them."""
+    known, found = list(inspect.signature(function).parameters)[1:-1], []
+    for name in unknown:
+        of_arguments = suggest(name, BaseArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
+        found.append(f"{called} has no argument {name!r}{suggest(name, known, of_arguments)}")
+    if found:
+        raise UnknownArgument("; ".join(found))
 
 
 def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool = False) -> list[str]:

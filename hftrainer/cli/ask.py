@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from typing import Any
 
 from hftrainer.cli.parser import Parser
@@ -27,12 +29,19 @@ def add(commands: Any) -> None:
 def _ask(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
+    from hftrainer.monitoring.page import WatchedRun
     from hftrainer.monitoring.requests import ask
 
     try:
         check_folder(options.folder)
     except InvalidArgument as error:
         parser.fail(error)
+    with contextlib.suppress(InvalidArgument):  # a run may have saved nothing yet
+        run = WatchedRun(options.folder).read()
+        # Another run without a journal may have begun since.
+        if run["state"] == "killed" or (run["state"] == "unobserved" and run["step"] >= run["max_steps"]):
+            waits = f"waiting for {options.timeout:g} s, in case another has begun here"
+            print(f"{options.folder}: its run has ended, at step {run['step']}; {waits}.", file=sys.stderr)
     answer = ask(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(

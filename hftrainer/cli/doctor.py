@@ -35,6 +35,8 @@ EXTRAS = {
     "optimizers": "optimizers of other libraries",
     "demo": "the demo and the examples",
 }
+#: Package of fsspec → the URLs that it opens.
+FILE_SYSTEMS = {"s3fs": "s3://", "gcsfs": "gs://", "adlfs": "abfs://"}
 LAUNCHERS = {
     "torchrun": "comes with torch",
     "accelerate": "pip install 'hftrainer[transformers]'",
@@ -43,7 +45,7 @@ LAUNCHERS = {
     "mpirun": "comes with Open MPI, MPICH or Intel MPI",
 }
 #: Libraries whose versions matter besides those of pyproject.toml.
-_OTHERS = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton")
+_OTHERS = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
 #: Folder → bytes below which it is reported as small, and what to do. Docker gives /dev/shm 64 MB.
 _SMALL = {
     "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
@@ -144,7 +146,12 @@ def examine() -> dict[str, Any]:
         "devices": found,
         "launchers": {name: shutil.which(name) or shutil.which(name, path=beside) for name in LAUNCHERS},
         "disks": disks,
-        "missing": {f"{EXTRAS[extra]} [{extra}]": gap for extra, gap in gaps.items()},
+        "missing": {f"{EXTRAS[extra]} [{extra}]": gap for extra, gap in gaps.items()}
+        | {
+            f"output_dir='{urls}...'": {"packages": [name], "install": f"pip install {name}"}
+            for name, urls in FILE_SYSTEMS.items()
+            if _version(name) is None
+        },
         "environment": environment(),
         "problems": problems,
         "ready": broken is None and bool(found),

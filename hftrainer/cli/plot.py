@@ -30,7 +30,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the file for runs, .png, .svg or .pdf; default: training.png, or of several comparison.png in the first",
+        help="the file for runs, .png, .svg or .pdf; default: training.png, or of several comparison.png in the first; "
+        "of checkpoint-5, training-5.png beside it",
     )
     parser.add_argument(
         "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"

@@ -419,14 +419,17 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
         folders: output folders, each with a `trainer_state.json` or a checkpoint.
         html: also write an HTML page.
         out: the PNG, SVG or PDF to write; the page has its name with '.html'. Default: `training.png` in the folder,
-            or `comparison.png` in the first of several.
+            or `comparison.png` in the first of several; for `checkpoint-5`, `training-5.png` beside it.
 
     Raises:
         InvalidArgument: for a folder without a run; the error names it.
         MissingPackage: when matplotlib is missing, or plotly for the page.
     """
-    name = "training.png" if len(folders) == 1 else "comparison.png"
-    picture = Path(out) if out is not None else Path(folders[0]) / name
+    name = "training" if len(folders) == 1 else "comparison"
+    folder, step = folders[0], names.step_of(os.path.realpath(folders[0]))
+    if step is not None:
+        folder, name = os.path.normpath(os.path.join(folder, "..")), f"{name}-{step}"
+    picture = Path(out) if out is not None else Path(folder) / f"{name}.png"
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(f"--out {picture}: give a file that ends in .png, .svg or .pdf.")
     drawn = lines(folders)

@@ -33,6 +33,14 @@ _PERMANENT = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirecto
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 #: Names of environment variables whose values appear in no message.
 _SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|_KEY|KEY_ID|SAS|CONNECTION_STRING)$")
+#: Kind of URL → where its package looks for credentials.
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, of AWS_PROFILE in ~/.aws, or of the machine's role; storage "
+    "other than Amazon's needs AWS_ENDPOINT_URL too",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS (a file), of `gcloud auth application-default login`, or of the machine",
+    "abfs": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or of AZURE_STORAGE_CONNECTION_STRING",
+    "hf": "HF_TOKEN, or of `hf auth login`",
+}
 
 
 class RemoteFolder:
@@ -206,7 +214,13 @@ class RemoteFolder:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
-            raise StorageError(f"{failure}: {reason(error)}.") from None
+            raise StorageError(f"{failure}: {reason(error)}.{self._hint(error)}") from None
+
+    def _hint(self, error: Exception) -> str:
+        """Where the credentials are looked for, if they are missing or refused."""
+        where = _CREDENTIALS.get(self.url.partition("://")[0])
+        is_refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
+        return f" The credentials are those of {where}." if where and is_refused else ""
 
 
 def digest(entries: dict[str, Entry] | None) -> int | None:

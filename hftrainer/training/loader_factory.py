@@ -26,7 +26,7 @@ from hftrainer.data.samplers import (
     seed_of_order,
 )
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
-from hftrainer.errors import InvalidArgument, RemovedColumn, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownDataset, UnsupportedArgument, suggest
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training import mixture
 from hftrainer.training.component import Component
@@ -56,7 +56,7 @@ class LoaderFactory(Component):
             return loader
         dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
-            dataset = trainer.eval_dataset[eval_dataset]
+            dataset = _find_set(trainer.eval_dataset, eval_dataset)
         size, sampler = trainer.args.eval_batch_size, trainer._get_eval_sampler
         loader = trainer._get_dataloader(dataset, "evaluation", size, sampler)
         # Without this, each evaluation would start new persistent workers.
@@ -363,6 +363,17 @@ class LoaderFactory(Component):
 def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
     """A sequential sampler; None for a dataset without a length."""
     return SequentialSampler(dataset) if has_length(dataset) else None
+
+
+def _find_set(datasets: Any, name: str) -> Any:
+    """One of the Trainer's evaluation sets, by its name."""
+    names = list(datasets) if isinstance(datasets, Mapping) else []
+    try:
+        return datasets[name]
+    except (LookupError, TypeError) as error:
+        given = f"it has {', '.join(map(repr, names))}" if names else f"its own is a {type(datasets).__name__}"
+        text = f"eval_dataset={name!r}: Trainer has no evaluation set of that name, {given}{suggest(name, names, '.')}"
+        raise UnknownDataset(f"{text} Pass a dataset, or give Trainer a dict of them.") from error
 
 
 def check_dataset(dataset: Any, description: str) -> None:

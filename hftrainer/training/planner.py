@@ -112,6 +112,8 @@ class Planner(Component):
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
         log_facts(logger, "Running training begins.", sizes)
+        if self.trainer.args.num_train_epochs < 0 and self.trainer.args.max_steps <= 0:
+            logger.warning("num_train_epochs=%s trains no step.", self.trainer.args.num_train_epochs)
         if position is not None:
             epochs, micro_batches = position
             done = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}

@@ -91,7 +91,7 @@ class TrainingRunner(Component):
         self.components.control_actions.check_best_metric()
         if refused := self.components.engine.check_callbacks(
             finds_batch_size=self.trainer.args.auto_find_batch_size,
-            evaluates=self.trainer.args.eval_strategy != "no",
+            evaluates=self.trainer.args.eval_strategy != "no" or bool(self.trainer.args.eval_minutes),
             automatic_optimization=not needs_manual_optimization(self.trainer),
             knows_epochs=has_length(self.trainer.train_dataset),
             is_elastic=self.trainer.args.elastic,

@@ -43,7 +43,7 @@ from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, has_length, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
-from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject, suggest
+from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -385,7 +385,10 @@ class TrainerSetup(Component):
                 str(args.train_sampling_strategy),
             )
         if not callable(trainer.data_collator):
-            raise InvalidArgument(f"data_collator must be callable, got {type(trainer.data_collator).__name__}.")
+            raise InvalidArgument(
+                f"data_collator must be callable, got {type(trainer.data_collator).__name__}. It is Trainer's third "
+                "argument: pass datasets by name, as train_dataset=... and eval_dataset=..."
+            )
         if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
             name = trainer.data_collator.__name__
             raise InvalidArgument(f"data_collator is the class {name}: pass an object, {name}(...).")
@@ -407,12 +410,6 @@ def _is_of_lightning(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(adapter().is_lightning_callback(callback))
-
-
-def describe_unknown(name: str, known: list[str]) -> str:
-    """A sentence about a keyword that the Trainer does not have; it may be an argument of TrainingArguments."""
-    of_arguments = suggest(name, TrainingArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
-    return f"Trainer has no argument {name!r}{suggest(name, known, of_arguments)}"
 
 
 def check_objects(args: Any, model: Any, processing_class: Any) -> None:

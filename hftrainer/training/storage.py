@@ -53,6 +53,8 @@ class Storage(Component):
         args = self.trainer.args
         if (url := getattr(args, "storage_url", None)) is not None:
             self.mirror = self._make_mirror(url, str(args.output_dir))
+        elif (keep := getattr(args, "keep_local", 1)) != 1:
+            logger.warning("keep_local=%s has no effect without storage_url, or a URL as output_dir.", keep)
 
     def _make_mirror(self, url: str, local: str) -> Mirror:
         from hftrainer.storage.mirror import Mirror  # imports fsspec

@@ -457,6 +457,16 @@ def test_refusals_say_why(tmp_path, make, settings, words):
         trained(tmp_path, make(), **settings)
 
 
+def test_checkpoints_after_evaluations_that_the_run_lacks(tmp_path, caplog):
+    trained(tmp_path, of.ModelCheckpoint(), max_steps=2)
+    assert caplog.text.count("ModelCheckpoint saves after evaluations, and the run has none: set eval_strategy") == 1
+    caplog.clear()
+    for saving in (of.ModelCheckpoint(every_n_train_steps=1), of.ModelCheckpoint(save_on_train_epoch_end=True)):
+        trained(tmp_path, saving, max_steps=2)
+    trained(tmp_path, of.ModelCheckpoint(monitor="eval_loss"), max_steps=2, eval_minutes=60)
+    assert "saves after evaluations" not in caplog.text
+
+
 @pytest.mark.parametrize("kind", [of.EarlyStopping, of.ModelCheckpoint])
 def test_a_monitor_that_no_metric_matches(tmp_path, kind):
     trainer = make_trainer(tmp_path, kind(monitor="eval_acuracy"), **EVALUATED)

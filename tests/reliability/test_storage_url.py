@@ -169,8 +169,10 @@ def test_a_storage_that_cannot_be_written_stops_the_run_at_once(tmp_path, monkey
         raise PermissionError(f"not with {secret}, see https://host/key?X-Amz-Signature=0123")
 
     monkeypatch.setattr(FaultyStorage, "pipe_file", refuse)
+    monkeypatch.setitem(remote._CREDENTIALS, "faulty", "A_VARIABLE")
     with pytest.raises(StorageError, match="faulty://bucket/run cannot be written: PermissionError") as raised:
         on_machine(tmp_path / "a").train()
+    assert str(raised.value).endswith(" The credentials are those of A_VARIABLE.")
     assert secret not in f"{raised.value}{caplog.text}" and "0123" not in f"{raised.value}{caplog.text}"
     assert raised.value.__suppress_context__
 
@@ -415,3 +417,8 @@ def test_a_url_of_two_kinds():
     args = TrainingArguments("s3://a/b", report_to="none")
     again = TrainingArguments(**{"output_dir": args.output_dir, "storage_url": args.storage_url, "report_to": "none"})
     assert json.loads(again.to_json_string())["storage_url"] == "s3://a/b"
+
+
+def test_keep_local_without_a_url(tmp_path, caplog):
+    make_trainer(tmp_path, keep_local=2)
+    assert "keep_local=2 has no effect without storage_url" in caplog.text

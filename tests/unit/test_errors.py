@@ -159,6 +159,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             for wrong in (OtherLightning, OtherLightning())
         ),
         (UnknownArgument, {"train_data": []}, "Trainer has no argument 'train_data'; did you mean 'train_dataset'"),
+        (InvalidArgument, {"data_collator": [1]}, "data_collator must be callable, got list.*as train_dataset="),
         (WrongObject, {"args": {"max_steps": 2}}, r"args is a dict: pass TrainingArguments\(\*\*args\)"),
         (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
         (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an object"),
@@ -189,6 +190,39 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
 def test_what_a_trainer_is_given(make_args, kind, given, message):
     with pytest.raises(kind, match=message):
         Trainer(**{"model": MODEL, "args": make_args(), **given})
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ([1], r"eval_dataset='valud': Trainer has no evaluation set of that name, its own is a list\. Pass a dataset"),
+        (None, "its own is a NoneType"),
+        ({"valid": [1], "other": [1]}, "it has 'valid', 'other'; did you mean 'valid'"),
+    ],
+)
+def test_unknown_evaluation_set(make_args, own, message):
+    with pytest.raises(KeyError, match=message) as caught:
+        Trainer(make_plain(), make_args(), eval_dataset=own).evaluate("valud")
+    assert isinstance(caught.value, TypeError)  # as in transformers for a list
+
+
+def test_negative_number_of_epochs(make_args, caplog):
+    Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=-1), train_dataset=plain_data()).train()
+    assert "num_train_epochs=-1 trains no step" in caplog.text
+    caplog.clear()
+    Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=1), train_dataset=plain_data()).train()
+    assert "num_train_epochs=-1" not in caplog.text
+
+
+def test_names_of_lightning(make_args):
+    trainer = Trainer(make_plain(), make_args())
+    with pytest.raises(AttributeError, match=r"Trainer has no method 'fit'.*: call train\(\)"):
+        trainer.fit()
+    assert not hasattr(trainer, "fit")
+    with pytest.raises(UnknownArgument, match=r"train\(\) has no argument 'ckpt_path'.*'resume_from_checkpoint'\?"):
+        trainer.train(ckpt_path="last.ckpt")
+    with pytest.raises(UnknownArgument, match="'max_epochs'; did you mean 'num_train_epochs' of TrainingArguments"):
+        trainer.train(max_epochs=1)
 
 
 def test_the_old_name_of_processing_class(make_args):

@@ -7,7 +7,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 
 def reset_averages(callbacks: Iterable[pl.Callback]) -> None:
@@ -48,6 +54,11 @@ def starts_at_fraction(averaging: StochasticWeightAveraging) -> bool:
 def checks_on_train_epoch_end(stopping: EarlyStopping) -> bool:
     """Whether it checks its metric at the end of a training epoch, and so does not need evaluations."""
     return bool(stopping._check_on_train_epoch_end)
+
+
+def saves_after_evaluations_only(saving: ModelCheckpoint) -> bool:
+    """Whether it saves neither at the end of a training epoch nor every so many steps or minutes."""
+    return not (saving._save_on_train_epoch_end or saving._every_n_train_steps or saving._train_time_interval)
 
 
 # ---- Pruning -------------------------------------------------------------------------------------------------------

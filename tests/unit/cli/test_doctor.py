@@ -24,7 +24,7 @@ REQUIRES = [
     "torch-xla[tpu]>=2.6; (platform_system == 'Plan9') and extra == 'tpu'",
     "pytest>=8.0; extra == 'test'",
 ]
-VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "matplotlib": "3.11"}
+VERSIONS = {"torch": "2.13.0", "lightning": "2.6.6", "matplotlib": "3.11", "s3fs": "1", "gcsfs": "1", "adlfs": "1"}
 
 
 @pytest.fixture
@@ -60,9 +60,10 @@ def test_a_machine_that_is_ready(installed, capsys):
 
 
 def test_what_is_missing_and_the_command(installed, capsys):
-    del installed["matplotlib"]
+    del installed["matplotlib"], installed["gcsfs"]
     status, text = run(capsys)
     assert status == 0
+    assert "output_dir='gs://...', for lack of gcsfs: pip install gcsfs" in text and "s3fs 1" in text
     assert "plots in model cards, for lack of matplotlib: pip install 'hftrainer[plot]'" in text
     installed["lightning"] = "2.7.1"
     status, text = run(capsys)

@@ -66,6 +66,13 @@ def test_picture_and_page(runs, tmp_path):
     assert plot(runs) == [os.path.join(runs[0], "comparison.png")]
 
 
+def test_a_checkpoint_is_left_as_it_is(runs):
+    checkpoint = os.path.join(runs[0], "checkpoint-10")
+    before = sorted(os.listdir(checkpoint))
+    assert plot([checkpoint]) == [os.path.join(runs[0], "training-10.png")]
+    assert sorted(os.listdir(checkpoint)) == before
+
+
 def test_colours_dashes_and_the_best(tmp_path):
     """One run has a colour for each curve; of several each has one, and a curve the same dash in all."""
     logs = {"a": ["loss", "eval_loss", "eval_f1"], "b": ["eval_loss", "loss"]}

@@ -2,11 +2,13 @@
 
 import gzip
 import json
+import socket
+import subprocess
 import threading
 
 import pytest
 
-from hftrainer import Trainer, TrainerCallback, TrainingArguments
+from hftrainer import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.monitoring import requests
 from hftrainer.monitoring.journal import Journal
@@ -105,6 +107,20 @@ def test_the_command(tmp_path, capsys):
 def test_a_run_that_has_ended_is_not_asked(tmp_path):
     Journal(str(tmp_path)).write("end", 5, reason="complete")
     assert ask(str(tmp_path), "save", 60.0) == "refused: the run has ended (complete)"
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_a_run_that_has_probably_ended(tmp_path, capsys, is_observed):
+    if is_observed:
+        killed = subprocess.Popen(["true"])
+        killed.wait()
+        begin = {"host": socket.gethostname(), "pid": killed.pid, "max_steps": 9, "resumed_from": None}
+        Journal(str(tmp_path)).write("begin", 6, **begin)
+    else:
+        TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
+    with pytest.raises(SystemExit):
+        main(["ask", str(tmp_path), "save", "--timeout", "0"])
+    assert "its run has ended, at step 6; waiting for 0 s" in capsys.readouterr().err
 
 
 class Passes(TrainerCallback):
