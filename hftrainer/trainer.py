@@ -45,7 +45,7 @@ from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, T
 from hftrainer.training.components import Components
 from hftrainer.training.model_setup import check_pair
 from hftrainer.training.run import RunAttribute
-from hftrainer.training.setup import check_objects
+from hftrainer.training.setup import check_objects, one_processing_class
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Trainer(EarlierMethods):
             set_tf32(self.args)
             self.train_dataset = mixture.as_mixture(train_dataset)
             self.eval_dataset = eval_dataset
-            self.processing_class = _processing_class(processing_class, tokenizer)
+            self.processing_class = one_processing_class(processing_class, tokenizer)
             self.model_init = model_init
             self.compute_loss_func = compute_loss_func
             self.compute_metrics = compute_metrics
@@ -1193,14 +1193,3 @@ class Trainer(EarlierMethods):
     def is_world_process_zero(self) -> bool:
         """Whether this process has rank 0."""
         return self.args.process_index == 0
-
-
-def _processing_class(processing_class: Any, tokenizer: Any) -> Any:
-    if tokenizer is None:
-        return processing_class
-    if processing_class is not None and processing_class is not tokenizer:
-        raise InvalidArgument(
-            "tokenizer and processing_class differ, but mean the same argument: pass only processing_class."
-        )
-    warnings.warn("Trainer(tokenizer=...) is now Trainer(processing_class=...)", FutureWarning, stacklevel=3)
-    return tokenizer

@@ -130,7 +130,7 @@ def is_overridden(instance: Any, *names: str) -> bool:
     """
     kind: Any = type(instance)
     own, record = vars(instance), _record_of(kind)
-    for name in names:  # not `any`: this is asked several times a step
+    for name in names:  # noqa: SIM110 # `any` takes twice as long, and this is asked several times a step
         if name in own or not _is_ours(getattr(kind, name, None), record.get(name, _NOT_OURS)):
             return True
     return False

@@ -52,11 +52,13 @@ class MixtureDataset(ConcatDataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """The samples of a micro-batch: all of one source, which may read them at once."""
         number = bisect.bisect_right(self.cumulative_sizes, indices[0])
-        source, end = self.datasets[number], self.cumulative_sizes[number]
-        first = end - len(source)  # type: ignore[arg-type]
+        source: Any = self.datasets[number]
+        end = self.cumulative_sizes[number]
+        first = end - len(source)
         if not hasattr(source, "__getitems__") or not all(first <= index < end for index in indices):
             return [self[index] for index in indices]
-        return source.__getitems__([index - first for index in indices])
+        samples: list[Any] = source.__getitems__([index - first for index in indices])
+        return samples
 
 
 class MixtureStream(IterableDataset[Any]):

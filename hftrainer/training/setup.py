@@ -8,6 +8,7 @@ import functools
 import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -410,6 +411,18 @@ def _is_of_lightning(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(adapter().is_lightning_callback(callback))
+
+
+def one_processing_class(processing_class: Any, tokenizer: Any) -> Any:
+    """The processing class, which may be given by its old name `tokenizer` (until v5.0)."""
+    if tokenizer is None:
+        return processing_class
+    if processing_class is not None and processing_class is not tokenizer:
+        raise InvalidArgument(
+            "tokenizer and processing_class differ, but mean the same argument: pass only processing_class."
+        )
+    warnings.warn("Trainer(tokenizer=...) is now Trainer(processing_class=...)", FutureWarning, stacklevel=3)
+    return tokenizer
 
 
 def check_objects(args: Any, model: Any, processing_class: Any) -> None:

@@ -71,5 +71,7 @@ def test_names(page):
 def test_table_of_files_is_whole(page, folder):
     table = (ROOT / "docs/packages" / f"{page}.md").read_text()
     assert not [
-        path.name for path in (ROOT / folder).glob("*.py") if path.name != "__init__.py" and f"`{path.name}`" not in table
+        path.name
+        for path in (ROOT / folder).glob("*.py")
+        if path.name != "__init__.py" and f"`{path.name}`" not in table
     ]
