@@ -79,7 +79,10 @@ class Planner(Component):
             trainer._load_callback_state()
             known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
             first_epoch, position = known or position_at_step(
-                trainer.state.global_step, schedule.steps_in_epoch, self.components.engine.accumulation_at
+                trainer.state.global_step,
+                schedule.steps_in_epoch,
+                self.components.engine.accumulation_at,
+                () if self.run.skipped is None else self.run.skipped.windows,
             )
             position = 0 if trainer.args.ignore_data_skip else position
         if trainer.args.auto_find_batch_size:

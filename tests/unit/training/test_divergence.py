@@ -5,7 +5,7 @@ import random
 import pytest
 
 from hftrainer.errors import TrainingDiverged
-from tests.support.checkpoints import BACKGROUND, assert_same_end, finished, make_trainer
+from tests.support.checkpoints import BACKGROUND, At, assert_same_end, finished, make_trainer
 from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, lacking, lines, rows, trained
 
 
@@ -121,3 +121,17 @@ def test_epochs_end_with_their_data(tmp_path):
     assert_same_end(rolled, good)
     assert rolled.state.max_steps == rolled.state.global_step == STEPS - 1
     assert (tmp_path / "bad" / f"checkpoint-{STEPS - 1}").is_dir()
+
+
+@pytest.mark.parametrize("stop", [5, 32, 40])
+def test_a_checkpoint_within_a_step_knows_what_was_skipped(tmp_path, caplog, stop):
+    """It holds the number of its step alone: after two windows, at the end of an epoch, and in the next one."""
+    windows = [3, 4, 9, STEPS - 1]
+    settings = {"max_steps": 2 * (STEPS - 4), "on_divergence": "rollback", "max_rollbacks": 8, "save_steps": 3}
+    good = trained(tmp_path / "good", lacking(windows, SIZE), **settings)
+    bad = rows(STEPS * SIZE, [window * SIZE for window in windows])
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path / "bad", bad, callbacks=[At(stop, lambda: 1 / 0, "on_step_begin")], **settings)
+    assert "The error occurred within a step" in caplog.text
+    resumed = trained(tmp_path / "bad", bad, tmp_path / "bad" / f"checkpoint-{stop}", **settings)
+    assert_same_end(resumed, good)
