@@ -71,10 +71,14 @@ def test_gives_up(tmp_path):
         trained(tmp_path, bad, max_steps=STEPS, on_divergence="stop")
 
 
-def test_nothing_without_the_argument(tmp_path):
+def test_nothing_without_the_argument(tmp_path, caplog):
     rolled = trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS)
     assert all(weight.isnan().any() for weight in rolled.model.parameters())
     assert not (tmp_path / "skipped_samples.jsonl").exists()
+    assert "logging_nan_inf_filter leaves it out" in caplog.text
+    caplog.clear()
+    trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS, on_divergence="rollback")
+    assert "Rollback 1 of 3" in caplog.text and "logging_nan_inf_filter" not in caplog.text
 
 
 def test_a_resumed_run_does_not_repeat_it(tmp_path):
