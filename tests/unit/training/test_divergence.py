@@ -130,6 +130,7 @@ def test_a_copied_checkpoint_obeys_the_list_of_the_output_folder(tmp_path):
     shutil.copytree(tmp_path / "bad" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
     assert_same_end(trained(tmp_path / "bad", bad, tmp_path / "other" / "checkpoint-2", **settings), good)
     assert len(lines(tmp_path / "bad")) == 2
+    assert not (tmp_path / "bad" / "earlier_skipped_samples.jsonl").exists()
 
 
 class Counts(TrainerCallback, ExportableState):
