@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hftrainer import Trainer, TrainingArguments
 from hftrainer.data.samplers import EvenBatchSampler, ShardSpec, innermost
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.modelcard import TrainingSummary
 from hftrainer.training.observation import count_batch
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
@@ -106,6 +108,17 @@ def test_resuming_within_an_epoch(tmp_path: Any, flat: bool) -> None:
     assert resumed.state.global_step == whole.state.global_step > 6
     for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_tokens_are_the_batch_size_that_is_told(tmp_path: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="hftrainer")
+    run = trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
+    run.train()
+    assert re.search(r"Most tokens in a batch of a device\W+64\b", caplog.text)
+    assert "Batch size of a device" not in caplog.text
+    told = TrainingSummary.from_trainer(run).hyperparameters
+    assert (told["tokens_per_batch"], told["total_tokens_per_batch"]) == (64, 192)
+    assert not {"train_batch_size", "total_train_batch_size"} & told.keys()
 
 
 def test_a_model_that_mixes_the_samples_is_refused(tmp_path: Any) -> None:
