@@ -124,7 +124,8 @@ def _unclear(stacks: dict[str, int], model: nn.Module) -> Iterator[str]:
     if len({*stacks.values()}) > 1:
         listed = ", ".join(f"{count} in {name[:-1]}" for name, count in stacks.items())
         towers = " and ".join(repr(f"{_tower(name, stacks)}*") for name in stacks)
-        yield f"layer_decay finds stacks of different lengths, {listed}: give an entry for each, with {towers} as patterns."
+        advice = f"give an entry for each, with {towers} as patterns."
+        yield f"layer_decay finds stacks of different lengths, {listed}: {advice}"
 
 
 def layer_scales(

@@ -177,7 +177,7 @@ def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
         trainer={"model": model, "train_dataset": rows(STEPS * SIZE, [20])},
         **settings,
     )
-    with pytest.raises(UnsupportedArgument, match="'plain.layers.0.weight' has been unfrozen"):
+    with pytest.raises(UnsupportedArgument, match=r"'plain.layers.0.weight' has been unfrozen"):
         finished(run)
 
 
