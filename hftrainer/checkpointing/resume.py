@@ -28,7 +28,7 @@ from hftrainer.checkpointing.names import WHOLES, holds
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.reading import fitting, load_torch_file, projectors
 from hftrainer.data.randomness import numpy_state_types
-from hftrainer.errors import CheckpointNotFound, InvalidArgument
+from hftrainer.errors import CheckpointNotFound, InvalidArgument, UnsupportedArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -246,8 +246,26 @@ def load_optimizer_and_scheduler(
         )
         regrouping.follow_schedule(scheduler, optimizer, changed=changed)
     else:
+        if sharded or has_whole or has_parts:
+            _check_group_count(scheduler_file, len(before))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
     _warn_of_kept_settings(before, optimizer)
+
+
+def _check_group_count(scheduler_file: str, count: int) -> None:
+    """Refuse a schedule of more groups: a state by the names of parameters does not say which group each was in.
+
+    Raises:
+        UnsupportedArgument: if there were more than `count`.
+    """
+    with fitting(scheduler_file):
+        then = len(load_torch_file(scheduler_file).get("_last_lr") or ())
+    if then > count:
+        raise UnsupportedArgument(
+            f"{os.path.dirname(scheduler_file)} was written with {then} groups of parameters, and the optimizer has "
+            f"{count}. A checkpoint of FSDP or of checkpoint_format='dcp' that was written with param_groups needs "
+            "some to resume: pass those of then, or [{'pattern': '*', 'lr_scale': 1.0}], which changes nothing."
+        )
 
 
 def _holds_parts_of_optimizer(folder: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -182,13 +182,28 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
 Accumulation = Callable[[int], int]
 
 
-def position_at_step(global_step: int, micro_batches: int, accumulation_at: Accumulation) -> tuple[int, int]:
-    """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps."""
-    epoch = 0
-    while global_step >= (steps := math.ceil(micro_batches / accumulation_at(epoch))):
+def position_at_step(
+    global_step: int, micro_batches: int, accumulation_at: Accumulation, skipped: Iterable[tuple[int, int]] = ()
+) -> tuple[int, int]:
+    """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps.
+
+    Args:
+        global_step: how many steps.
+        micro_batches: length of an epoch.
+        accumulation_at: epoch → micro-batches per optimizer step in it.
+        skipped: epoch and first micro-batch of each window that is no step.
+    """
+    epoch, starts = 0, sorted(skipped)
+    while global_step >= (
+        steps := math.ceil(micro_batches / accumulation_at(epoch)) - sum(each == epoch for each, _ in starts)
+    ):
         global_step -= steps
         epoch += 1
-    return epoch, global_step * accumulation_at(epoch)
+    position = global_step * accumulation_at(epoch)
+    for each, start in starts:
+        if each == epoch and start <= position:
+            position += accumulation_at(epoch)
+    return epoch, position
 
 
 def plan_schedule(

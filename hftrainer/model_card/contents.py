@@ -145,11 +145,12 @@ def hyperparameters(components: Components) -> dict[str, Any]:
 
 
 def _batches(components: Components) -> dict[str, Any]:
-    """Batch sizes in samples, per process and in total, and how the processes work together."""
+    """Batch sizes in samples or tokens, per process and in total, and how the processes work together."""
     trainer, args = components.trainer, components.trainer.args
     processes = trainer.accelerator.processes.data_world_size
-    train, evaluation = components.run.train_batch_size, args.eval_batch_size
-    found: dict[str, Any] = {"train_batch_size": train, "eval_batch_size": evaluation}
+    train, evaluation = args.tokens_per_batch or components.run.train_batch_size, args.eval_batch_size
+    name = "train_batch_size" if args.tokens_per_batch is None else "tokens_per_batch"
+    found: dict[str, Any] = {name: train, "eval_batch_size": evaluation}
     if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
         strategy = f" ({components.strategy.card})" if components.strategy.card else ""
@@ -159,7 +160,7 @@ def _batches(components: Components) -> dict[str, Any]:
     if args.gradient_accumulation_steps > 1:
         found["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if (total := train * processes * args.gradient_accumulation_steps) != train:
-        found["total_train_batch_size"] = total
+        found[f"total_{name}"] = total
     if (total := evaluation * processes) != evaluation:
         found["total_eval_batch_size"] = total
     return found

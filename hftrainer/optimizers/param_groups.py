@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,12 +54,9 @@ def select(
         problems = list(_unmatched(patterns, named, taken))
         scales: dict[str, tuple[str, float]] = {}
         if "layer_decay" in entry and not problems:
-            scales = layer_scales(model, entry["layer_decay"])
-            if not scales:
-                problems.append(
-                    f"layer_decay finds no layers: {type(model).__name__} has no ModuleList of trained layers. Give an "
-                    "entry with lr_scale for each."
-                )
+            stacks = find_stacks(model, taken)
+            problems += _unclear(stacks, model)
+            scales = layer_scales(model, stacks, entry["layer_decay"], taken)
         selection.problems += [f"param_groups[{number}]: {problem}" for problem in problems]
         left = [name for name in left if name not in taken]
         parts: dict[tuple[str, float, float], list[str]] = {}
@@ -94,31 +92,74 @@ def _unmatched(patterns: list[str], named: dict[str, nn.Parameter], taken: list[
             yield f"{pattern!r} matches only parameters that earlier entries have: move it up, or leave it out."
 
 
-def layer_scales(model: nn.Module, decay: float) -> dict[str, tuple[str, float]]:
-    """Parameter → its part of the model, and the factor of its learning rate; empty if there are no layers.
+def find_stacks(model: nn.Module, names: list[str]) -> dict[str, int]:
+    """Prefix of the names in each stack of layers → how many layers it has.
+
+    Args:
+        model: the model.
+        names: the parameters; a stack has some of them.
+    """
+    lists = {f"{bare_name(name)}.": each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
+    # Inside a layer there are other lists, such as those of experts.
+    lists = {name: each for name, each in lists.items() if not any(name.startswith(o) for o in lists if o != name)}
+    lists = {name: each for name, each in lists.items() if any(other.startswith(name) for other in names)}
+    # A list of several heads has no layers inside; a model's only list may be a plain one.
+    deep = {name: each for name, each in lists.items() if any(list(layer.children()) for layer in each)}
+    return {name: len(each) for name, each in (deep or lists).items()}
+
+
+def _tower(stack: str, stacks: dict[str, int]) -> str:
+    """Prefix of the largest part of the model that has no other stack, such as an encoder or a decoder."""
+    starts = itertools.accumulate(stack.split(".")[:-1], lambda start, part: f"{start}{part}.", initial="")
+    return next(start for start in starts if not any(each.startswith(start) for each in stacks if each != stack))
+
+
+def _unclear(stacks: dict[str, int], model: nn.Module) -> Iterator[str]:
+    """A sentence, if it is not clear what the layers are."""
+    if not stacks:
+        yield (
+            f"layer_decay finds no layers: {type(model).__name__} has no ModuleList of trained layers. Give an "
+            "entry with lr_scale for each."
+        )
+    if len({*stacks.values()}) > 1:
+        listed = ", ".join(f"{count} in {name[:-1]}" for name, count in stacks.items())
+        towers = " and ".join(repr(f"{_tower(name, stacks)}*") for name in stacks)
+        advice = f"give an entry for each, with {towers} as patterns."
+        yield f"layer_decay finds stacks of different lengths, {listed}: {advice}"
+
+
+def layer_scales(
+    model: nn.Module, stacks: dict[str, int], decay: float, names: list[str]
+) -> dict[str, tuple[str, float]]:
+    """Parameter → its part of the model, and the factor of its learning rate.
 
     As in BEiT and timm: what comes after the layers has factor 1, the last layer `decay`, and so on to what comes
-    before the first one, the embeddings.
+    before the first one, the embeddings. Of several stacks, such as an encoder and a decoder, each is counted alone.
+
+    Args:
+        model: the model.
+        stacks: as `find_stacks` returns them.
+        decay: the factor from a layer to the one before.
+        names: the parameters, in the model's order.
     """
-    lists = {bare_name(name): len(each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
-    # Inside a layer there are other lists, such as those of experts.
-    outer = {name: size for name, size in lists.items() if not any(name.startswith(f"{other}.") for other in lists)}
-    count = max(outer.values(), default=0)
-    prefixes = [f"{name}." for name, size in outer.items() if size == count]
+    towers = {_tower(name, stacks): name for name in stacks}
+    embeddings = {f"{bare_name(name)}.weight" for name, each in model.named_modules() if isinstance(each, nn.Embedding)}
     scales: dict[str, tuple[str, float]] = {}
-    began = False
-    for name, _ in model.named_parameters():
-        name = bare_name(name)
-        prefix = next((each for each in prefixes if name.startswith(each)), None)
-        began = began or prefix is not None
-        if prefix is not None:
-            layer = int(name.removeprefix(prefix).partition(".")[0])
-            scales[name] = (f"layer {layer}", decay ** (count - layer))
-        else:
-            # The embeddings of a second stack, such as a decoder, follow the layers of the first.
-            before = not began or (len(prefixes) > 1 and "embed" in name)
-            scales[name] = ("before the layers", decay ** (count + 1)) if before else ("after the layers", 1.0)
-    return scales if began else {}
+    begun = set()
+    for name in names:
+        tower = next((each for each in towers if name.startswith(each)), None)
+        stack = None if tower is None else towers[tower]
+        if stack is not None and name.startswith(stack):
+            begun.add(tower)
+            layer = int(name.removeprefix(stack).partition(".")[0])
+            scales[name] = (f"layer {layer}", decay ** (stacks[stack] - layer))
+            continue
+        # A decoder's embeddings may come after its layers, and those of both towers are outside.
+        before = stack is not None and tower not in begun
+        before = before or (len(stacks) > 1 and (name in embeddings or "embed" in name))
+        deepest = decay ** (max(stacks.values(), default=0) + 1)
+        scales[name] = ("before the layers", deepest) if before else ("after the layers", 1.0)
+    return scales
 
 
 def unknown_keys(entries: list[dict[str, Any]], optimizer: Any) -> Iterator[str]:

@@ -329,11 +329,21 @@ class LoaderFactory(Component):
         return names[0] if names else "input_ids"
 
     def warn_of_other_loader(self, loader: Any) -> None:
-        """Warn of arguments without effect, if an override has made the training loader in its own way."""
+        """Warn of arguments without effect, if an override has made the training loader in its own way.
+
+        Raises:
+            InvalidArgument: if its samples are our whole batches.
+        """
         args, trainer = self.trainer.args, self.trainer
         asked = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
         given = [name for name, value in asked.items() if value is not None]
-        read = isinstance(innermost(getattr(loader, "batch_sampler", None)), (TokenBatchSampler, MixtureBatchSampler))
+        batches, ours = innermost(getattr(loader, "batch_sampler", None)), (TokenBatchSampler, MixtureBatchSampler)
+        if isinstance(getattr(batches, "sampler", None), ours):
+            raise InvalidArgument(
+                f"The sampler of {type(trainer).__name__}.get_train_dataloader yields whole batches, with "
+                f"{' and '.join(given) or 'a mixture'}: pass it to the DataLoader as batch_sampler, not as sampler."
+            )
+        read = isinstance(batches, ours)
         if given and not read and not isinstance(trainer.train_dataset, MixtureStream):
             logger.warning(
                 "%s has no effect: %s.get_train_dataloader or _get_train_sampler chooses the batches itself.",

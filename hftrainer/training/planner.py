@@ -79,7 +79,10 @@ class Planner(Component):
             trainer._load_callback_state()
             known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
             first_epoch, position = known or position_at_step(
-                trainer.state.global_step, schedule.steps_in_epoch, self.components.engine.accumulation_at
+                trainer.state.global_step,
+                schedule.steps_in_epoch,
+                self.components.engine.accumulation_at,
+                () if self.run.skipped is None else self.run.skipped.windows,
             )
             position = 0 if trainer.args.ignore_data_skip else position
         if trainer.args.auto_find_batch_size:
@@ -101,11 +104,13 @@ class Planner(Component):
             schedule: the lengths of the run.
             position: finished epochs, and finished micro-batches of the next; None for a new run.
         """
+        tokens = self.trainer.args.tokens_per_batch
+        size = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
             "Number of examples": schedule.num_examples,
             "Epochs": schedule.num_train_epochs,
             "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
-            "Batch size of a device": self.run.train_batch_size,
+            size: tokens or self.run.train_batch_size,
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
             "Gradient accumulation steps": self.components.engine.accumulation_at(0),
             "Optimizer steps": schedule.max_steps,

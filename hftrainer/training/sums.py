@@ -136,8 +136,8 @@ class LossSum:
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
     def _warn_of_non_finite_loss(self, what: str, step: int) -> None:
-        """Warn once, since the logged mean hides such losses."""
-        if not self._warned:
+        """Warn once, since the logged mean hides such losses; `on_divergence` tells of them itself."""
+        if not self._warned and self.trainer.args.on_divergence is None:
             logger.warning(
                 "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
                 "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "

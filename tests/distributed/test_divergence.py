@@ -29,6 +29,7 @@ def test_bad_samples_of_one_rank(processes, tmp_path, strategy, dies):
     first, second = lines(tmp_path / "bad")
     if strategy == "replicas":  # the averaged gradients are bad everywhere, the loss on one rank
         assert first["samples"] == [[[16, 17]], [[18, 19]]]
+        assert [first["ranks"], second["ranks"]] == [[0], [1]]
     assert [first["step"], second["step"]] == [5, 21]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hftrainer.errors import UnsupportedArgument
 from tests.support.parity import build
 from tests.support.tiny import MODELS, make_llama, without_dropout
 
@@ -24,21 +25,35 @@ WAYS = {
     "fsdp2 parts": {"fsdp": True, "fsdp_config": PARTS},
     "fsdp2 dcp": {"fsdp": True, "checkpoint_format": "dcp"},
 }
-RUNS = {"undisturbed": (GROUPS, None), "resumed": (GROUPS, 2), "regrouped": (REGROUPED, 2)}
+#: What changes nothing: a run that resumes without `param_groups` under FSDP needs it.
+SAME = [{"pattern": "*", "lr_scale": 1.0}]
+#: Name → the entries, and the run that it resumes.
+RUNS = {
+    "undisturbed": (GROUPS, None),
+    "resumed": (GROUPS, "undisturbed"),
+    "regrouped": (REGROUPED, "undisturbed"),
+    "ungrouped": (None, "undisturbed"),
+    "plain": (None, None),
+    "grouped": (SAME, "plain"),
+}
 
 
 def train_all(folder):
     """Way and run → the whole weights at its end, and name and rate of each group."""
     found = {}
     for way, settings in WAYS.items():
-        for run, (entries, step) in RUNS.items():
-            place = folder / way.replace(" ", "_")
+        for run, (entries, before) in RUNS.items():
+            place = folder / way.replace(" ", "_") / (before or run)
             model = (without_dropout(make_llama), MODELS["llama"][1])
             steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
             trainer, _ = build("hftrainer", model, place, param_groups=entries, **steps, **settings)
-            trainer.train(resume_from_checkpoint=None if step is None else str(place / f"checkpoint-{step}"))
+            try:
+                trainer.train(resume_from_checkpoint=None if before is None else str(place / "checkpoint-2"))
+            except UnsupportedArgument as error:
+                found[way, run] = str(error)
+                continue
             weights = {name: value.clone() for name, value in trainer.accelerator.get_state_dict(trainer.model).items()}
-            groups = [(group["name"], len(group["param_names"])) for group in trainer.optimizer.param_groups]
+            groups = [(group.get("name"), len(group["params"])) for group in trainer.optimizer.param_groups]
             found[way, run] = (weights, groups)
     return found
 
@@ -56,9 +71,17 @@ def test_each_way_trains_alike(found, way):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("run", ["resumed", "regrouped"])
+@pytest.mark.parametrize("run", ["resumed", "regrouped", "grouped"])
 @pytest.mark.parametrize("way", WAYS)
 def test_resumed_runs_end_the_same(found, way, run):
-    (weights, _), (expected, _) = found[way, run], found[way, "undisturbed"]
+    (weights, _), (expected, _) = found[way, run], found[way, RUNS[run][1]]
     for name, value in weights.items():  # 0.02 apart without the moments
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_by_name_do_not_resume_without_groups(found, way):
+    if way == "ddp":
+        assert [name for name, _ in found[way, "ungrouped"][1]] == [None, None]
+    else:
+        assert "was written with 4 groups of parameters, and the optimizer has 2" in found[way, "ungrouped"]

@@ -5,10 +5,11 @@ import json
 
 import pytest
 import torch
+import transformers
 
 from hftrainer import HfArgumentParser, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument
-from hftrainer.optimizers.param_groups import layer_scales
+from hftrainer.optimizers.param_groups import select
 from tests.support.parity import EVERY_STEP, assert_same_weights, build, train
 from tests.support.tiny import MODELS, make_bert, make_llama, make_peft, make_plain
 
@@ -123,9 +124,17 @@ def test_optimizers_that_take_no_groups(tmp_path, settings, message):
         trainer.train()
 
 
+def scales_of(model, pattern="*"):
+    """Parameter → the factor of its learning rate, with a decay of 0.5."""
+    selected = select(model, [], [{"pattern": pattern, "layer_decay": 0.5}], 1.0, 0.0)
+    assert selected.problems == []
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(each)]: group["lr"] for group in selected.groups for each in group["params"]}
+
+
 @pytest.mark.parametrize("make_model", [make_llama, make_bert])
 def test_factors_of_layers(make_model):
-    scales = {name: scale for name, (_, scale) in layer_scales(make_model(), 0.5).items()}
+    scales = scales_of(make_model())
     of_layer, before, after = (
         ("model.layers.{}.mlp.up_proj.weight", "model.embed_tokens.weight", ["model.norm.weight", "lm_head.weight"])
         if make_model is make_llama
@@ -138,6 +147,82 @@ def test_factors_of_layers(make_model):
     assert [scales[of_layer.format(layer)] for layer in range(2)] == [0.25, 0.5]
     assert scales[before] == 0.125
     assert [scales[name] for name in after] == [1.0, 1.0]
+
+
+def make_clip(text=2, vision=2):
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_attention_heads": 2}
+    texts = {**sizes, "vocab_size": 20, "num_hidden_layers": text, "bos_token_id": 1, "eos_token_id": 2}
+    images = {**sizes, "image_size": 8, "patch_size": 4, "num_hidden_layers": vision}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=4))
+
+
+def make_t5():
+    sizes = {"vocab_size": 20, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def make_bart(decoder=2):
+    sizes = {f"{each}_{name}": 2 for each in ("encoder", "decoder") for name in ("ffn_dim", "attention_heads")}
+    config = transformers.BartConfig(vocab_size=20, d_model=8, encoder_layers=2, decoder_layers=decoder, **sizes)
+    return transformers.BartForConditionalGeneration(config)
+
+
+#: Model → names of its layers, and parameters with the lowest and the whole rate.
+TOWERS = {
+    make_clip: (
+        ["text_model.encoder.layers.{}.mlp.fc1.weight", "vision_model.encoder.layers.{}.mlp.fc1.weight"],
+        [
+            *("text_model.embeddings.token_embedding.weight", "vision_model.embeddings.class_embedding"),
+            "vision_model.pre_layrnorm.weight",
+        ],
+        [
+            *("vision_model.post_layernorm.weight", "text_model.final_layer_norm.bias"),
+            *("text_projection.weight", "visual_projection.weight", "logit_scale"),
+        ],
+    ),
+    make_t5: (
+        ["encoder.block.{}.layer.0.SelfAttention.q.weight", "decoder.block.{}.layer.1.EncDecAttention.q.weight"],
+        ["shared.weight"],
+        ["encoder.final_layer_norm.weight", "decoder.final_layer_norm.weight"],
+    ),
+    make_bart: (
+        ["model.encoder.layers.{}.fc1.weight", "model.decoder.layers.{}.encoder_attn.q_proj.weight"],
+        [
+            *("model.shared.weight", "model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"),
+            *("model.encoder.layernorm_embedding.weight", "model.decoder.layernorm_embedding.bias"),
+        ],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("make_model", TOWERS)
+def test_factors_of_two_towers(make_model):
+    """Each tower is counted alone; what belongs to neither has the whole rate, except embeddings."""
+    layers, before, after = TOWERS[make_model]
+    scales = scales_of(make_model())
+    for name in layers:
+        assert [scales[name.format(layer)] for layer in range(2)] == [0.25, 0.5]
+    assert [scales[name] for name in before] == [0.125] * len(before)
+    assert [scales[name] for name in after] == [1.0] * len(after)
+
+
+def test_towers_of_different_lengths_need_an_entry_each():
+    model = make_clip(vision=3)
+    (problem,) = select(model, [], [{"pattern": "*", "layer_decay": 0.5}], 1.0, 0.0).problems
+    assert "2 in text_model.encoder.layers, 3 in vision_model.encoder.layers" in problem
+    assert "'text_model.*' and 'vision_model.*' as patterns" in problem
+    assert scales_of(model, "text_model.*") == {
+        name: scale for name, scale in scales_of(make_clip()).items() if name.startswith("text_model.")
+    }
+    of_vision = scales_of(model, "vision_model.*")
+    assert of_vision["vision_model.pre_layrnorm.bias"] == 0.0625
+    assert of_vision["vision_model.encoder.layers.0.mlp.fc1.weight"] == 0.125
+    assert of_vision["vision_model.post_layernorm.bias"] == 1.0
+    of_decoder = scales_of(make_bart(decoder=3), ["model.decoder.*"])
+    assert of_decoder["model.decoder.layers.2.fc1.weight"] == 0.5
+    model.text_model.requires_grad_(False)
+    assert scales_of(model)["vision_model.pre_layrnorm.bias"] == 0.0625
 
 
 def test_each_group_is_logged_and_named(tmp_path, caplog):

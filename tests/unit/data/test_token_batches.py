@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.data.samplers import EvenBatchSampler, ShardSpec, innermost
-from hftrainer.data.token_batches import FlatCollator, PackedBatchSampler, TokenBatchSampler
+from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
+from hftrainer.modelcard import TrainingSummary
+from hftrainer.training.observation import count_batch
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -106,6 +110,17 @@ def test_resuming_within_an_epoch(tmp_path: Any, flat: bool) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_tokens_are_the_batch_size_that_is_told(tmp_path: Any, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="hftrainer")
+    run = trainer(tmp_path, tokens_per_batch=64, gradient_accumulation_steps=3, max_steps=1)
+    run.train()
+    assert re.search(r"Most tokens in a batch of a device\W+64\b", caplog.text)
+    assert "Batch size of a device" not in caplog.text
+    told = TrainingSummary.from_trainer(run).hyperparameters
+    assert (told["tokens_per_batch"], told["total_tokens_per_batch"]) == (64, 192)
+    assert not {"train_batch_size", "total_train_batch_size"} & told.keys()
+
+
 def test_a_model_that_mixes_the_samples_is_refused(tmp_path: Any) -> None:
     class Mixing(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, attention_mask: Any = None, input_ids: Any = None, **others: Any) -> Any:
@@ -173,3 +188,53 @@ def test_padding_in_the_samples_is_left_out():
 
 def test_long_samples_are_packed_one_by_one():
     assert len(PackedBatchSampler([2048] * 1000, 3000, seed=0)) == 1000
+
+
+def test_a_column_of_lengths_that_is_too_low_is_an_error() -> None:
+    with pytest.raises(InvalidArgument, match="9 tokens, more than any in the column of lengths"):
+        BucketCollator(Padding(), [4, 8], "input_ids")([{"input_ids": [1] * 9}])
+
+
+@pytest.mark.parametrize("settings", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])
+def test_adapters_of_embeddings_are_flattened(tmp_path: Any, settings: Any) -> None:
+    config = peft.LoraConfig(**{"target_modules": ["q_proj"], **settings})
+    run = trainer(tmp_path, peft.get_peft_model(llama(), config), flatten_batches=True, max_steps=2, learning_rate=0.1)
+    before = [weight.clone() for weight in run.model.parameters() if weight.requires_grad]
+    run.train()
+    after = [weight for weight in run.model.parameters() if weight.requires_grad]
+    assert run.state.global_step == 2 and not all(map(torch.equal, before, after))
+
+
+def test_samples_of_a_flat_row_are_counted(tmp_path: Any) -> None:
+    row = {"input_ids": torch.ones(1, 5, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1]])}
+    assert count_batch(trainer(tmp_path, flatten_batches=True), row) == (2, 5)
+    assert count_batch(trainer(tmp_path), row) == (1, 5)
+
+
+class Own(Trainer):
+    """Makes its loader as `how` says."""
+
+    how = "plain"
+
+    def get_train_dataloader(self) -> Any:
+        given: dict[str, Any] = {"batch_size": 2}
+        if self.how == "batches of batches":
+            given["sampler"] = self._get_train_sampler()
+        elif self.how != "plain":
+            given = {"batch_sampler": self._get_train_sampler()}
+        loader: Any = torch.utils.data.DataLoader(samples(), collate_fn=pad, **given)
+        return self.accelerator.prepare(loader) if self.how == "prepared" else loader
+
+
+@pytest.mark.parametrize("how", ["plain", "batches of batches", "batches", "prepared"])
+def test_a_loader_of_the_script(tmp_path: Any, caplog: Any, how: str) -> None:
+    args = TrainingArguments(str(tmp_path), tokens_per_batch=64, report_to="none", use_cpu=True, max_steps=2)
+    run = Own(llama(), args, train_dataset=samples(), data_collator=pad)
+    run.how = how
+    if how == "batches of batches":
+        with pytest.raises(InvalidArgument, match=r"whole batches, with tokens_per_batch.* as batch_sampler"):
+            run.train()
+        return
+    run.train()
+    has_no_effect = "tokens_per_batch has no effect: Own.get_train_dataloader" in caplog.text
+    assert has_no_effect == (how == "plain")

@@ -1,11 +1,15 @@
 """Steps that diverge: the run returns to its last checkpoint, and ends as a run whose data lacked their samples."""
 
 import random
+import shutil
 
 import pytest
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
-from hftrainer.errors import TrainingDiverged
-from tests.support.checkpoints import BACKGROUND, assert_same_end, finished, make_trainer
+from hftrainer import Trainer, TrainerCallback
+from hftrainer.errors import TrainingDiverged, UnsupportedArgument
+from hftrainer.trainer_callback import ExportableState
+from tests.support.checkpoints import BACKGROUND, At, assert_same_end, finished, make_trainer
 from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, lacking, lines, rows, trained
 
 
@@ -71,10 +75,14 @@ def test_gives_up(tmp_path):
         trained(tmp_path, bad, max_steps=STEPS, on_divergence="stop")
 
 
-def test_nothing_without_the_argument(tmp_path):
+def test_nothing_without_the_argument(tmp_path, caplog):
     rolled = trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS)
     assert all(weight.isnan().any() for weight in rolled.model.parameters())
     assert not (tmp_path / "skipped_samples.jsonl").exists()
+    assert "logging_nan_inf_filter leaves it out" in caplog.text
+    caplog.clear()
+    trained(tmp_path, rows(STEPS * SIZE, [8]), max_steps=STEPS, on_divergence="rollback")
+    assert "Rollback 1 of 3" in caplog.text and "logging_nan_inf_filter" not in caplog.text
 
 
 def test_a_resumed_run_does_not_repeat_it(tmp_path):
@@ -98,13 +106,117 @@ def test_a_resumed_run_does_not_repeat_it(tmp_path):
     assert [entry["samples"][0][0] for entry in lines(tmp_path / "bad")] == [[8, 9], [40, 41]]
 
 
-def test_positions_of_other_batches_are_not_obeyed(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size=4, was 2"),
+        ({"seed": 1}, "seed=1, was 42"),
+        ({"data_seed": 1, "elastic": True}, "seed=1, was 42"),
+    ],
+)
+def test_positions_of_other_batches_are_not_obeyed(tmp_path, caplog, changed, said):
     bad = rows(STEPS * SIZE, [8])
     settings = {"max_steps": 12, "on_divergence": "rollback"}
     trained(tmp_path, bad, **settings)
-    other = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": bad}, **{**SEQUENTIAL, **settings})
-    finished(other, tmp_path / "checkpoint-2")
-    assert "not skipped" in caplog.text and "per_device_train_batch_size=4, was 2" in caplog.text
+    trained(tmp_path, bad, tmp_path / "checkpoint-2", **settings, **changed)
+    assert "not skipped" in caplog.text and said in caplog.text
+
+
+def test_a_copied_checkpoint_obeys_the_list_of_the_output_folder(tmp_path):
+    bad = rows(STEPS * SIZE, [8, 40])
+    settings = {"max_steps": STEPS - 2, "on_divergence": "rollback"}
+    good = trained(tmp_path / "good", lacking([4, 20], SIZE), **settings)
+    trained(tmp_path / "bad", bad, **settings)
+    shutil.copytree(tmp_path / "bad" / "checkpoint-2", tmp_path / "other" / "checkpoint-2")
+    assert_same_end(trained(tmp_path / "bad", bad, tmp_path / "other" / "checkpoint-2", **settings), good)
+    assert len(lines(tmp_path / "bad")) == 2
+    assert not (tmp_path / "bad" / "earlier_skipped_samples.jsonl").exists()
+
+
+class Counts(TrainerCallback, ExportableState):
+    """Counts steps, as early stopping counts evaluations."""
+
+    def __init__(self, steps=0):
+        self.steps = steps
+
+    def state(self):
+        return {"args": {"steps": self.steps}, "attributes": {}}
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+
+@pytest.mark.parametrize("save_steps", [4, 50])
+def test_callbacks_return_to_the_state_of_then(tmp_path, save_steps):
+    """To that of the checkpoint, or of the start."""
+    counts = Counts()
+    settings = {"max_steps": 8, "save_steps": save_steps, "on_divergence": "rollback"}
+    rolled = trained(tmp_path, rows(STEPS * SIZE, [6 * SIZE]), callbacks=[counts], **settings)
+    assert lines(tmp_path)[0]["checkpoint"] == (str(tmp_path / "checkpoint-4") if save_steps == 4 else None)
+    assert counts.steps == rolled.state.global_step == 8
+
+
+def test_the_copy_of_the_start_is_released(tmp_path):
+    settings = {**SEQUENTIAL, "max_steps": 4, "on_divergence": "rollback"}
+    data, held = rows(STEPS * SIZE), []
+    run = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": data}, **settings)
+    for step in (1, 3):  # there is a checkpoint after step 2
+        run.add_callback(At(step, lambda: held.append(run._hftrainer.run.start is not None)))
+    finished(run)
+    assert held == [True, False]
+    assert run._hftrainer.run.skipped is None
+
+
+def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
+    model = Sensitive()
+    weight = model.plain.layers[0].weight.requires_grad_(False)
+    settings = {**SEQUENTIAL, "max_steps": 9, "save_steps": 50, "on_divergence": "rollback"}
+    run = make_trainer(
+        tmp_path,
+        callbacks=[At(1, lambda: weight.requires_grad_(True))],
+        trainer={"model": model, "train_dataset": rows(STEPS * SIZE, [20])},
+        **settings,
+    )
+    with pytest.raises(UnsupportedArgument, match=r"'plain.layers.0.weight' has been unfrozen"):
+        finished(run)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"on_divergence": "back"}, "choose 'rollback', 'stop' or None"),
+        ({"divergence_threshold": 8}, "divergence_threshold and max_rollbacks need on_divergence"),
+        ({"max_rollbacks": 2}, "divergence_threshold and max_rollbacks need on_divergence"),
+        ({"on_divergence": "rollback", "max_rollbacks": -1}, "max_rollbacks=-1: give a whole number"),
+        ({"on_divergence": "rollback", "max_rollbacks": True}, "max_rollbacks=True: give a whole number"),
+        ({"on_divergence": "stop", "divergence_threshold": True}, "divergence_threshold=True: give a number"),
+        ({"on_divergence": "stop", "optim": "lomo"}, "optim='lomo' changes weights before"),
+        ({"on_divergence": "stop", "optim": "galore_adamw_layerwise"}, "changes weights before"),
+        ({"on_divergence": "rollback", "ignore_data_skip": True}, "ignore_data_skip=True prevents"),
+        ({"on_divergence": "rollback", "save_only_model": True}, "set save_only_model=False"),
+        ({"on_divergence": "rollback", "auto_find_batch_size": True}, "auto_find_batch_size=True would change"),
+    ],
+)
+def test_what_is_refused(tmp_path, settings, said):
+    with pytest.raises(ValueError, match=said):
+        trained(tmp_path, rows(STEPS * SIZE), **settings)
+
+
+class Own(Trainer):
+    def train(self, resume_from_checkpoint=None):
+        return self._inner_training_loop(batch_size=SIZE, args=self.args)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"trainer_class": Own}, "on_divergence='rollback' needs Trainer.train"),
+        ({"callbacks": [OnExceptionCheckpoint(".")]}, "would save the state that on_divergence='rollback' leaves"),
+    ],
+)
+def test_what_a_script_cannot_have_beside_it(tmp_path, settings, said):
+    with pytest.raises(UnsupportedArgument, match=said):
+        trained(tmp_path, rows(STEPS * SIZE), on_divergence="rollback", max_steps=2, **settings)
 
 
 def test_no_alarm_in_clean_runs(tmp_path):
@@ -121,3 +233,17 @@ def test_epochs_end_with_their_data(tmp_path):
     assert_same_end(rolled, good)
     assert rolled.state.max_steps == rolled.state.global_step == STEPS - 1
     assert (tmp_path / "bad" / f"checkpoint-{STEPS - 1}").is_dir()
+
+
+@pytest.mark.parametrize("stop", [5, 32, 40])
+def test_a_checkpoint_within_a_step_knows_what_was_skipped(tmp_path, caplog, stop):
+    """It holds the number of its step alone: after two windows, at the end of an epoch, and in the next one."""
+    windows = [3, 4, 9, STEPS - 1]
+    settings = {"max_steps": 2 * (STEPS - 4), "on_divergence": "rollback", "max_rollbacks": 8, "save_steps": 3}
+    good = trained(tmp_path / "good", lacking(windows, SIZE), **settings)
+    bad = rows(STEPS * SIZE, [window * SIZE for window in windows])
+    with pytest.raises(ZeroDivisionError):
+        trained(tmp_path / "bad", bad, callbacks=[At(stop, lambda: 1 / 0, "on_step_begin")], **settings)
+    assert "The error occurred within a step" in caplog.text
+    resumed = trained(tmp_path / "bad", bad, tmp_path / "bad" / f"checkpoint-{stop}", **settings)
+    assert_same_end(resumed, good)
