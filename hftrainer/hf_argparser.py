@@ -215,7 +215,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _value_type(hint: Any) -> Any:
-    """The type to which a word of the command line is converted.
+    """The type to which a command-line value is converted.
 
     For `X | str` it is X. For a union with None it is the second member, or the first if the second is None, as in
     transformers. JSON and values of any type stay strings.

@@ -98,7 +98,7 @@ def get_polynomial_decay_schedule_with_warmup(
     power: float = 1.0,
     last_epoch: int = -1,
 ) -> LambdaLR:
-    """Rise linearly, then fall to the learning rate `lr_end` along a polynomial of degree `power`."""
+    """A schedule with linear warmup, then polynomial decay of degree `power` to `lr_end`."""
     peak = optimizer.defaults["lr"]
     if not peak > lr_end:
         raise InvalidArgument(f"lr_scheduler_kwargs: lr_end={lr_end} must be below the learning rate, {peak}.")

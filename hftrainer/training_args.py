@@ -215,7 +215,7 @@ def without_tokens(args: Any) -> Any:
 
 
 def _find_unaccepted(initialize: Callable[..., None], names: list[str]) -> list[str]:
-    """The keywords that `__init__` does not accept: a subclass may have its own `__init__` and `InitVar`s."""
+    """The keyword arguments that `__init__` rejects; a subclass may define its own `__init__`."""
     taken = inspect.signature(initialize).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
         return []

@@ -71,5 +71,5 @@ class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
 
     @property
     def deepspeed_engine(self) -> Any:
-        """The engine."""
+        """The run's DeepSpeed engine."""
         return self._run.engine

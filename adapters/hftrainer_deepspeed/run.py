@@ -46,7 +46,7 @@ class DeepSpeedRun:
 
     @property
     def has_config_scheduler(self) -> bool:
-        """Whether the configuration defines the schedule."""
+        """Whether the configuration defines a scheduler."""
         return "scheduler" in self.config.config
 
     def initialize(

@@ -141,7 +141,7 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
     """The configuration, completed from the arguments; None without DeepSpeed. `mismatches` lists contradictions.
 
     Raises:
-        InvalidConfig: if it cannot be read.
+        InvalidConfig: if the configuration cannot be read.
     """
     raw = read_deepspeed(args.deepspeed)
     if raw is None:
@@ -152,7 +152,8 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
         raw.setdefault(key, AUTO)
     raw.setdefault("gradient_clipping", AUTO)
-    raw.setdefault("steps_per_print", float("inf"))  # the Trainer logs
+    # Silence DeepSpeed's own log lines: the Trainer writes them.
+    raw.setdefault("steps_per_print", float("inf"))
     values = _values(args)
     for name, section in (("bf16", {}), ("fp16", {"auto_cast": True})):
         if getattr(values, name):
@@ -185,7 +186,7 @@ def _unchanged(args: BaseArguments, values: SimpleNamespace) -> frozenset[str]:
 
 
 def _rename_old(raw: dict[str, Any]) -> None:
-    """Rename keys of older documents and releases to the current ones."""
+    """Rename keys of older DeepSpeed releases and their documentation to the current keys."""
     if "bfloat16" in raw:
         raw.setdefault("bf16", raw.pop("bfloat16"))
     zero = raw.get("zero_optimization")
@@ -196,7 +197,8 @@ def _rename_old(raw: dict[str, Any]) -> None:
             zero.setdefault(new, {"device": "cpu"})
     if (gathers := zero.pop(_GATHER.replace("16bit", "fp16"), None)) is not None:
         zero.setdefault(_GATHER, gathers)
-    if zero.get(_GATHER) == AUTO:  # as accelerate fills it in
+    # accelerate also replaces 'auto' with False.
+    if zero.get(_GATHER) == AUTO:
         zero[_GATHER] = False
 
 
@@ -260,7 +262,7 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
         """Do nothing: the launcher's settings were compared when they were read."""
 
     def follow(self, config: DeepSpeedConfig) -> None:
-        """Replace the configuration by the completed one of a run."""
+        """Replace the configuration with the completed one of a run."""
         self.hf_ds_config, self.deepspeed_config = config, config.config
 
 

@@ -148,7 +148,7 @@ class DeepSpeedStrategy(Strategy):
         return bool(self.run.config.is_zero3())
 
     def gather_full_weights(self, model: Any) -> dict[str, Any]:
-        """Gather the full weights, of the engine's model or another."""
+        """Gather the full weights of a model, or of an engine's model."""
         return self.run.gather_full_weights(model.module if is_deepspeed_engine(model) else model)
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
@@ -195,7 +195,7 @@ class DeepSpeedStrategy(Strategy):
             self.run.save(folder, self.plan.processes)
 
     def save_parts_beside_model(self, folder: str) -> None:
-        """Write the parts too, if the weights stay in parts."""
+        """Write the partitioned weights too, if full weights are not saved in training."""
         if self.run.saves_full_weights or not self.run.is_training:
             return
         self.run.save(folder, self.plan.processes)

@@ -104,7 +104,7 @@ def start_other_processes(rank_info: RankInfo, timeout: float) -> None:
 
 
 def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> None:
-    """Wait for the others to end; only briefly when this process ends by an exception.
+    """Wait until the other ranks exit, only briefly after an exception in this process.
 
     Lightning kills this process when another fails, but checks only every few seconds.
     """
@@ -115,7 +115,7 @@ def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> Non
         try:
             status = process.wait(max(deadline - time.monotonic(), 0))
             if status:
-                endings.append(f"rank {rank} has ended with status {status}")
+                endings.append(f"rank {rank} exited with status {status}")
         except subprocess.TimeoutExpired:
             process.kill()
             endings.append(f"rank {rank} was still running after ddp_timeout={timeout:g} seconds, and was killed")
@@ -124,7 +124,8 @@ def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> Non
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        os._exit(1)  # an exception in a function of `atexit` would leave the status at 0
+        # An exception in an `atexit` handler would leave the exit status at 0.
+        os._exit(1)
 
 
 def _exit_with_parent(starter: int) -> None:

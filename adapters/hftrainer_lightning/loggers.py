@@ -62,7 +62,7 @@ class ResumedCSVLogger(CSVLogger):
         return self._rewound_writer()
 
     def finalize(self, status: str) -> None:
-        """Write what was logged since the last line."""
+        """Write the metrics that were logged since the last row."""
         self.save()
 
     def _rewound_writer(self) -> ExperimentWriter:
@@ -137,7 +137,7 @@ class WriterLogger(TensorBoardLogger):
 
     @property
     def experiment(self) -> Any:
-        """The writer."""
+        """The callback's writer, or a stand-in that creates it at its first use."""
         there = self._writer(make=False)
         return there if there is not None else _LateWriter(self._writer)
 

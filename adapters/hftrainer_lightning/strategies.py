@@ -32,21 +32,22 @@ class StrategySettings(NamedTuple):
 
 
 class KeepDeviceStrategy(Strategy):
-    """Keeps model and optimizer on their device when a run ends, and leaves a `device_map` model where it is.
+    """Keeps model and optimizer on their device when a run ends.
 
-    Lightning moves both to the CPU; Trainer users then call `evaluate()` and `generate()` on the device.
+    A `device_map` model is never moved. Lightning moves both to the CPU, but Trainer users then call `evaluate()`
+    and `generate()` on the device.
     """
 
     #: Whether each process has only a part of the model or of the optimizer's state.
     shards = False
 
     def model_to_device(self) -> None:
-        """Move the model, unless it is spread over devices already."""
+        """Move the model, unless a `device_map` already spreads it over devices."""
         if getattr(getattr(self.lightning_module, "model", None), "hf_device_map", None) is None:
             super().model_to_device()  # type: ignore[safe-super]
 
     def teardown(self) -> None:
-        """Tear down everything else, and release wrappers, which would keep the process group alive."""
+        """Tear down without moving the model, and release wrappers that keep the process group alive."""
         self.precision_plugin.teardown()
         self.model = self.lightning_module
         assert self.accelerator is not None
@@ -90,7 +91,7 @@ class Replicas(KeepDeviceStrategy, DDPStrategy):
     Args:
         device: the device of this process. Lightning would count visible devices, but a launcher may show each process
             only one.
-        settings: keywords of `DDPStrategy`.
+        settings: keyword arguments of `DDPStrategy`.
     """
 
     def __init__(self, device: torch.device, **settings: Any) -> None:
@@ -103,7 +104,10 @@ class Replicas(KeepDeviceStrategy, DDPStrategy):
         return self._device
 
     def determine_ddp_device_ids(self) -> list[int] | None:
-        """The index of the GPU; None on other devices, where Lightning would otherwise open a CUDA stream."""
+        """The index of the GPU; None on other devices.
+
+        Lightning would otherwise open a CUDA stream there.
+        """
         return super().determine_ddp_device_ids() if self.root_device.type == "cuda" else None
 
     sync_each_batch = False

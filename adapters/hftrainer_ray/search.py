@@ -126,7 +126,7 @@ class RaySearch(SearchBackend):
         return {**options, **kwargs}
 
     def _best(self, analysis: Any, scope: str) -> BestRun:
-        """The trial with the best objective, among those that did not fail; the first of several equal ones."""
+        """The best trial that did not fail; the first one if several are equal."""
         scores: list[tuple[float, Any]] = []
         mode = self.directions[0][:3]
         for trial in analysis.trials:
@@ -205,19 +205,19 @@ class RaySearch(SearchBackend):
 
 
 def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
-    """The function that Ray calls for each trial, in the trial's process."""
+    """Train a trial. Ray calls this in the trial's process."""
     components = packed.unpack()
     assert isinstance(components.search, RaySearch)
     components.search.train(components.trainer, config)
 
 
 def _scope(args: Any) -> str:
-    """Which of a trial's objectives are compared: `ray_scope`, or its successor, the environment variable RAY_SCOPE."""
+    """The objectives of a trial to compare: `ray_scope`, or its successor, the variable RAY_SCOPE."""
     given, name = legacy.value(args, "ray_scope"), "ray_scope"
     if given == "last":
         given, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
     if given not in _SCOPES:
-        raise errors.InvalidArgument(f"{name}={given!r}: give one of {', '.join(map(repr, _SCOPES))}.")
+        raise errors.InvalidArgument(f"{name}={given!r} is unknown: use one of {', '.join(map(repr, _SCOPES))}.")
     return str(given)
 
 
@@ -251,8 +251,8 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
     name = scheduler if isinstance(scheduler, str) else type(scheduler).__name__
     if args.eval_strategy == "no":
         raise errors.InvalidArgument(
-            f"scheduler={name} compares trials during training, and eval_strategy='no' does not evaluate them: set "
-            "eval_strategy, or leave the scheduler out."
+            f"scheduler={name} compares trials during training, but eval_strategy='no' never evaluates them: set "
+            "eval_strategy, or remove scheduler."
         )
     pauses = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in ("hyperband", "hb_bohb")
     if pauses and (args.save_strategy == "no" or args.save_only_model):
@@ -279,7 +279,7 @@ def _stop_on_user_error() -> Any:
 
 
 def _error(trial: Any) -> Any:
-    """The error that a trial raised; None if it did not fail, or its process was killed."""
+    """A trial's error; None if it did not fail, or its process was killed."""
     from ray import cloudpickle
 
     path = trial.pickled_error_file

@@ -205,7 +205,8 @@ def _from_tensorflow(base: Any, folder: str, kwargs: dict[str, Any]) -> Any:
     if config is None or isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(folder if config is None else config)
     for key in list(kwargs):
-        if hasattr(config, key):  # as from_pretrained does
+        # As `from_pretrained` does, pass what the config knows to it.
+        if hasattr(config, key):
             setattr(config, key, kwargs.pop(key))
     model = base._from_config(config) if hasattr(base, "base_model_prefix") else base.from_config(config)
     load_weights(model, find_weight_files(folder))

@@ -55,7 +55,7 @@ class KerasAdam(torch.optim.AdamW):
 
 
 class KerasSGD(torch.optim.Optimizer):
-    """SGD as Keras computes it: the velocity contains the learning rate of its step."""
+    """SGD as Keras computes it: the velocity includes the learning rate of each step."""
 
     def __init__(self, params: Any, clipping: dict[str, float] | None = None, **settings: Any) -> None:
         self.clipping = clipping or {}
@@ -63,7 +63,7 @@ class KerasSGD(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One optimizer step."""
+        """Take one optimizer step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -168,10 +168,10 @@ class TFTrainer:
         )
 
     def train(self) -> None:
-        """Train; continue from the newest whole `checkpoint-xxx` in `output_dir`, if there is one.
+        """Train, resuming from the newest complete `checkpoint-xxx` in `output_dir`, if any.
 
         Raises:
-            UnsupportedArgument: when `output_dir` has checkpoints of TensorFlow.
+            UnsupportedArgument: when `output_dir` has TensorFlow checkpoints.
         """
         self._refuse_checkpoints_of_tensorflow()
         pipeline, args = self.get_train_tfdataset(), self.args

@@ -13,7 +13,7 @@ from hftrainer.parallel.environment import RankInfo
 
 
 def device() -> torch.device:
-    """The XLA device of this process. Does not initialize it, since SPMD must be enabled before."""
+    """The XLA device of this process. Do not initialize it yet, since SPMD must be enabled first."""
     load()
     return torch.device("xla", 0)
 

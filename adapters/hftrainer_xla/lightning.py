@@ -116,7 +116,7 @@ class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
     """Base of the XLA strategies: model and optimizer are on their devices before Lightning starts."""
 
     def setup(self, trainer: Any) -> None:
-        """Set up all but the model, which the Trainer moved before it made the optimizer."""
+        """Set up all but the model, which the Trainer moved before it created the optimizer."""
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)

@@ -165,7 +165,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
-        """Load this process's part of the optimizer's state, and the schedule's."""
+        """Load this process's shard of the optimizer state, and the scheduler's state."""
         path = os.path.join(folder, names.SCHEDULER_NAME)
         if not os.path.isfile(path):
             logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)

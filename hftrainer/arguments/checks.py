@@ -169,27 +169,27 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
         return
     asked = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
     if args.deepspeed:
-        yield "fsdp and deepspeed both shard the model: give one of them."
+        yield "fsdp and deepspeed both shard the model: use only one of them."
     if settings.xla is not None:
         yield from _check_fsdp_of_xla(resolved, settings, settings.xla)
     elif resolved.device.type == "xla":
-        yield f"{asked} on a TPU uses torch_xla: give fsdp_config={{'xla': True}} too."
+        yield f"{asked} on a TPU uses torch_xla: also set fsdp_config={{'xla': True}}."
     elif world_size == 1 and resolved.rank_info.launcher == "lightning":
         yield (
             f"{asked} shards the model over processes, but there is only one process: start the script with "
             "torchrun, accelerate "
-            "launch or python -m hftrainer run --nproc N, or give lightning_config={'devices': N}."
+            "launch or python -m hftrainer run --nproc N, or set lightning_config={'devices': N}."
         )
     elif "hybrid" in settings.strategy and world_size == 1:
         yield f"fsdp={settings.strategy!r} needs at least two processes, but there is one: use 'full_shard'."
     if settings.activation_checkpointing and args.activation_checkpointing:
         yield (
             "fsdp_config['activation_checkpointing'] and activation_checkpointing=True would compute activations a "
-            "third time: give only the first."
+            "third time: set only fsdp_config['activation_checkpointing']."
         )
     for name in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, name):
-            yield f"{name}=True would round sharded weights: use {name[:4]}=True, or leave out fsdp."
+            yield f"{name}=True would round sharded weights: use {name[:4]}=True, or remove fsdp."
     yield from _check_optimizers(args, settings, has_custom_optimizer)
     yield from _check_saving(args)
 

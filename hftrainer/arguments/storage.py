@@ -23,13 +23,13 @@ def separate_storage(args: BaseArguments) -> None:
     """
     given = str(args.output_dir)
     if re.match(r"[a-z][a-z0-9]+:/[^/]", given):
-        raise InvalidArgument(f"output_dir={given!r}: a URL has two slashes, {given.replace(':/', '://', 1)!r}.")
+        raise InvalidArgument(f"output_dir={given!r} is a URL with one slash: use {given.replace(':/', '://', 1)!r}.")
     if args.storage_url is not None:
         check_url("storage_url", args.storage_url)
     if "://" in given:
         check_url("output_dir", given)
         if args.storage_url not in (None, given):
-            raise InvalidArgument(f"output_dir={given!r}, storage_url={args.storage_url!r}: give one URL.")
+            raise InvalidArgument(f"output_dir={given!r}, storage_url={args.storage_url!r}: set only one.")
         args.storage_url = given
         args.output_dir = staging_folder_of(given)
     if args.storage_url is not None:

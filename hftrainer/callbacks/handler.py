@@ -40,7 +40,7 @@ class CallbackHandler(TrainerCallback):
             logger.warning("Without DefaultFlowCallback, the Trainer does not log, evaluate or save automatically.")
 
     def __getstate__(self) -> dict[str, Any]:
-        # The loaders of a run may have worker processes.
+        # Loaders with worker processes cannot be pickled.
         return {**vars(self), "train_dataloader": None, "eval_dataloader": None}
 
     def add_callback(self, callback: Any) -> None:

@@ -246,12 +246,12 @@ _MEASURED: dict[str, Callable[[float], str]] = {
 
 
 def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
-    """A log line for people: the step first, values rounded and in columns. `log_history` keeps the numbers.
+    """A human-readable log line: the step first, values rounded and aligned. `log_history` keeps the numbers.
 
     Args:
         logs: the log line.
         state: the state of the run.
-        width: columns of the terminal, into which measurements are fitted; None shows all.
+        width: terminal columns; measurements that do not fit are left out. None shows all.
     """
     digits = len(f"{state.max_steps:,}")
     parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}"]

@@ -26,11 +26,11 @@ _MAX_COUNT = 10**18
 
 
 class TrainerCallback:
-    """Base class of callbacks: override the events you need.
+    """Base class of callbacks: override the methods of the events that you need.
 
-    Every event receives `args`, `state` and `control`, and as keywords `model`, `processing_class`, `optimizer`,
-    `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and `on_predict`
-    also `metrics`. An event that changes `control` may return it.
+    Every event receives `args`, `state` and `control`, and as keyword arguments `model`, `processing_class`,
+    `optimizer`, `lr_scheduler`, `train_dataloader` and `eval_dataloader`; `on_log` also `logs`, `on_evaluate` and
+    `on_predict` also `metrics`. A method that changes `control` may return it.
 
     An `on_step_end` that names them also gets `loss` (the step's logged loss, shape `()`, on the device), `inputs` (its
     last micro-batch) and `outputs` (the model's, for that micro-batch).
@@ -46,10 +46,10 @@ class TrainerCallback:
         """Training has ended; the best model is loaded with `load_best_model_at_end`."""
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        """A pass over the data begins."""
+        """An epoch begins."""
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """A pass over the data has ended."""
+        """An epoch has ended."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         """The first micro-batch of an optimizer step is about to run."""
@@ -73,13 +73,13 @@ class TrainerCallback:
         """A prediction is complete."""
 
     def on_save(self, args, state, control, **kwargs):
-        """A checkpoint is written."""
+        """A checkpoint has been written."""
 
     def on_log(self, args, state, control, **kwargs):
         """A log line was added to `state.log_history`."""
 
     def on_prediction_step(self, args, state, control, **kwargs):
-        """A batch of an evaluation or prediction is done."""
+        """A batch of an evaluation or prediction is complete."""
 
     def on_push_begin(self, args, state, control, **kwargs):
         """An upload to the Hub begins (since v5.0)."""
@@ -198,12 +198,12 @@ class TrainerState:
                 setattr(self, name, math.ceil(max_steps * steps) if steps < 1 else steps)
 
     def init_training_references(self, trainer: Any, max_steps: int, num_train_epochs: int, trial: Any) -> None:
-        """Set the length of the run, the rank of this process, and the hyperparameter trial (since v4.52).
+        """Set the length of the run, this process's rank, and the trial (since v4.52).
 
         Args:
             trainer: the Trainer that runs.
             max_steps: optimizer steps of the run.
-            num_train_epochs: passes over the data that it begins.
+            num_train_epochs: epochs that the run begins.
             trial: the trial, or None.
         """
         self.max_steps = max_steps
@@ -322,5 +322,5 @@ def is_plain(line: Mapping[str, Any]) -> bool:
 
 
 def _as_key(key: Any) -> str:
-    """A key as JSON writes it; keys of several types could not be sorted."""
+    """A key as JSON writes it, since keys of mixed types cannot be sorted."""
     return key if isinstance(key, str) else json.dumps(key) if isinstance(key, _PLAIN) else str(key)

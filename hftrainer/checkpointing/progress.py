@@ -216,23 +216,23 @@ def _check(saved: dict[str, Any]) -> None:
     check_fields(saved, RunProgress)
     # The upper limit keeps a sampler's seed within 64 bits.
     if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
-        raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}")
+        raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}, not between 0 and 2**62")
     if (data := saved["data"]) is not None:
         check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
     for name, row in saved.get("sources", {}).items():
         if not (isinstance(name, str) and len(row) == 3 and all(isinstance(each, float) for each in row)):
-            raise ValueError(f"sources[{reprlib.repr(name)}] is {reprlib.repr(row)}")
-    # Raise for values that are not plain, since they cannot be compared.
+            raise ValueError(f"sources[{reprlib.repr(name)}] is {reprlib.repr(row)}, not three floats")
+    # Reject values that JSON cannot hold, since they cannot be compared.
     json.dumps(saved["settings"])
     if found := [name for name in _OF_STEP if not isinstance(saved["settings"].get(name, 1), int)]:
-        raise TypeError(f"{found[0]} is {reprlib.repr(saved['settings'][found[0]])}")
+        raise TypeError(f"{found[0]} is {reprlib.repr(saved['settings'][found[0]])}, not an int")
     sums = {"loss": saved["loss"]}
     for name, (value, count) in saved["metrics"].items():
         if not (isinstance(name, str) and isinstance(count, int)):
-            raise TypeError(f"the metric {name!r} has the count {reprlib.repr(count)}")
+            raise TypeError(f"the metric {name!r} has the count {reprlib.repr(count)}, not an int")
         sums[name] = value
     for name, value in sums.items():
         if value.shape or not value.is_floating_point():
-            raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}")
+            raise ValueError(f"{name} is {value.dtype} of shape {tuple(value.shape)}, not a floating-point scalar")

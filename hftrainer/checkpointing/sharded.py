@@ -337,18 +337,18 @@ def _name_in(key: str, known: Container[str]) -> str | None:
 
 
 def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: bool = False) -> None:
-    """Write what `states_for_dcp` returns; see `save_parts`.
+    """Write the states of `states_for_dcp` in torch's distributed checkpoint format (DCP).
 
     Args:
         states: the states.
         folder: the checkpoint.
-        group: the process group in which the processes agree; None for the default one.
-        alone: whether this process writes all.
+        group: the process group that coordinates the write; None for the default one.
+        alone: whether this process writes all states alone.
     """
     path = os.path.join(folder, names.DCP)
     if alone:
         with _plain_errors():
-            # As torch's own tool does: `save` takes `no_dist` only in newer releases.
+            # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
             _save_state_dict(states, FileSystemWriter(path), no_dist=True)
     else:
         _save(states, path, group)

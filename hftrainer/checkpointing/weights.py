@@ -309,7 +309,7 @@ def has_states(folder: str, *, universal: bool = False) -> bool:
 
 
 def read_tag(folder: str, *, universal: bool = False) -> str:
-    """The folder name of the newest states in a checkpoint; '' without a file `latest`.
+    """The folder of the newest states in a checkpoint; '' if `latest` does not exist.
 
     Raises:
         DamagedCheckpoint: if the name is not that of a folder in the checkpoint.

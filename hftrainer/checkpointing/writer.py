@@ -185,16 +185,16 @@ _make_thread = functools.partial(ThreadPoolExecutor, max_workers=1, thread_name_
 
 @dataclass(eq=False)
 class CheckpointWriter:
-    """Writes checkpoints whole or not at all. If storage fails, the checkpoint is skipped and training continues.
+    """Writes checkpoints atomically. If storage fails, the checkpoint is skipped and training continues.
 
     Args:
         in_background: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
-            so they take as much memory as a checkpoint. Large ones are written by another process.
-        stop_on_error: raise `CheckpointNotWritten` when one cannot be written, instead of skipping it.
+            so they take as much memory as a checkpoint. Another process writes large checkpoints.
+        stop_on_error: raise `CheckpointNotWritten` instead of skipping a checkpoint that cannot be written.
         to_cpu: moves a state to the CPU where writing needs it.
 
     Attributes:
-        added: finds files in checkpoint folders that the script has written itself.
+        added: finds the files that the script itself has written into checkpoint folders.
         failed: whether the last checkpoint could not be written.
     """
 
@@ -218,11 +218,11 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
-        """Write a checkpoint; yields the folder to fill, or None if the storage cannot hold one.
+        """Write a checkpoint. Yields the folder to fill, or None if the storage failed.
 
         Args:
             path: its folder.
-            then: called when it is complete, for instance to delete older ones; in the background too.
+            then: called once the checkpoint is complete, for instance to delete older ones.
             if_failed: called in the caller's thread if the storage fails.
 
         Raises:
@@ -261,7 +261,8 @@ class CheckpointWriter:
         """Run the deferred writes, rename the folder, and call `then`."""
         with current.discard_partial_on_error():
             if self._part is not None:
-                self._part.result()  # done when all processes have written theirs
+                # All processes finish their parts together.
+                self._part.result()
             self._write_deferred(current)
             self.added.copy_to(current.folder)
             current.folder.publish(current.written)
@@ -271,12 +272,13 @@ class CheckpointWriter:
             logger.warning("Older checkpoints could not be deleted: %s", error)
 
     def _pack(self, current: CheckpointInProgress) -> None:
-        """Pack a large checkpoint's writes for the other process; a thread makes them if that is impossible."""
+        """Pack a large checkpoint's writes for the writer process, or leave them to a thread."""
         if self._process is None or self._copies.size < _WORTH_A_PROCESS:
             return
         try:
             current.packed = [self._process.pack(each.portable(), each.values) for each in current.writes]
-        except Exception as error:  # an object of the script may raise anything
+        # An object of the script may raise anything.
+        except Exception as error:
             self._keep_to_thread(error)
 
     def _write_deferred(self, current: CheckpointInProgress) -> None:
@@ -290,7 +292,7 @@ class CheckpointWriter:
             each.write(each.values)
 
     def _keep_to_thread(self, error: Exception) -> None:
-        logger.info("A thread writes checkpoints, since another process cannot: %s: %s", type(error).__name__, error)
+        logger.info("A thread now writes checkpoints: the writer process failed: %s: %s", type(error).__name__, error)
         if self._process is not None:
             self._process.close()
         self._process = None
@@ -301,7 +303,10 @@ class CheckpointWriter:
         return self.in_background and self._filled is not None
 
     def call_after(self, announce: Callable[[], None]) -> None:
-        """Call `announce` once the last checkpoint is complete, now or in a `poll` or `wait`; never if it failed."""
+        """Call `announce` once the last checkpoint is complete: now, or in `poll` or `wait`.
+
+        A failed checkpoint is never announced.
+        """
         if self._pending is not None:
             self._pending.announcements.append(announce)
         elif not self.failed:
@@ -325,12 +330,12 @@ class CheckpointWriter:
         *,
         portable: Callable[[], Callable[[Any], Any]] | None = None,
     ) -> None:
-        """Call `write(values)`: now, or with the current checkpoint, on a copy of the values in CPU memory.
+        """Call `write(values)` now, or with the current checkpoint on a CPU copy of the values.
 
         Args:
             write: the function.
             values: what it writes.
-            portable: makes a function that does the same and can be pickled, for another process; default `write`.
+            portable: makes a picklable function that does the same, for another process; default `write`.
         """
         values = self.to_cpu(values)
         if self._filled is not None and self.in_background:
@@ -341,7 +346,7 @@ class CheckpointWriter:
             write(values)
 
     def write_part(self, write: Callable[[Any], None], values: Any) -> None:
-        """Call `write(values)`, which writes this process's part together with all others: now, or in the background.
+        """Write this process's part with `write(values)`, now or in the background.
 
         Every process calls it for each checkpoint, in a block of `checkpoint` or `report_part_errors`.
         """
@@ -351,7 +356,7 @@ class CheckpointWriter:
             write(values)
 
     def wait_for_part(self) -> None:
-        """Wait until this process's part is written. Its errors are those of all, which rank 0 reports."""
+        """Wait until this process's part is written. All processes get the same errors; rank 0 reports them."""
         if self._part is not None:
             wait([self._part])
 
@@ -404,7 +409,7 @@ class CheckpointWriter:
                 announce()
 
     def close_ignoring_errors(self) -> None:
-        """`close` after another error; an error here is only logged, so that it does not replace the other one."""
+        """`close` after another error. Only log an error here, so that it does not replace the first."""
         try:
             self.close()
         except Exception:
@@ -424,7 +429,7 @@ class CheckpointWriter:
 
     @contextlib.contextmanager
     def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
-        """Skip the checkpoint after an error of the storage in the block, or raise it with `stop_on_error`."""
+        """Skip the checkpoint after a storage error in the block; with `stop_on_error`, raise."""
         try:
             yield
         except Exception as error:

@@ -169,7 +169,7 @@ class WriterProcess:
         self._has_answered = False
 
     def pack(self, write: Callable[[Any], Any], values: Any) -> bytes:
-        """A call of `write(values)` for `run`; raises any error if an object of the script cannot be pickled."""
+        """Pickle a call of `write(values)` for `run`. An object of the script may raise any error."""
         packed = io.BytesIO()
         _Pickler(packed, self._copies).dump((write, values))
         return packed.getvalue()
@@ -231,7 +231,7 @@ class WriterProcess:
         return status
 
     def close(self) -> None:
-        """End the process, if it runs."""
+        """End the process, if it is running."""
         if self._pipe is not None:
             self._end()
 

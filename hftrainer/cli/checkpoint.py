@@ -40,7 +40,7 @@ def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := CheckpointFolder(folder).why_no_checkpoint) is not None:
         newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None
-        hint = f"the newest one in it is {newest}" if newest else "name a checkpoint-xxx folder"
+        hint = f"the newest checkpoint in it is {newest}" if newest else "name a checkpoint-xxx folder"
         parser.fail(f"{folder} is not a checkpoint: {reason}; {hint}.")
     try:
         if options.accept:
@@ -58,7 +58,7 @@ def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
 
 def _table(found: dict[str, Any]) -> str:
     shown = {
-        "whole": "yes" if found["damage"] is None else f"no: {found['damage']}",
+        "complete": "yes" if found["damage"] is None else f"no: {found['damage']}",
         "optimizer step": f"{found['step']} of {found['max_steps']}",
         "epoch": f"{found['epoch'] or 0:.4g}",
         "size": f"{found['bytes'] / 1e6:,.1f} MB",
@@ -79,7 +79,7 @@ def _accept(folder: str, *, as_json: bool) -> None:
 
 
 def describe(folder: str) -> dict[str, Any]:
-    """A description of a checkpoint and its run; None for values that it does not record.
+    """A description of a checkpoint and its run; None for values not recorded.
 
     Raises:
         DamagedCheckpoint: for a file that cannot be read.

@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2 for a command line that is wrong."""
+        """Exit with status 2 after an error in the command line."""
         super().error(f"{message}; see {self.prog} --help")
 
     def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:

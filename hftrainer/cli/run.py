@@ -158,19 +158,19 @@ def run_torchrun(options: argparse.Namespace) -> NoReturn:
 
 
 def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str | None:
-    """The first error in the options for which torchrun would hang or say less; `given`: the options that are set."""
+    """The first error in the options that torchrun would miss or explain badly. `given`: the options that are set."""
     nodes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", options.nnodes)
     least, most = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
     if least > most:
-        return f"--nnodes {options.nnodes} is neither a number >= 1 nor LEAST:MOST"
+        return f"--nnodes {options.nnodes} is neither a number >= 1 nor MIN:MAX"
     if options.nproc_per_node == "0":
-        return "--nproc 0 starts no process: give a number >= 1, or auto, cpu, gpu"
+        return "--nproc 0 starts no process: use a number >= 1, or auto, cpu, gpu or xpu"
     if not re.fullmatch("[0-9]+|auto|cpu|gpu|xpu", options.nproc_per_node):
-        return f"--nproc {options.nproc_per_node}: give a number >= 1, or auto, cpu, gpu"
+        return f"--nproc {options.nproc_per_node} is neither a number >= 1 nor auto, cpu, gpu or xpu"
     if not 0 <= options.node_rank < most:
         return f"--node-rank {options.node_rank} must be at least 0, and below --nnodes {options.nnodes}"
     if most > 1 and options.standalone:
-        return f"--standalone is for one machine, and --nnodes {options.nnodes} asks for more: leave out one of them"
+        return f"--standalone is for one machine, but --nnodes {options.nnodes} asks for more: remove one of them"
     if most > 1 and "rdzv_endpoint" not in given and "master_addr" not in given:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
     if options.num_cores is not None and not options.tpu:
@@ -178,7 +178,7 @@ def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str |
     if options.num_cores is not None and options.num_cores < 1:
         return f"--num-cores {options.num_cores} is not a number >= 1"
     if options.tpu and not {"tpu", "num_cores", *_SCRIPT}.issuperset(given):
-        return "--tpu starts processes by torch_xla, the other options by torchrun: use --tpu or the others"
+        return "--tpu starts processes with torch_xla, the other options configure torchrun: remove one or the other"
     if not options.module and not os.path.isfile(options.training_script):
         return f"the script {options.training_script!r} does not exist"
     return None

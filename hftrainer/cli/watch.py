@@ -317,7 +317,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for people, such as '34 min'."""
+    """A duration as text, such as '34 min'."""
     for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

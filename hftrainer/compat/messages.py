@@ -168,12 +168,14 @@ def connect() -> None:
     switches.parent = logging.getLogger()
     switches.addHandler(_ForwardingHandler(switches))
     ours[0].parent = switches
-    ours[1].parent = ours[0]  # one level for both
-    ours[0].setLevel(ours[0].level)  # clears the cache of `logging`
+    # The adapters follow the level of the first logger.
+    ours[1].parent = ours[0]
+    # Setting a level clears the cache of `logging`.
+    ours[0].setLevel(ours[0].level)
 
 
 def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> None:
-    """Log a title, and below it one line per fact, at level info; integers with thousands separators.
+    """Log a title and one line per fact at level info, integers with thousands separators.
 
     Args:
         logger: the logger of the calling module.

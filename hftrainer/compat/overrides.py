@@ -151,7 +151,7 @@ def _is_ours(method: Any, ours: Any) -> bool:
 
 
 def needs_manual_optimization(trainer: Any) -> bool:
-    """Whether overrides run backward themselves, which needs Lightning's manual optimization.
+    """Whether overrides run the backward pass, which needs Lightning's manual optimization.
 
     Automatic optimization calls neither `training_step` nor the accelerator's methods.
     """
@@ -261,7 +261,7 @@ def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
         instead = {name: _OF_LIGHTNING.get(name, "a callback, in Trainer(callbacks=[...])") for name in found}
         if listed := "".join(f"\n- {name}: {it}" for name, it in instead.items() if name not in called):
             logger.warning(
-                "%s has methods that a Trainer never calls. What takes their place:%s", kind.__name__, listed
+                "%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, listed
             )
 
 

@@ -216,7 +216,7 @@ class _ClassByName:
         self.kind = kind
 
     def __call__(self, *args: Any) -> Any:
-        """Called by `copy`, which keeps the original class."""
+        """Make the object for `copy`, of the original class."""
         return self.kind(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:

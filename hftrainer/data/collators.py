@@ -256,10 +256,10 @@ def _columns_of(dataset: Any) -> Iterable[str]:
 
 @dataclass(eq=False)
 class RemoveColumnsCollator:
-    """A collator that first drops from each sample the keys that the model does not take.
+    """A collator that first drops the keys that the model does not accept.
 
     Raises:
-        InvalidArgument: when the samples have keys, but none that the model takes.
+        InvalidArgument: when the samples have keys, but none that the model accepts.
     """
 
     data_collator: Callable[[list[Any]], Any]
@@ -268,7 +268,7 @@ class RemoveColumnsCollator:
     description: str | None
 
     def __call__(self, features: list[Any]) -> Any:
-        """Drop, then collate."""
+        """Drop the keys, then collate the samples."""
         return self.data_collator([self._kept(feature) for feature in features])
 
     def _kept(self, feature: Any) -> Any:
@@ -278,7 +278,8 @@ class RemoveColumnsCollator:
         if feature and not kept:
             raise InvalidArgument(
                 f"No key of the {self.description or 'given'} samples is an argument of {self.model_name}.forward: "
-                f"the samples have {', '.join(map(str, feature))}; the model takes {', '.join(sorted(self.columns))}. "
+                f"the samples have {', '.join(map(str, feature))}; the model accepts "
+                f"{', '.join(sorted(self.columns))}. "
                 "Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
             )
         return kept

@@ -237,7 +237,7 @@ class StateSendingCollator:
         return RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
 
     def __call__(self, samples: Any) -> WorkerBatch:
-        """Collate the samples, and add the random states that result."""
+        """Collate the samples, and add the resulting random states."""
         batch, info = self.collate_fn(samples), get_worker_info()
         assert info is not None
         self.sources.find_generators()

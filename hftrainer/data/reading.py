@@ -87,7 +87,8 @@ class ReadingLog:
 
     def before_read(self) -> None:
         """Record the states before the next batch."""
-        if self._draws and not self._workers:  # otherwise the workers' states are recorded
+        # With workers, their states are recorded instead.
+        if self._draws and not self._workers:
             if self.count == 1:
                 self.sources.find_generators()
             self.before = self.sources.capture()

@@ -60,7 +60,7 @@ class FunctionMetrics:
             return
         if not takes(self.function, prediction, **keywords):
             raise InvalidArgument(
-                "compute_metrics gets one argument, an EvalPrediction, and yours takes "
+                "compute_metrics is called with one argument, an EvalPrediction, but yours takes "
                 f"{inspect.signature(self.function)}. "
                 "Write `def compute_metrics(prediction): logits, labels = prediction`."
             )
@@ -153,7 +153,8 @@ class TorchMetrics:
         asked = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
             for metric in asked:
-                metric.distributed_available_fn = lambda: False  # every rank has all rows
+                # Every rank has all rows.
+                metric.distributed_available_fn = lambda: False
             return self._values()
         finally:
             for metric, is_distributed in asked.items():

@@ -185,7 +185,10 @@ class EvaluationRunner(Component):
     def _prepare_loss_computation(
         self, model: nn.Module, inputs: Any, loss_only: bool
     ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yields the inputs and the keywords of `Trainer.compute_loss`; items of other processes do not count."""
+        """Yields the inputs and the keyword arguments of `Trainer.compute_loss`.
+
+        Items of other processes do not count.
+        """
         trainer, components = self.trainer, self.components
         averages, components.averages_tokens = components.averages_tokens, False
         try:
@@ -193,7 +196,8 @@ class EvaluationRunner(Component):
             num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
             if loss_only and trainer.args.use_liger_kernel and components.policy.skips_logits:
-                inputs = {**inputs, "skip_logits": True}  # so that Liger's fused loss keeps no logits
+                # Liger's fused loss then keeps no logits.
+                inputs = {**inputs, "skip_logits": True}
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
                 yield inputs, accepted_by(trainer.compute_loss, keywords)

@@ -51,7 +51,7 @@ def download_checkpoint(
         if folder is None:
             raise CheckpointNotFound(
                 f"the repository has no checkpoint, neither {names.LAST_CHECKPOINT} nor checkpoint-xxx; "
-                "hub_strategy='checkpoint' and 'all_checkpoints' upload them. If it has only weights, load these with "
+                "hub_strategy='checkpoint' and 'all_checkpoints' upload them. If it has only weights, load them with "
                 "from_pretrained and start a new run"
             )
         root = snapshot_download(
@@ -60,7 +60,8 @@ def download_checkpoint(
         if not os.path.isdir(found := os.path.join(root, folder)):
             raise CheckpointNotFound(f"the repository has no folder {folder!r}")
         return found
-    except Exception as error:  # raised from None: the traceback of the cause may show the token
+    # Raise from None: the traceback of the cause may show the token.
+    except Exception as error:
         why = _REASONS.get(type(error).__name__) or reason(error, token)
         raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {why}.") from None
 

@@ -105,7 +105,7 @@ class Uploads:
             self._note_missing(commit, "another upload was running; hub_always_push=True queues uploads instead")
 
     def push(self, commits: Sequence[Commit]) -> list[Future[Any]]:
-        """Upload these in the background, after the uploads that are queued."""
+        """Upload commits in the background, after those already queued."""
         jobs = []
         for commit in filter(self._create_snapshot, commits):
             self._queued[commit.number] = commit
@@ -196,7 +196,7 @@ class Uploads:
     # ---- The whole output folder -------------------------------------------------------------------------------
 
     def push_folder(self, folder: str, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
-        """Upload an output folder without its checkpoints, after the uploads that are queued.
+        """Upload an output folder without its checkpoints, after those already queued.
 
         Args:
             folder: the output folder.
@@ -242,7 +242,7 @@ class Uploads:
     # ---- The end of a run --------------------------------------------------------------------------------------
 
     def finish(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """Wait for all uploads, retry what has failed, and log what is uploaded and what is not.
+        """Wait for all uploads, retry the failed ones, and log the outcome of each.
 
         Args:
             is_urgent: whether the process is about to be killed.

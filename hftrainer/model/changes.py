@@ -108,7 +108,7 @@ def compile_model(model: nn.Module, args: Any) -> None:
 
     Args:
         model: the model.
-        args: has the arguments `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
+        args: an object with `torch_compile`, `torch_compile_backend` and `torch_compile_mode`.
 
     Raises:
         InvalidArgument: for a backend that torch does not have.

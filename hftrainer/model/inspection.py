@@ -29,7 +29,7 @@ def can_return_loss(model_class: type) -> bool:
 
 
 def called_model(model: Any) -> Any:
-    """The model whose forward names the inputs: below adapters, and below modules that pass all arguments on to it."""
+    """The model whose `forward` names the inputs, inside adapters and modules that forward all arguments."""
     bare = peers.unwrap_peft(model)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     inside = list(bare.children())
@@ -61,14 +61,14 @@ _LIGHTNING_REPLACEMENTS = {
 
 
 def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
-    """Warn about the methods of a LightningModule that a Trainer does not call, and name their replacements.
+    """Warn about a LightningModule's methods that a Trainer does not call, with their replacements.
 
     Args:
         model: the model.
         calls_forward: whether the Trainer computes the loss with the model's `forward`, not in an override.
 
     Raises:
-        InvalidSetup: if it does not define `forward`, the only method that a Trainer calls.
+        InvalidSetup: if the module does not define `forward`, the only method that a Trainer calls.
     """
     kind = type(model)
     bases = [
@@ -83,10 +83,10 @@ def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
     if not instead:
         return
     listed = "".join(f"\n- {name}: {what}" for name, what in instead.items())
-    sentence = f"{kind.__name__} is a LightningModule, and a Trainer calls only its forward, with the keys of a batch. "
+    sentence = f"{kind.__name__} is a LightningModule, but a Trainer calls only its forward, with a batch as keywords. "
     if "forward" not in own:
-        raise InvalidSetup(f"{sentence}It has none: pass the module inside it. What takes the place of:{listed}")
-    logger.warning("%sWhat takes the place of:%s", sentence, listed)
+        raise InvalidSetup(f"{sentence}It defines no forward: pass the module inside it. Replacements:{listed}")
+    logger.warning("%sReplacements:%s", sentence, listed)
 
 
 def check_quantization(model: Any) -> str | None:
@@ -122,10 +122,10 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def smoothing_shifts_labels(model: nn.Module) -> bool:
-    """Whether label smoothing compares position `i` with label `i + 1`: in causal models, and modules around one.
+    """Whether label smoothing compares position `i` with label `i + 1`, as for causal models.
 
     transformers checks only the name of the class, and smooths against the wrong labels for subclasses of causal
-    models, for models of images and text, and for modules around a model.
+    models, for vision-language models, and for modules that wrap a model.
     """
     bare = peers.unwrap_peft(model)
     if not peers.is_transformers_model(bare):
@@ -208,7 +208,7 @@ def is_training(model: nn.Module) -> bool:
 
 
 def _chooses_parameters(kind: type[nn.Module]) -> bool:
-    """Whether a model's class chooses the parameters that it exposes."""
+    """Whether a model's class overrides the methods that list its parameters or modules."""
     return not (
         kind.parameters is nn.Module.parameters
         and kind.named_parameters is nn.Module.named_parameters

@@ -28,7 +28,7 @@ _ADAPTER_OF = "base_model:adapter:"
 
 
 def read_tags(path: Path) -> list[str]:
-    """The tags of an existing card; none without a card."""
+    """The tags of an existing card; empty if there is no card."""
     import yaml
     from huggingface_hub import metadata_load
 

@@ -83,7 +83,7 @@ class FlopCounter:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Operations a second at which the device computes at most, from Lightning's table; None if it is not listed.
+    """The device's peak operations per second, from Lightning's table; None if not listed.
 
     Args:
         device: the device.

@@ -100,7 +100,7 @@ class Progress:
         return time.monotonic() - self._time
 
     def limit(self) -> float | None:
-        """Seconds without a sign after which this rank hangs; None for no limit."""
+        """Seconds without a sign after which this rank is late; None for no limit."""
         if self.phase in ("starting", "ended"):
             return None
         longest = self._longest[self.phase]
@@ -194,7 +194,7 @@ class _Reporter:
     Args:
         progress: the progress of this rank.
         state: returns the state of the Trainer.
-        last_checkpoint: returns the newest whole checkpoint of the run.
+        last_checkpoint: returns the newest complete checkpoint of the run.
         paths: the files of the records.
     """
 
@@ -228,15 +228,15 @@ class _Reporter:
             age = max(0.0, time.monotonic() - read_at - (0 if record["host"] == self._host else _CACHED))
             quiet, limit = record["seconds_since_sign"] + age, record["limit"]
             if record["phase"] == "starting" != self._progress.phase:
-                # Ranks end the first step together, so this record is too old if it is not renewed.
+                # Ranks finish the first step together, so a record that still says "starting" is stale.
                 quiet, limit = age, _QUIET
             is_late = limit is not None and quiet > limit
             yield {**record, "seconds_since_sign": round(quiet, 1), "is_late": is_late, "path": path}
 
     def report(self) -> dict[str, Any]:
-        """What `/health` says. A run is stalled if the ranks that are furthest behind are beyond their limit."""
+        """The response of `/health`. A run is stalled if the ranks furthest behind exceed their limits."""
         state, phase, ranks = self._state(), self._progress.phase, list(self._ranks())
-        # When a slow rank goes on, its record is newer than those of the ranks that waited for it, which seem behind.
+        # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
         before = time.monotonic() - 2 * _INTERVAL
         late = [rank for rank in self._behind() if self._late.get(_position(rank), math.inf) <= before]
         return {
@@ -253,7 +253,7 @@ class _Reporter:
         }
 
     def collect(self) -> Iterator[Any]:
-        """What `/metrics` says."""
+        """The metrics of `/metrics`."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         state, report = self._state(), self.report()
@@ -296,7 +296,7 @@ def _stack(rank: dict[str, Any]) -> str:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Answers each request in a thread of its own."""
+    """Answers each request in a separate thread."""
 
     daemon_threads = True
 

@@ -248,7 +248,7 @@ class _JournalHandler(logging.Handler):
 
 
 def _in_steps(counters: Mapping[str, float]) -> float:
-    """Seconds in steps, waiting for data included."""
+    """Seconds spent in steps, including the wait for data."""
     return counters["time"] - counters["evaluation"] - counters["saving"]
 
 

@@ -104,7 +104,7 @@ class Requests:
         path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End a trace that is not complete."""
+        """Stop the running trace, if any."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -136,9 +136,9 @@ class _Profile:
 
 
 def ask(folder: str, request: str, timeout: float) -> str | None:
-    """Ask the run in a folder, and return its answer; None if it gave none in time, and the request is withdrawn.
+    """Send a request to a run and return its answer; None after a timeout.
 
-    A run that has ended, by its journal, is not asked.
+    A run that has ended according to its journal gets no request.
 
     Args:
         folder: the run's `output_dir`.

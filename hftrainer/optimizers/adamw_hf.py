@@ -38,7 +38,7 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; `closure` recomputes the loss.
+        """Take one optimizer step; `closure` recomputes the loss.
 
         Raises:
             RuntimeError: for sparse gradients.
@@ -49,7 +49,7 @@ class AdamW(Optimizer):
                 if parameter.grad is None:
                     continue
                 if parameter.grad.is_sparse:
-                    raise RuntimeError("AdamW does not take sparse gradients: use SparseAdam.")
+                    raise RuntimeError("AdamW does not support sparse gradients: use SparseAdam.")
                 _update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 

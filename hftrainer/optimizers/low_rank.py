@@ -134,7 +134,7 @@ class LayerWiseDummyOptimizer(Optimizer):
         optimizer.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: each gradient is cleared right after its step."""
+        """Do nothing: each gradient is cleared right after its step."""
 
     def step(self, closure: Any = None) -> Any:
         """Does nothing: every parameter has already stepped."""

@@ -67,7 +67,7 @@ def device_count(kind: str) -> int:
 
 
 def visible_device_count(device: torch.device) -> int | None:
-    """Number of devices of this type that the process sees; None if each process has its own, as on a TPU."""
+    """Number of visible devices of this type; None if each process has its own (TPU)."""
     shared = device.type == "cuda" or (device.type in UNSUPPORTED_BY_LIGHTNING and device.type != "tpu")
     return device_count(device.type) if shared else None
 
@@ -118,7 +118,7 @@ def take_memory_peak() -> int | None:
 
 
 def reset_memory_peak() -> None:
-    """Start a new measurement of the peak."""
+    """Reset the peak of the device's memory."""
     _peak_taken[0] = 0
     if (module := _module_in_use()) not in (None, torch.mps):
         module.reset_peak_memory_stats()

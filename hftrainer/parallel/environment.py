@@ -371,7 +371,7 @@ def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str
 
 
 def process_identifier() -> str:
-    """An identifier of this process; with it, `has_ended` tells other processes whether it has ended."""
+    """An identifier of this process, with which `has_ended` checks whether the process has ended."""
     return f"{socket.gethostname()} {os.getpid()} {_start_time(os.getpid())}"
 
 

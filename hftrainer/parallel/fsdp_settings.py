@@ -289,7 +289,7 @@ def _parse_count(name: str, value: Any) -> int:
 
 def _parse_flag(name: str, value: Any) -> bool:
     if (flag := parse_bool(value)) is None:
-        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: it must be true or false.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r} is not a boolean: use true or false.")
     return flag
 
 
@@ -316,4 +316,4 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 
 def nearest(word: str, allowed: Collection[str]) -> str:
     """The end of an error message about an unknown word. It suggests the nearest allowed word, or lists all."""
-    return suggest(word, allowed, f": it may be {', '.join(sorted(allowed))}.")
+    return suggest(word, allowed, f": use one of {', '.join(sorted(allowed))}.")

@@ -122,7 +122,7 @@ def without_sync(model: Any) -> Iterator[None]:
 
 
 def summon_full_parameters(model: Any) -> contextlib.AbstractContextManager[Any]:
-    """Make whole parameters available to methods of the user's model in the block.
+    """Make full parameters available to methods of the user's model in the block.
 
     FSDP1 gathers all parameters; FSDP2 gathers them as the model computes.
     """

@@ -34,8 +34,8 @@ class Layout:
     """The `dp_replicate_size x dp_shard_size x tp_size` processes of a run; all 1 by default.
 
     Attributes:
-        dp_replicate_size: copies of the sharded model.
-        dp_shard_size: processes that shard the parameters of a copy, each with its own batches.
+        dp_replicate_size: number of replicas of the sharded model.
+        dp_shard_size: processes that shard the parameters of a replica, each with its own batches.
         tp_size: consecutive ranks that split each layer's computation, and get the same batches.
     """
 

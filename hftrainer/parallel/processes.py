@@ -51,7 +51,7 @@ class Processes(RankInfo):
 
     @classmethod
     def at(cls, rank_info: RankInfo, **more: Any) -> Processes:
-        """Builds the processes of a run from the ranks that a launcher has set."""
+        """The processes of a run, from the ranks that a launcher has set."""
         return cls(**vars(rank_info), **more)
 
     @property

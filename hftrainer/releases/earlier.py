@@ -15,7 +15,7 @@ from hftrainer.releases.policy import Release, ReleasePolicy, get_parameter_name
 
 
 class EarlierSchedule(NamedTuple):
-    """The lengths of a run, in the order in which `set_initial_training_values` of v4.49 to v5.2 returns them.
+    """The lengths of a run, as `set_initial_training_values` of v4.49 to v5.2 orders them.
 
     Attributes:
         num_train_epochs, num_update_steps_per_epoch, num_examples, num_train_samples, max_steps: as in v5.
@@ -106,7 +106,7 @@ class Until5_9(Until5_14):
 
     until = Release(5, 9)
     changes = {
-        "counted_labels": "every label is counted in num_items_in_batch, also the first of a causal sequence "
+        "counted_labels": "every label is counted in num_items_in_batch, including the first of a causal sequence "
         "(transformers#46204)"
     }
 
@@ -275,7 +275,7 @@ class Until4_49(Until4_50):
     changes = {
         "num_items": "num_items_in_batch is a Python int",
         "records_best_step": "no best_global_step; best_model_checkpoint is set at the evaluation, saved or not",
-        "saves_last_step_with": "the last step is saved at once with save_strategy='epoch' too, and again at the end "
+        "saves_last_step_with": "with save_strategy='epoch' too, the last step is saved at once, and again at the end "
         "of the epoch",
         "saves_tokenizer_of_collator": "without a processing class, the tokenizer of the data collator is not saved",
     }

@@ -57,7 +57,8 @@ def write_atomically(path: str, write: Callable[[str], Any]) -> None:
         write: a function that writes the file at a given path.
     """
     folder, name = os.path.split(path)
-    beside = os.path.join(folder, f"_{name}")  # uploads skip names with this prefix
+    # Uploads skip names with this prefix.
+    beside = os.path.join(folder, f"_{name}")
     write(beside)
     os.replace(beside, path)
 

@@ -55,7 +55,7 @@ class LogFolder:
         self._paths: dict[str | None, str] = {}
 
     def path(self, trial: str | None) -> str:
-        """The folder of a run, or of a hyperparameter trial by its name."""
+        """The folder of a run, or of the trial with this name."""
         if trial not in self._paths:
             self._paths[trial] = self._new(trial)
         return self._paths[trial]
@@ -271,7 +271,7 @@ class TrackerCallback(ReportingCallback):
         return self._opened_loggers(args)[0]
 
     def _checkpoint(self, args: Any, state: TrainerState) -> str:
-        """The checkpoint of this step."""
+        """The path of this step's checkpoint."""
         folder = str(args.output_dir) if self._run_dir is None else self._run_dir()
         return os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
@@ -327,7 +327,7 @@ class TensorBoardCallback(TrackerCallback):
         return self.tb_writer
 
     def _init_summary_writer(self, args: Any) -> None:
-        """Make the writer. Subclasses may override it."""
+        """Create the writer. Subclasses may override this method."""
         if self._SummaryWriter is not None:
             earlier = self._take_earlier()
             purged = {} if earlier is None else {"purge_step": earlier.step + 1}

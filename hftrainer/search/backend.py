@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrialFailed(Exception):
-    """A trial failed, and the search continues. Without the original traceback, the model can be freed."""
+    """A trial failed, and the search continues. It drops the traceback, so that the model can be freed."""
 
 
 class SearchBackend(abc.ABC):
@@ -131,7 +131,7 @@ class SearchBackend(abc.ABC):
             if not error.args or error.args[0] in metrics:
                 raise
             raise MetricNotFound(
-                f"compute_objective reads {error.args[0]!r}, and evaluation returns only {', '.join(metrics)}."
+                f"compute_objective reads {error.args[0]!r}, but evaluation returns only {', '.join(metrics)}."
             ) from error
         values = objective if isinstance(objective, Sequence) else [objective]
         try:

@@ -54,7 +54,7 @@ class SearchWorkers:
         """Start the workers before the block, and wait for them after it.
 
         Args:
-            count: number of processes, this one included.
+            count: number of processes, including this one.
             function: what each worker runs; it must be picklable.
 
         Raises:
@@ -85,7 +85,8 @@ class SearchWorkers:
             SearchFailed: if a worker failed, since the same error in this process would end the search.
         """
         for number, worker in list(self._workers.items()):
-            if not worker.poll():  # it is running, or its search has ended
+            # None while the worker runs, 0 when its search has ended.
+            if not worker.poll():
                 continue
             del self._workers[number]
             log = f"See {self._log(number)}. Its last line: {self._last_line(number)}"
@@ -96,7 +97,7 @@ class SearchWorkers:
     def _start(self, number: int, count: int, file: str, pipe: IO[bytes]) -> subprocess.Popen[bytes]:
         python_path = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with open(self._log(number), "wb") as log:
-            # With a session of its own, the worker gets no Ctrl-C. The script gets it, and terminates the workers.
+            # In a separate session, the worker gets no Ctrl-C: the script gets it, and terminates the workers.
             return subprocess.Popen(
                 [sys.executable, "-c", "from hftrainer.search.jobs import work; work()", file],
                 env={**os.environ, "PYTHONPATH": python_path, **_resources(number, count)},
@@ -107,7 +108,7 @@ class SearchWorkers:
             )
 
     def _terminate(self) -> None:
-        """Terminate the workers that are still running, and kill those that do not exit in time."""
+        """Terminate the running workers, and kill those that do not exit in time."""
         for worker in self._workers.values():
             worker.terminate()
         deadline = time.monotonic() + _SECONDS_TO_EXIT

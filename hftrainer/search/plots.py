@@ -26,11 +26,11 @@ PLOTS = {
 
 
 def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False) -> list[str]:
-    """Plot the objective of each trial, the importance of each hyperparameter, and their values side by side.
+    """Plot a study's objectives, hyperparameter importances, and trials in parallel coordinates.
 
     Args:
         storage: a database URL such as `sqlite:///search.db`, or a journal file.
-        study_name: name of the study; may be left out if the storage has only one.
+        study_name: name of the study; optional if the storage has only one.
         out: output folder.
         html: also write interactive HTML pages.
 
@@ -47,7 +47,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     if not completed:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
-    objectives: dict[str, dict[str, Any]] = {"": {}}  # suffix of the file names → arguments of Optuna's functions
+    # Suffix of the file names → arguments of Optuna's functions.
+    objectives: dict[str, dict[str, Any]] = {"": {}}
     if len(study.directions) > 1:
         objectives = {f"_{number}": _objective(number) for number in range(len(study.directions))}
     written = []

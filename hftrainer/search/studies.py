@@ -132,7 +132,7 @@ class TrialCount:
         return unknown_owner
 
     def _retry_marked_trials(self) -> None:
-        """Retry the trials that a process marked as interrupted before it was killed itself."""
+        """Retry trials that a process marked as interrupted before it was killed."""
         trials = self.study.get_trials(deepcopy=False)
         retried = {trial.user_attrs.get(RETRY_OF) for trial in trials}
         for trial in trials:

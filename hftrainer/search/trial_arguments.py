@@ -50,11 +50,11 @@ def check_names(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
     if unknown:
         logger.info("Not training arguments, so only model_init can use them: %s", ", ".join(unknown))
     if fixed := [name for name in _FIXED if name in params]:
-        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: read only when the Trainer is created; set it there.")
+        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: used when the Trainer is created, so set it there.")
 
 
 def set_arguments(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
-    """Set training arguments in place to the values of a trial, normalized as by the constructor.
+    """Set training arguments to a trial's values, in place, normalized as in the constructor.
 
     Args:
         args: the training arguments. Callbacks and trackers have references to them.

@@ -45,9 +45,11 @@ class Mirror:
         self._keep_local, self._stop_on_error = keep_local, stop_on_error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage-upload")
         self._jobs: list[Future[None]] = []
-        self._there: dict[str, list[str]] = {}  # folder of a run → its checkpoints at the URL, oldest first
-        self._missing: dict[str, str] = {}  # checkpoint → why it is not uploaded
-        # What is here already may be older than what is at the URL: only what changes from now on is uploaded.
+        #: Folder of a run → its checkpoints at the URL, oldest first.
+        self._there: dict[str, list[str]] = {}
+        #: Checkpoint → why it is not uploaded.
+        self._missing: dict[str, str] = {}
+        # Existing local files may be older than those at the URL: upload only files that change from now on.
         self._known_files = {name: self._stamp(name) for name in self._local_files()}
 
     # ---- Uploads -----------------------------------------------------------------------------------------------
@@ -143,14 +145,15 @@ class Mirror:
             logger.warning("Checkpoints other than %s were not deleted: %s", name, error)
 
     def discard(self, checkpoints: Iterable[str]) -> None:
-        """Delete checkpoints of an attempt at training that begins again."""
+        """Delete the checkpoints of a failed attempt at training that is restarted."""
         self.wait()
         self._remove([self._name(path) for path in checkpoints])
 
     def _upload(self, name: str, limit: int | None, kept: Collection[str]) -> None:
-        """Upload a checkpoint and what is missing, and delete what is beyond the limits."""
+        """Upload a checkpoint and the missing ones, then delete those beyond the limits."""
         there = self._there.setdefault(self._folder(name), [])
-        if name in there:  # the step was saved again
+        # The step may have been saved again.
+        if name in there:
             there.remove(name)
         there.append(name)
         if self._try_upload(name):
@@ -281,7 +284,8 @@ class Mirror:
 
     def _is_unchanged(self, name: str) -> bool:
         there = self.remote.manifest(name)
-        if there is None:  # whether deleted, or interrupted when it was uploaded again
+        # A missing manifest means that it was deleted; a damaged one, that its second upload was interrupted.
+        if there is None:
             return self.remote.has_manifest(name)
         return digest(there) == digest(read_manifest(self.local / name))
 

@@ -127,7 +127,7 @@ class FsdpStrategy(Strategy):
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
         gathered = None if self.writes_parts else self._gathered.get("model")
-        # A copy of the mapping: transformers empties the one that it writes.
+        # Copy the mapping, since transformers empties the one that it writes.
         return dict(gathered) if gathered is not None else sharded.model_state(model, whole=True)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:

@@ -101,10 +101,10 @@ class Strategy(ABC):
         """Refuse an optimizer or a schedule that the script has made, where the strategy has its own."""
 
     def check_saving(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer whose state the format of the checkpoints cannot hold.
+        """Reject an optimizer whose state the checkpoint format cannot store.
 
         Raises:
-            InvalidArgument: the error names the argument.
+            InvalidArgument: if the optimizer has a state or parameter that is not the model's.
         """
         if self.plan.saves_dcp:
             named = {id(parameter) for parameter in model.parameters()}
@@ -112,7 +112,8 @@ class Strategy(ABC):
             if not used <= named or optimizer.state_dict().keys() - {"state", "param_groups"}:
                 raise InvalidArgument(
                     "checkpoint_format='dcp' stores the optimizer's state by the names of the model's parameters, and "
-                    f"{type(optimizer).__name__} has a state or a parameter that is not theirs: leave it out."
+                    f"{type(optimizer).__name__} has a state or a parameter that is not theirs: remove "
+                    "checkpoint_format."
                 )
 
     def start(self) -> None:
@@ -240,11 +241,13 @@ class Strategy(ABC):
         return iter(())
 
     def write_parts(self, folder: str, write: CallWrite) -> None:
-        """Write this process's part of a checkpoint, if each writes one, once rank 0 has created the folder.
+        """Write this process's part of a checkpoint once rank 0 has created the folder.
+
+        Do nothing if only rank 0 writes.
 
         Args:
             folder: the folder.
-            write: calls a function with what it writes, perhaps in the background.
+            write: calls a function with the states that it writes, perhaps in the background.
         """
         if self.writes_parts:
             self._has_waited = True
@@ -291,7 +294,7 @@ class Strategy(ABC):
 
 
 class ReplicasStrategy(Strategy):
-    """The whole model in each process; its states have torch's own format."""
+    """Keeps a replica of the model in each process; states have torch's own format."""
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
@@ -299,7 +302,7 @@ class ReplicasStrategy(Strategy):
 
     @property
     def only_parts(self) -> bool:  # type: ignore[override]
-        """Whether checkpoints hold the model in the format of parts alone, here of one part."""
+        """Whether checkpoints hold the model only in DCP format, here with a single part."""
         return self.plan.saves_dcp
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
@@ -307,14 +310,15 @@ class ReplicasStrategy(Strategy):
         self._gathered = {"model": model, "optimizer": optimizer}
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
-        """The optimizer's state."""
+        """Yields the file name and the state of the optimizer."""
         if optimizer is not None and not self.plan.saves_dcp:
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
 
     def write_whole(self, folder: str, write: CallWrite) -> None:
-        """Write both states by name, if they are saved so."""
+        """Write both states in DCP format, if the plan asks for it."""
         if self.plan.saves_dcp:
-            from hftrainer.checkpointing import sharded  # imports torch's FSDP
+            # This imports torch's FSDP.
+            from hftrainer.checkpointing import sharded
 
             model, optimizer = self._gathered["model"], self._gathered["optimizer"]
             states = sharded.states_for_dcp(model, None if optimizer is None else optimizer(), shards=False)

@@ -227,10 +227,10 @@ class ModelSetup(Component):
     def _create_with_groups(
         self, model: nn.Module, decayed: list[str], kind: Any, kwargs: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """A new optimizer with the groups of `param_groups`, and with names for each; logs what each holds.
+        """A new optimizer with the named groups of `param_groups`; logs what each group holds.
 
         Raises:
-            InvalidArgument: for entries that do not fit the model or the optimizer; one error has them all.
+            InvalidArgument: for entries that do not fit the model or the optimizer; one error lists them all.
         """
         args = self.trainer.args
         entries: Any = args.param_groups

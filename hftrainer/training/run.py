@@ -92,7 +92,7 @@ class Run:
 
     @contextlib.contextmanager
     def timing(self, what: str) -> Iterator[None]:
-        """Add the time of the block to `seconds`."""
+        """Add the duration of the block to `seconds`."""
         start = time.perf_counter()
         try:
             yield

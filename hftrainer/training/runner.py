@@ -367,7 +367,7 @@ class TrainingRunner(Component):
         return loop, model
 
     def _begin_reports(self, trial: Any, loop: TrainingLoop) -> None:
-        """Notify trackers and the checkpoint writer that a run begins. A finished one has its last log line already."""
+        """Notify trackers and the checkpoint writer that a run begins. A finished run already has its last log line."""
         trainer, past = self.trainer, self.run.progress
         if trainer.is_world_process_zero():
             saved = {} if past is None or (loop.is_finished and not past.owes_evaluation) else past.tracker_runs

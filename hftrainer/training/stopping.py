@@ -236,7 +236,8 @@ class ControlSync:
             return
         self._save()
         if listener.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
-            self.trainer.control.should_training_stop = True  # as in transformers, train() returns normally then
+            # As in transformers, train() then returns normally.
+            self.trainer.control.should_training_stop = True
             listener.received = None
             self._signal = 0
             return

@@ -133,14 +133,14 @@ print(sorted(ours), sorted(back))
     ("words", "message"),
     [
         (["--nproc", "0"], "--nproc 0 starts no process"),
-        (["--nnodes", "3:2"], "--nnodes 3:2 is neither a number >= 1 nor LEAST:MOST"),
+        (["--nnodes", "3:2"], "--nnodes 3:2 is neither a number >= 1 nor MIN:MAX"),
         (["--node-rank", "-1"], "--node-rank -1 must be at least 0"),
         (["--nproc", "2", "--node_rank", "1"], "--node-rank 1 must be at least 0, and below --nnodes 1"),
         (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT, or --master-addr HOST"),
         (["--nnodes", "2", "--standalone"], "--standalone is for one machine"),
         (["--nproc", "2"], "the script 'absent.py' does not exist"),
         (["--num-cores", "8"], "--num-cores is for TPUs: add --tpu"),
-        (["--tpu", "--nproc", "2"], "use --tpu or the others"),
+        (["--tpu", "--nproc", "2"], "remove one or the other"),
         (["--tpu", "--num-cores", "0"], "--num-cores 0 is not a number >= 1"),
     ],
 )

@@ -55,7 +55,7 @@ REFUSED = {
         UnknownArgument,
         "TrainingArguments has no argument 'learning_rte'; did you mean 'learning_rate'",
     ),
-    "read once": (lambda backend: backend.grid(report_to=["csv"]), InvalidArgument, "report_to: read only when"),
+    "read once": (lambda backend: backend.grid(report_to=["csv"]), InvalidArgument, "report_to: used when"),
     "a misspelled keyword": (
         lambda backend: {backend.keyword[:-1]: 1},
         UnknownArgument,

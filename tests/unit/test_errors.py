@@ -277,7 +277,7 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
             "has no 'x', which Plain.forward needs; the samples have tex",
         ),
         ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
-        ({"train_dataset": ROWS}, r"have pixels, category; the model takes label.*, x\."),
+        ({"train_dataset": ROWS}, r"have pixels, category; the model accepts label.*, x\."),
         *(
             ({"model": Returns(make_output)}, message)
             for make_output, message in [
@@ -470,7 +470,7 @@ def test_a_lightning_module_with_a_forward_trains(make_args, caplog):
             raise AssertionError
 
     Trainer(Lit(), make_args(), train_dataset=plain_data()).train()
-    assert "Lit is a LightningModule, and a Trainer calls only its forward" in caplog.text
+    assert "Lit is a LightningModule, but a Trainer calls only its forward" in caplog.text
     assert "\n- configure_optimizers: the arguments optim, learning_rate and lr_scheduler_type" in caplog.text
 
 
@@ -572,7 +572,7 @@ def test_methods_of_a_lightning_module_in_a_trainer(make_args, caplog):
     Lit(make_plain(), make_args(), train_dataset=plain_data()).train()
     (listed,) = (each.getMessage() for each in caplog.records if "never calls" in each.getMessage())
     first, *lines = listed.split("\n")
-    assert first == "Lit has methods that a Trainer never calls. What takes their place:"
+    assert first == "Lit has methods that a Trainer never calls. Replacements:"
     names = ["configure_optimizers: create_op", "on_fit_start: a callback, ", "on_train_epoch_end", "validation_step"]
     assert all(line.startswith(f"- {name}") for line, name in zip(lines, names, strict=True))
 

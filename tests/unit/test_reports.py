@@ -192,9 +192,9 @@ MISFITS = {
     ),
     "two arguments": (
         lambda: {"compute_metrics": lambda logits, labels: {}},
-        r"compute_metrics gets one argument.*yours takes \(logits, labels\)",
+        r"compute_metrics is called with one argument.*yours takes \(logits, labels\)",
     ),
-    "no argument": (lambda: {"compute_metrics": lambda: {}}, r"compute_metrics gets one argument"),
+    "no argument": (lambda: {"compute_metrics": lambda: {}}, r"compute_metrics is called with one argument"),
     "#24933, the main input": (
         lambda: {"compute_metrics": one, "include_for_metrics": ["inputs"]},
         "keeps the model's main input, 'input_ids', and the batch has only x, labels",

@@ -141,14 +141,14 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
     """Announce the end of a group's validation.
 
     Args:
-        trainer: the trainer that fits.
-        module: the module that it fits.
+        trainer: the trainer that runs `fit`.
+        module: the module that is trained.
         group: the group.
         metrics: metrics that callbacks see besides those of each set.
     """
     numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
     with _validating(trainer, module):
-        # An override of `evaluation_loop` has not run Lightning's loop.
+        # An override of `evaluation_loop` skips Lightning's loop, so call its hooks here.
         if not group.begun and numbers:
             call._call_callback_hooks(trainer, "on_validation_start")
         trainer._logger_connector._callback_metrics.update(numbers)

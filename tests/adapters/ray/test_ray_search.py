@@ -197,7 +197,7 @@ REFUSED = {
     "internal": ({"_remote": True}, UnknownArgument, "has no argument '_remote'", {}),
     "no end": ({"n_trials": None}, InvalidArgument, "the search would never end. .* or time_budget_s in seconds", {}),
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0", {}),
-    "scope": ({}, InvalidArgument, "ray_scope='best': give one of 'last', 'all'", {"ray_scope": "best"}),
+    "scope": ({}, InvalidArgument, "ray_scope='best' is unknown: use one of 'last', 'all'", {"ray_scope": "best"}),
     "no name": ({"resume": "AUTO"}, InvalidArgument, "resume='AUTO' needs the name", {}),
     "GPUs": ({"resources_per_trial": {"gpu": 2}}, UnsupportedArgument, "a trial trains in one process", {}),
     "unevaluated": (

@@ -24,7 +24,7 @@ def test_one_that_fails_when_the_first_has_finished(tmp_path):
     process = start(tmp_path, [], DEVICES, MISBEHAVE="fail late")
     printed = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL or (
-        process.returncode == 1 and "Rank 0 has finished, but rank 1 has ended with status 3" in printed
+        process.returncode == 1 and "Rank 0 has finished, but rank 1 exited with status 3" in printed
     )
 
 

@@ -58,4 +58,4 @@ def test_checkpoint_names_the_newest_in_a_folder(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["checkpoint", str(tmp_path)])
     assert ended.value.code == 2
-    assert f"the newest one in it is {tmp_path / 'checkpoint-10'}" in capsys.readouterr().err
+    assert f"the newest checkpoint in it is {tmp_path / 'checkpoint-10'}" in capsys.readouterr().err

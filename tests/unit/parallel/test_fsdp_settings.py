@@ -101,7 +101,7 @@ def test_the_launcher():
         (True, {"state_dict_type": "LOCAL_STATE_DICT"}, "FULL_STATE_DICT or SHARDED_STATE_DICT"),
         (True, {"auto_wrap_policy": "by_hand"}, "TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP"),
         (True, {"backward_prefetch": "soon"}, "BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH"),
-        (True, {"cpu_offload": "perhaps"}, "it must be true or false"),
+        (True, {"cpu_offload": "perhaps"}, "is not a boolean: use true or false"),
         ("shard_grad_op", {"reshard_after_forward": True}, "are two strategies"),
         (
             True,

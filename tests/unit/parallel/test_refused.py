@@ -68,7 +68,7 @@ CASES = {
         ({"fp16": True}, "TPUs, which compute in bfloat16"),
         ({"checkpoint_format": "dcp"}, "checkpoint_format='dcp' is not supported on TPUs"),
         ({"torch_compile": True}, "XLA already compiles the whole step"),
-        ({"fsdp": True}, "uses torch_xla: give fsdp_config={'xla': True} too"),
+        ({"fsdp": True}, "uses torch_xla: also set fsdp_config={'xla': True}"),
         ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),
         ({**XLA, "predict_with_generate": True}, "xla_fsdp_v2"),  # generation needs whole weights
     ],
