@@ -61,7 +61,7 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 	@$(PYTHON) -m venv .venv-deepspeed
 	@$(call pip,.venv-deepspeed) -c constraints.txt torch setuptools wheel ninja py-cpuinfo
 	@DS_BUILD_OPS=0 $(call pip,.venv-deepspeed) --no-build-isolation -c constraints.txt deepspeed
-	@$(call pip,.venv-deepspeed) -c constraints.txt -e '.[transformers,deepspeed]' peft pytest pytest-timeout hypothesis
+	@$(call pip,.venv-deepspeed) -c constraints.txt -e '.[transformers,deepspeed]' peft pytest pytest-timeout pytest-httpserver hypothesis
 	@touch $@
 
 # Releases of transformers, each with what it was tried with; torch_xla with its torch (8 GB); and floor, the oldest of
