@@ -17,7 +17,7 @@ from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.runner import EvaluationRunner
-from hftrainer.plugins import adapter, load
+from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
