@@ -14,7 +14,7 @@ from hftrainer.search.backend import SearchBackend
 from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
-from hftrainer.trainer_utils import NO_SIGOPT, BestRun, default_compute_objective
+from hftrainer.trainer_utils import BestRun, default_compute_objective
 from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def make_backend(
         MissingPackage: if the library is not installed.
     """
     if backend == HPSearchBackend.SIGOPT:
-        raise UnsupportedArgument(NO_SIGOPT)
+        raise UnsupportedArgument("backend='sigopt': SigOpt's service was shut down. Use backend='optuna'.")
     name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
     kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
     if not kind.is_available():

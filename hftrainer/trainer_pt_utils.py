@@ -14,6 +14,7 @@ from torch import nn
 from hftrainer.arguments.accelerator_config import AcceleratorConfig as AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.errors import InvalidArgument
+from hftrainer.parallel.processes import rebuild_container as rebuild_container
 from hftrainer.releases.policy import get_parameter_names as get_parameter_names
 
 #: The most frequent types first: `isinstance` checks them in this order.
@@ -32,15 +33,6 @@ def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, _CONTAINERS):
         return rebuild_container(data, lambda value: nested_apply(function, value))
     return function(data)
-
-
-def rebuild_container(container: Any, part: Callable[[Any], Any]) -> Any:
-    """A container of the same type, with `part` applied to each value of a mapping, list or tuple."""
-    if isinstance(container, (dict, Mapping)):
-        return type(container)({key: part(value) for key, value in container.items()})  # type: ignore[call-arg]
-    if hasattr(container, "_fields"):  # a named tuple
-        return type(container)(*(part(value) for value in container))
-    return type(container)(part(value) for value in container)
 
 
 def nested_detach(tensors: Any) -> Any:

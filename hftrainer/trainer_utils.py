@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,11 +32,7 @@ from hftrainer.data.randomness import (
     seed_worker as seed_worker,
     set_seed as set_seed,
 )
-from hftrainer.errors import UnsupportedArgument
 from hftrainer.trainer_pt_utils import nested_apply
-
-#: Why no search uses SigOpt.
-NO_SIGOPT = "backend='sigopt': SigOpt's service was shut down. Use backend='optuna'."
 
 
 class EvalPrediction:
@@ -150,15 +146,6 @@ def default_hp_space_ray(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - every 
         "seed": tune.uniform(1, 40),
         "per_device_train_batch_size": tune.choice([4, 8, 16, 32, 64]),
     }
-
-
-def default_hp_space_sigopt(trial: Any) -> NoReturn:  # noqa: ARG001 - as the others
-    """The search space of SigOpt (until v4.57), whose service has ended.
-
-    Raises:
-        UnsupportedArgument: always.
-    """
-    raise UnsupportedArgument(NO_SIGOPT)
 
 
 def speed_metrics(

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
+from hftrainer.checkpointing.names import MODEL_PREFIX
 from hftrainer.compat.reading import fitting
 from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import in_previous_epoch
@@ -50,8 +51,6 @@ TRAINING_ONLY = (StochasticWeightAveraging, WeightAveraging)
 #: Callbacks that change weights when an epoch ends: after the checkpoint of its last step.
 _AT_EPOCH_END = (ModelPruning, WeightAveraging)
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
-#: Prefix of the user's model in the generated module's state dict.
-_PREFIX = "model."
 
 
 def is_lightning_callback(candidate: Any) -> bool:
@@ -185,7 +184,7 @@ def collect_state(
     kept = {name: value for name, value in checkpoint.items() if name not in _LIGHTNING_KEYS}
     if (weights := checkpoint["state_dict"]) is own:
         return None, kept
-    return {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items()}, kept
+    return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, kept
 
 
 def _weights_for_callbacks(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:

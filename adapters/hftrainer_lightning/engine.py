@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch.loggers import Logger
 
 from hftrainer.parallel.environment import cluster_environment
-from hftrainer.reporting.tracking import LogFolder as LogFolder
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
 from hftrainer_lightning.callbacks import (

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,18 +234,13 @@ def find_variable(name: str) -> Variable | None:
     return VARIABLES.get(name) or next(rows, None)
 
 
-def check_launch_variables(device: Any, environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A sentence for each setting of accelerate's launchers that is not supported.
-
-    Args:
-        device: the device of the run.
-        environment: the environment variables.
-    """
+def check_launch_variables(device: Any) -> Iterator[str]:
+    """A sentence for each setting of accelerate's launchers that a run on `device` does not support."""
     for name, row in VARIABLES.items():
-        value = environment.get(name, "")
+        value = os.environ.get(name, "")
         if row.accepted is not None and value.lower() not in row.accepted:
             yield f"The launcher asks for {name}={value}, which is not supported: {row.instead}."
-    if given := environment.get("ACCELERATE_TORCH_DEVICE", ""):
+    if given := os.environ.get("ACCELERATE_TORCH_DEVICE", ""):
         try:
             asked = torch.device(given)
         except RuntimeError as error:
@@ -256,6 +251,6 @@ def check_launch_variables(device: Any, environment: Mapping[str, str] = os.envi
                 yield f"ACCELERATE_TORCH_DEVICE={given!r}, but the run is on {str(device)!r}: {instead}."
 
 
-def find_unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+def find_unknown_variables() -> list[str]:
     """Variables of accelerate that are not in the table: misspelled, or of a newer release."""
-    return sorted(name for name in environment if name.startswith("ACCELERATE_") and find_variable(name) is None)
+    return sorted(name for name in os.environ if name.startswith("ACCELERATE_") and find_variable(name) is None)

@@ -52,13 +52,9 @@ def _check_mixture(args: BaseArguments) -> Iterator[str]:
 
 
 def _check_divergence(args: BaseArguments) -> Iterator[str]:
-    if args.on_divergence not in (None, "rollback", "stop"):
-        yield f"on_divergence={args.on_divergence!r}: choose 'rollback', 'stop' or None."
     threshold = args.divergence_threshold
     if args.on_divergence is None and (threshold is not None or args.max_rollbacks != 3):
         yield "divergence_threshold and max_rollbacks need on_divergence: set it to 'rollback' or 'stop'."
-    if type(args.max_rollbacks) is not int or args.max_rollbacks < 0:
-        yield f"max_rollbacks={args.max_rollbacks!r}: give a whole number of at least 0."
     if args.on_divergence is not None and spelled(args.optim) in ("lomo", "adalomo", *_LAYERWISE):
         yield f"on_divergence={args.on_divergence!r}: optim={spelled(args.optim)!r} changes weights before it is known."
     if isinstance(threshold, bool) or (

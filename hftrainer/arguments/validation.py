@@ -317,8 +317,9 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
     if every is not None and not (isinstance(every, int) and every > 0):
         yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
     for name, about in ARGUMENTS.items():
-        # If the default is None, other objects are accepted, such as a multiprocessing context.
-        if about.choices is None or about.default is None or (value := getattr(args, name)) in list(about.choices):
+        if about.choices is None or (value := getattr(args, name)) in list(about.choices):
+            continue
+        if about.default is None and not isinstance(value, str):  # None, or an object such as a multiprocessing context
             continue
         yield f"{name}={value!r}: choose one of {', '.join(map(spelled, about.choices))}."
     if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:

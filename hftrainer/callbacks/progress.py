@@ -21,15 +21,12 @@ from hftrainer.compat.overrides import has_length, is_measurement
 
 
 def is_in_notebook() -> bool:
-    """Whether this runs in the kernel of a notebook: Jupyter, Colab, VS Code, Databricks since 11.0, marimo."""
+    """Whether this runs in the kernel of a notebook: Jupyter, Colab, VS Code, Databricks, marimo."""
     if "marimo" in sys.modules:
         return importlib.util.find_spec("IPython") is not None
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
     shell = get_ipython() if get_ipython is not None else None
-    if shell is None or "IPKernelApp" not in shell.config:
-        return False
-    release = os.environ.get("DATABRICKS_RUNTIME_VERSION")  # before 11.0 its notebooks did not run IPython
-    return release is None or float(release.split(".")[0]) >= 11
+    return shell is not None and "IPKernelApp" in shell.config
 
 
 def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:

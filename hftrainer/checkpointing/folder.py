@@ -400,23 +400,6 @@ def rotate_checkpoints(
         CheckpointFolder(checkpoint).remove()
 
 
-def complete_rotation(last: str, output_dir: str, save_total_limit: int | None, best: str | None) -> None:
-    """Complete the rotation of a process that was killed right after its last save; storage errors are logged.
-
-    Args:
-        last: the last checkpoint of a finished run; ignored if it is not in `output_dir`.
-        output_dir: the folder of the checkpoints.
-        save_total_limit: maximum number to keep; None for all.
-        best: the best one, if any.
-    """
-    if not _is_same(output_dir, os.path.dirname(os.path.abspath(last))):
-        return
-    try:
-        rotate_checkpoints(output_dir, save_total_limit, best, [last])
-    except OSError as error:
-        logger.warning("Checkpoints beyond save_total_limit=%s were not deleted: %s", save_total_limit, error)
-
-
 def delete_all_but_best(best: str, output_dir: str) -> None:
     """Delete every checkpoint except `best`, for `save_total_limit=1` at the end of a run.
 

@@ -22,6 +22,8 @@ LIST_OF_PARTS, PART_SUFFIX = ".metadata", ".distcp"
 WHOLES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Not in transformers: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
+#: Prefix of the user's model in the state dict of the generated module, and so of Lightning's checkpoints.
+MODEL_PREFIX = "model."
 #: Not in transformers: sizes and checksums of all other files.
 MANIFEST_NAME = "hftrainer_manifest.json"
 

@@ -367,9 +367,6 @@ _LIGHTNING_KEYS = {
     *("hparams_name", "hyper_parameters", "hparams_type"),
 }
 
-#: The generated module's name for the model.
-_PREFIX = "model."
-
 
 def unpack(path: str, folder: str) -> str:
     """Convert a Lightning checkpoint to a checkpoint of the Trainer in `folder`; returns `folder`.
@@ -395,13 +392,14 @@ def unpack(path: str, folder: str) -> str:
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))
 
-    write(names.WEIGHTS_NAME, {name.removeprefix(_PREFIX): tensor for name, tensor in saved["state_dict"].items()})
+    prefix = names.MODEL_PREFIX
+    write(names.WEIGHTS_NAME, {name.removeprefix(prefix): tensor for name, tensor in saved["state_dict"].items()})
     optimizer = saved["optimizer_states"][0]
     named = any(isinstance(key, str) for key in optimizer["state"])  # written by a sharded run
     if named:
-        optimizer["state"] = {name.removeprefix(_PREFIX): state for name, state in optimizer["state"].items()}
+        optimizer["state"] = {name.removeprefix(prefix): state for name, state in optimizer["state"].items()}
         for group in optimizer["param_groups"]:
-            group["params"] = [name.removeprefix(_PREFIX) for name in group["params"]]
+            group["params"] = [name.removeprefix(prefix) for name in group["params"]]
     write(WHOLES["optimizer"] if named else names.OPTIMIZER_NAME, optimizer)
     write(names.SCHEDULER_NAME, own["scheduler"])
     write(names.rng_name(0, 1), own["rng"])

@@ -329,17 +329,22 @@ def map_leaves(data: Any, kinds: type | tuple[type, ...], function: Callable[[An
     """
     if isinstance(data, kinds):
         return function(data)
-    container: Any = type(data)
-    if isinstance(data, Mapping):
-        items = {key: map_leaves(value, kinds, function) for key, value in data.items()}
-        return container(data.default_factory, items) if isinstance(data, defaultdict) else container(items)
+    if isinstance(data, (Mapping, Sequence)) and not isinstance(data, (str, bytes)):
+        return rebuild_container(data, lambda value: map_leaves(value, kinds, function))
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data) if field.init]
         return dataclasses.replace(data, **{name: map_leaves(getattr(data, name), kinds, function) for name in names})
-    if isinstance(data, Sequence) and not isinstance(data, (str, bytes)):
-        values = [map_leaves(value, kinds, function) for value in data]
-        return container(*values) if hasattr(data, "_fields") else container(values)
     return data
+
+
+def rebuild_container(container: Any, part: Callable[[Any], Any]) -> Any:
+    """A container of the same type, with `part` applied to each value of a mapping or sequence."""
+    kind: Any = type(container)
+    if isinstance(container, (dict, Mapping)):
+        items = {key: part(value) for key, value in container.items()}
+        return kind(container.default_factory, items) if isinstance(container, defaultdict) else kind(items)
+    values = [part(value) for value in container]
+    return kind(*values) if hasattr(container, "_fields") else kind(values)  # the former for a named tuple
 
 
 #: Leaves of nested data; only tensors and arrays can be gathered.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 from torch import nn
@@ -11,7 +10,6 @@ from torch import nn
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import checkpoints_newest_first, rotate_checkpoints, sort_checkpoints
-from hftrainer.checkpointing.resume import warn_about_changed_arguments
 from hftrainer.errors import InvalidSetup, UnsupportedArgument
 from hftrainer.model.changes import add_noise_to_embeddings
 from hftrainer.trainer_pt_utils import nested_numpify
@@ -105,28 +103,3 @@ class EarlierMethods:
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         found = sort_checkpoints(folder) if use_mtime else list(checkpoints_newest_first(folder))[::-1]
         return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
-
-    def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write `checkpoint-{step}` into Ray's folder. Our search with Ray does not call this.
-
-        Args:
-            checkpoint_dir: the parent folder of the checkpoint.
-        """
-        name = f"{names.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._hftrainer.saver.write_unmanaged_checkpoint(os.path.join(checkpoint_dir, name))
-
-    def compare_trainer_and_checkpoint_args(
-        self, training_args: TrainingArguments, trainer_state: TrainerState
-    ) -> None:
-        """Warn about arguments that differ from a checkpoint's (v4.37 to v5.0). A resumed run already warns."""
-        warn_about_changed_arguments(training_args, trainer_state)
-
-    # ---- The Hub -----------------------------------------------------------------------------------------------
-
-    def init_git_repo(self, at_init: bool = False) -> None:
-        """Old name of `init_hf_repo` (before v4.34)."""
-        warnings.warn("Trainer.init_git_repo is now Trainer.init_hf_repo", FutureWarning, stacklevel=2)
-        self.init_hf_repo()  # type: ignore[attr-defined]  # of Trainer
-
-    def _add_sm_patterns_to_gitignore(self) -> None:
-        """Do nothing, since uploads always leave SageMaker's temporary files out (v4.18 to v5.0)."""

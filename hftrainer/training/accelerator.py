@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -78,7 +77,6 @@ class EngineAccelerator(ProcessState):
         self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
         self._is_trainer_model = is_trainer_model
-        self._triggered = False
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
         self.dataloader_config = SimpleNamespace(
@@ -258,58 +256,8 @@ class EngineAccelerator(ProcessState):
         """Do nothing: the Trainer accumulates gradients itself."""
         yield
 
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the main process only; it returns None on others."""
-        return function if self.is_main_process else _nothing
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on the last process only; it returns None on others."""
-        return function if self.is_last_process else _nothing
-
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function to run on one process only, also as `@on_process(process_index=1)`."""
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        return function if self.process_index == process_index else _nothing
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
-        """Decorate a function to run on one process of each node only."""
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        return function if self.local_process_index == local_process_index else _nothing
-
-    def set_trigger(self) -> None:
-        """Make `check_trigger` return True on all ranks, once."""
-        self._triggered = True
-
-    def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since the last check; all ranks must call this."""
-        flag = self.processes.reduce(torch.tensor(int(self._triggered), device=self.device), "max")
-        self._triggered = self._triggered and not bool(flag)
-        return bool(flag)
-
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A prepared loader whose next iteration skips some batches, in its sampler if it has one."""
-        prepared = self.prepare_data_loader(dataloader)
-        prepared.skip_first(num_batches)
-        return prepared
-
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing: with float16 the engine unscales gradients before clipping."""
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each gradient.
-
-        Raises:
-            InvalidConfig: for a sharded model, as in accelerate.
-        """
-        if self._strategy.shards:
-            raise InvalidConfig("clip_grad_value_ is not for sharded models: use clip_grad_norm_.")
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object, or tensors by name, on the main process.
@@ -352,10 +300,6 @@ class EngineAccelerator(ProcessState):
                 weights, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
             )
 
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorate a function to run on each node's main process only; it returns None on others."""
-        return function if self.is_local_main_process else _nothing
-
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's weights; a sharded model's are gathered, so all ranks must call this."""
         return self._strategy.gather_full_weights(model)
@@ -382,12 +326,18 @@ class EngineAccelerator(ProcessState):
 _CHECKPOINTS = (
     "the Trainer handles checkpoints: save_strategy writes them, train(resume_from_checkpoint=...) reads them"
 )
+_DECORATORS = "ask is_main_process, is_last_process, is_local_main_process or process_index in the function"
 _TRACKING = "the Trainer handles trackers: report_to or Trainer(loggers=[...]) opens them, Trainer.log writes to them"
 #: Names of accelerate → what to use instead.
 _ALTERNATIVES = {
     **dict.fromkeys(("save_state", "load_state", "save_iteration"), _CHECKPOINTS),
     **dict.fromkeys(("register_save_state_pre_hook", "register_load_state_pre_hook"), "override _save_checkpoint"),
     "register_for_checkpointing": "a callback that exports its state is saved with checkpoints",
+    **dict.fromkeys(("on_main_process", "on_last_process", "on_process"), _DECORATORS),
+    **dict.fromkeys(("on_local_main_process", "on_local_process"), _DECORATORS),
+    **dict.fromkeys(("set_trigger", "check_trigger"), "reduce a flag over the ranks: accelerator.reduce(flag, 'sum')"),
+    "skip_first_batches": "train(resume_from_checkpoint=...) skips the batches that are used",
+    "clip_grad_value_": "use torch.nn.utils.clip_grad_value_",
     **dict.fromkeys(("init_trackers", "get_tracker", "trackers", "log_with"), _TRACKING),
     "profile": "use lightning_config={'profiler': ...}",
     "join_uneven_inputs": "the Trainer's loaders give all processes the same number of batches",
@@ -395,7 +345,3 @@ _ALTERNATIVES = {
     "trigger_sync_in_backward": "gradients are all-reduced at the end of each accumulation window",
     "lomo_backward": "optim='lomo' steps in accelerator.backward",
 }
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass

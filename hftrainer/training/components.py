@@ -17,10 +17,10 @@ from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.evaluation.runner import EvaluationRunner
-from hftrainer.plugins import adapter, load
+from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
-from hftrainer.reporting.tracking import TrackerCallback, reporting_callbacks
+from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
 from hftrainer.training import (
     control_actions,
@@ -178,5 +178,5 @@ class Components:
     def log_folder(self) -> Any:
         """The folder where trackers write files; the same for all trackers of this Trainer."""
         if self._log_folder is None:
-            self._log_folder = adapter().LogFolder(self.trainer.args)
+            self._log_folder = LogFolder(self.trainer.args)
         return self._log_folder

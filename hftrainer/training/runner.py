@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
+from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.progress import global_batch_of
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
@@ -382,9 +382,6 @@ class TrainingRunner(Component):
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin()
-        if trainer.args.should_save:
-            best = trainer.state.best_model_checkpoint
-            complete_rotation(str(folder), trainer._get_output_dir(trial), trainer.args.save_total_limit, best)
         if trainer.args.push_to_hub and folder is not None:  # the run may have ended before its last upload
             trainer._push_from_checkpoint(folder)
 

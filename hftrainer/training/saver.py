@@ -316,14 +316,6 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
-    def write_unmanaged_checkpoint(self, path: str) -> None:
-        """Write a checkpoint of this step that we do not rotate, announce or upload."""
-        self.trainer.store_flos()
-        self.wait()
-        with self._write_on_all_ranks(path, on_written=lambda: None, on_failure=lambda: None) as fill:
-            fill()
-        self.wait()
-
     @contextlib.contextmanager
     def _write_on_all_ranks(
         self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]

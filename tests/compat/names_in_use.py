@@ -30,6 +30,7 @@ ABSENT = {
     "_build_accelerator_args": "called",
     "_defer_fsdp_gradient_reduction": "called for a model that was sharded while it was loaded",
     "_sync_replicated_trainable_parameters": "called for a model that was sharded while it was loaded",
+    "_tune_save_checkpoint": "for a search with Ray, which refuses it",
     "_loggers_initialized": "an attribute that transformers never reads",
     "_attn_mask_causal_checked": "an attribute for context parallelism, which is refused",
 }

@@ -56,21 +56,10 @@ def collectives(trainer, folder):
         for padded in (False, True):
             with accelerator.split_between_processes(items, apply_padding=padded) as part:
                 yield f"split {name} {padded}", part.tolist() if isinstance(part, torch.Tensor) else part
-    checks = [accelerator.check_trigger()]
-    if rank == 1:
-        accelerator.set_trigger()
-    yield "trigger", [*checks, accelerator.check_trigger(), accelerator.check_trigger()]
 
 
 def processes(trainer, folder):
     accelerator = trainer.accelerator
-    decorators = {
-        "main": accelerator.on_main_process,
-        "last": accelerator.on_last_process,
-        "second": accelerator.on_process(process_index=1),
-        "local": accelerator.on_local_process(local_process_index=0),
-    }
-    yield "ran", {name: decorate(lambda: "ran")() for name, decorate in decorators.items()}
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         accelerator.print("said")
     yield "printed", printed.getvalue()
@@ -80,6 +69,7 @@ def processes(trainer, folder):
     accelerator.wait_for_everyone()
     yield "files", sorted(path.name for path in [*folder.glob("saved.*"), *(folder / "model").glob("*")])
     yield "elsewhere", error_of(AttributeError, lambda: accelerator.save_state("x"))
+    yield "decorator", error_of(AttributeError, lambda: accelerator.on_main_process(print))
     yield "unheard of", error_of(AttributeError, lambda: accelerator.make_coffee())
 
 
@@ -102,8 +92,6 @@ def loaders(trainer, folder):
     loader = accelerator.prepare(torch.utils.data.DataLoader(plain_data(7), batch_size=2))
     yield "within", [(state.end_of_dataloader, state.remainder) for _ in loader]
     yield "after", state.in_dataloader
-    skipped = accelerator.skip_first_batches(loader, 1)
-    yield "skipped", [len(batch["x"]) for batch in skipped]
 
 
 def synchronization(trainer, folder):

@@ -19,7 +19,6 @@ BOTH = {
     "unknown": "reduction='min': it must be 'sum', 'mean', 'max' or 'none'.",
     "gather": [1.0, 5.0, 2.0, 4.0],
     "count": (7, {"all_gather": 1, "all_reduce": 0, "barrier": 0}),  # once a step: it must not wait for the device
-    "trigger": [False, True, False],
     "files": ["model.safetensors", "saved.pt", "saved.safetensors"],
     "unheard of": "accelerator.make_coffee does not exist.",
     **dict.fromkeys(("own", "wrapped", "unwrapped", "compiled", "kept"), True),
@@ -38,12 +37,7 @@ EACH = {
     "split tensor True": ([0, 1], [2, 2]),
     "split dict False": ({"x": [1, 2]}, {"x": [3]}),
     "split dict True": ({"x": [1, 2]}, {"x": [3, 3]}),
-    "ran": (
-        {"main": "ran", "last": None, "second": None, "local": "ran"},
-        {"main": None, "last": "ran", "second": "ran", "local": None},
-    ),
     "printed": ("said\n", ""),
-    "skipped": ([2], [1]),
 }
 
 
@@ -64,6 +58,7 @@ def test_reduce(found):
 
 def test_names_that_are_elsewhere_say_where(found):
     assert "train(resume_from_checkpoint=...)" in found[0]["elsewhere"]
+    assert "ask is_main_process" in found[0]["decorator"]
 
 
 def test_no_sync_in_a_training_step(found):

@@ -114,15 +114,12 @@ def test_arguments_of_transformers(hub, tmp_path):
 
 
 def test_old_names(hub, tmp_path):
-    """Those of arguments, as transformers 4.57 reads them, and of a method."""
+    """Those of arguments, as transformers 4.57 reads them."""
     given = {"push_to_hub": True, "push_to_hub_token": TOKEN, "push_to_hub_model_id": "named"}
     with pytest.warns(FutureWarning, match="Old names"):
         args = hftrainer.TrainingArguments(str(tmp_path / "run"), use_cpu=True, **given)
-    trainer = hftrainer.Trainer(make_plain(), args)
-    assert trainer.hub_model_id == "me/named"
+    assert hftrainer.Trainer(make_plain(), args).hub_model_id == "me/named"
     assert "me/named" in hub.repos
-    with pytest.warns(FutureWarning, match="init_hf_repo"):
-        trainer.init_git_repo(at_init=True)
 
 
 def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):

@@ -205,7 +205,6 @@ def test_a_hub_that_stays_away(hub, tmp_path, undisturbed, caplog):
 
 def test_files_of_sagemaker_are_not_uploaded(hub, tmp_path):
     trainer = make_uploading(tmp_path / "run", max_steps=2, hub_strategy="checkpoint")
-    trainer._add_sm_patterns_to_gitignore()
     trainer.add_callback(OnSave(lambda folder: (folder / "x.sagemaker-uploading").touch()))
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "run" / "y.sagemaker-uploaded").touch()

@@ -1,13 +1,10 @@
 """Names that libraries import from the modules of transformers, and what arguments and state show."""
 
 import os
-import signal
 
 import pytest
 
-import hftrainer
 from hftrainer.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from hftrainer.trainer_jit_checkpoint import JITCheckpointCallback
 from tests.support.parity import build
 
 
@@ -15,26 +12,6 @@ def test_names_of_files(tmp_path):
     trainer, _ = build("hftrainer", "plain", tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
     trainer.train()
     assert {OPTIMIZER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME} <= set(os.listdir(tmp_path / "checkpoint-2"))
-
-
-def test_a_callback_that_saves_on_sigterm(tmp_path):
-    """The callback of transformers' `trainer_jit_checkpoint`, added by the script."""
-    callback = JITCheckpointCallback()
-
-    class Terminated(hftrainer.TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 3:
-                callback.jit_manager._enable_checkpoint()  # what the timer does after SIGTERM
-
-    trainer, _ = build("hftrainer", "plain", tmp_path, enable_jit_checkpoint=True)
-    callback.set_trainer(trainer)
-    listening = signal.getsignal(signal.SIGTERM)
-    trainer.add_callback(Terminated())
-    trainer.add_callback(callback)
-    trainer.train()
-    assert listening == callback.jit_manager._sigterm_handler != signal.getsignal(signal.SIGTERM)
-    assert trainer.state.global_step == 4
-    assert os.listdir(tmp_path) == ["checkpoint-4"]
 
 
 @pytest.mark.parametrize("given", ["none", ["csv"]])

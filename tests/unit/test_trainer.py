@@ -153,17 +153,6 @@ def test_rotation_spares_a_fresh_run_in_a_used_folder(make_trainer, tmp_path):
     assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_rotation_that_a_kill_has_cut_off_is_completed(make_trainer, tmp_path):
-    """The run was complete, so that no save of it would rotate any more; other folders are left alone."""
-    settings = {"max_steps": 3, "save_steps": 1}
-    make_trainer(**settings).train()
-    last = str(tmp_path / "out" / "checkpoint-3")
-    make_trainer(**settings, folder="other", save_total_limit=2).train(resume_from_checkpoint=last)
-    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-    make_trainer(**settings, save_total_limit=2).train(resume_from_checkpoint=True)
-    assert sorted(os.listdir(tmp_path / "out")) == ["checkpoint-2", "checkpoint-3"]
-
-
 def test_model_stays_in_use_after_training(make_trainer):
     """No hook, wrapper or moved weight is left on the user's model, with autocast either."""
     model = make_plain()

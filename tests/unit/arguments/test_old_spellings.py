@@ -1,7 +1,6 @@
 """Spellings of the documents of v4.1 to v4.48 that are more than a name: values, flags, positions, methods."""
 
 import dataclasses
-import logging
 import warnings
 
 import pytest
@@ -160,34 +159,6 @@ def test_noise_that_a_subclass_adds(tmp_path):
     trainer.train()
     assert calls == ["on", "off"]
     assert not trainer.model.get_input_embeddings()._forward_hooks
-
-
-def test_a_checkpoint_in_a_folder_of_ray(tmp_path):
-    """It is whole: a run resumes from it; and this run's own checkpoints stay as they are."""
-
-    class Saving(Trainer):
-        def _maybe_log_save_evaluate(self, *args, **kwargs):
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-            if self.state.global_step == 3:
-                self._tune_save_checkpoint(str(tmp_path / "ray"))
-
-    trainer = make(tmp_path / "own", Saving)
-    trainer.train()
-    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == ["checkpoint-2", "checkpoint-4"]
-    resumed = make(tmp_path / "again")
-    resumed.train(str(tmp_path / "ray" / "checkpoint-3"))
-    assert_same_weights(resumed.model.state_dict(), trainer.model.state_dict())
-
-
-def test_arguments_are_compared_with_a_checkpoint(tmp_path, caplog):
-    trainer = make(tmp_path)
-    trainer.train()
-    with caplog.at_level(logging.WARNING, "hftrainer"):
-        trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
-        assert "differ from the checkpoint" not in caplog.text
-        trainer.args.save_steps = 3
-        trainer.compare_trainer_and_checkpoint_args(trainer.args, trainer.state)
-    assert "save_steps=3, was 2" in caplog.text
 
 
 def test_arguments_for_deepspeed_without_it(tmp_path):

@@ -184,11 +184,11 @@ def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"on_divergence": "back"}, "choose 'rollback', 'stop' or None"),
+        ({"on_divergence": "back"}, "on_divergence='back': choose one of rollback, stop"),
         ({"divergence_threshold": 8}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"max_rollbacks": 2}, "divergence_threshold and max_rollbacks need on_divergence"),
-        ({"on_divergence": "rollback", "max_rollbacks": -1}, "max_rollbacks=-1: give a whole number"),
-        ({"on_divergence": "rollback", "max_rollbacks": True}, "max_rollbacks=True: give a whole number"),
+        ({"on_divergence": "rollback", "max_rollbacks": -1}, "max_rollbacks=-1: give a number of at least 0"),
+        ({"on_divergence": "rollback", "max_rollbacks": 1.5}, "max_rollbacks=1.5: give a whole number"),
         ({"on_divergence": "stop", "divergence_threshold": True}, "divergence_threshold=True: give a number"),
         ({"on_divergence": "stop", "optim": "lomo"}, "optim='lomo' changes weights before"),
         ({"on_divergence": "stop", "optim": "galore_adamw_layerwise"}, "changes weights before"),
