@@ -173,6 +173,7 @@ def test_column_names_the_source(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
