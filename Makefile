@@ -93,7 +93,7 @@ $(VENV)/.libraries: tests/adapters/downstream/requirements.txt $(VENV)/.dev
 test: $(VENV)/.dev  ## run the tests; the other lanes are below, and in CONTRIBUTING.md
 	@$(PYTEST) $(WORKERS)
 
-test-fast: $(VENV)/.dev  ## the unit tests that start no process, in a minute
+test-fast: $(VENV)/.dev  ## the unit tests that are not slow, in a minute
 	@$(PYTEST) -m "not slow" -q -n 2 tests/unit
 
 docs: $(VENV)/.docs  ## build the documentation as a site, in build/site

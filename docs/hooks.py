@@ -2,9 +2,11 @@
 
 Pages link to files of the repository, so that links work in a clone; here they become links to pages.
 
-`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, and each example a page.
+`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, each example a page, and the
+first lines of all modules the page "Modules".
 """
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -33,6 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
         "differences.md": f"# Where it differs\n\n{measure}\n{body}",
         "arguments.md": f"{head}\n{arguments}\n</div>\n",
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+        "packages/modules.md": _modules(),
     }
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
@@ -42,6 +45,22 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, path.as_posix(), content=text))
             files.append(File.generated(config, path.with_suffix(".md").as_posix(), content=_shown(path, text)))
     return files
+
+
+def _modules() -> str:
+    """A page with the first line of every module, by package."""
+    parts = ["# Modules"]
+    for init in [path for top in ("hftrainer", "adapters") for path in sorted((ROOT / top).rglob("__init__.py"))]:
+        parts.append(f"## {init.parent.relative_to(ROOT).as_posix()}\n\n{_first_line(init)}")
+        modules = sorted(path for path in init.parent.glob("*.py") if path.name not in ("__init__.py", "_version.py"))
+        if modules:
+            rows = [f"| `{path.name}` | {_first_line(path)} |" for path in modules]
+            parts.append("\n".join(["| module | what it does |", "| --- | --- |", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
 def _shown(path: Path, text: str) -> str:

@@ -63,15 +63,3 @@ def test_names(page):
         symbol = SYMBOL.fullmatch(code)
         if symbol and symbol[1] in MEMBERS:
             assert _has(symbol[1], symbol[2]), f"{symbol[1]} has no {symbol[2]}"
-
-
-@pytest.mark.parametrize(
-    ("page", "folder"), [("training", "hftrainer/training"), ("lightning", "adapters/hftrainer_lightning")]
-)
-def test_table_of_files_is_whole(page, folder):
-    table = (ROOT / "docs/packages" / f"{page}.md").read_text()
-    assert not [
-        path.name
-        for path in (ROOT / folder).glob("*.py")
-        if path.name != "__init__.py" and f"`{path.name}`" not in table
-    ]

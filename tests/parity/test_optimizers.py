@@ -198,7 +198,10 @@ WRONG = [
     ),
     ({"optim": "schedule_free_adamw", "warmup_steps": 0.5}, "set warmup_steps to a number of steps, not 0.5"),
     ({"lr_scheduler_type": "consine"}, "consine.*did you mean 'cosine'"),
-    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}, r"\['cycles'\] unknown, it takes"),
+    (
+        {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}},
+        r"\['cycles'\] unknown, it takes \['last_epoch', 'num_cycles'\]",
+    ),
     ({"lr_scheduler_type": "warmup_stable_decay"}, "set num_decay_steps"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "set min_lr, or min_lr_rate"),
     ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 9.0}}, "lr_end=9.0 must be below"),

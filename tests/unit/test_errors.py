@@ -247,7 +247,6 @@ METRICS = {
     "compute_metrics": lambda prediction: {"accuracy": 1.0},
     "settings": {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "acuracy"},
 }
-SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,6 @@ SCHEDULE = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}}
         ({"settings": {"eval_strategy": "steps"}}, "eval_strategy='steps' needs an eval_dataset"),
         ({"train_dataset": SizedStream(0)}, "training data has no batches"),
         ({"train_dataset": Stream(10), "settings": {"max_steps": -1}}, "max_steps must be set"),
-        ({"settings": SCHEDULE}, r"\['cycles'\] unknown, it takes \['last_epoch', 'num_cycles'\]"),
         ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
         (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
         ({**METRICS, "compute_metrics": None}, "metric_for_best_model='acuracy': without compute_metrics"),

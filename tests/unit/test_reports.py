@@ -205,7 +205,6 @@ MISFITS = {
         lambda: {"data": {"train": plain_data(), "test": plain_data()}},
         "The training dataset is a dict with the keys train, test: pass one of its sets",
     ),
-    "a loader": (lambda: {"data": torch.utils.data.DataLoader(plain_data())}, "The training dataset is a DataLoader"),
     "no samples": (lambda: {"data": []}, "The training dataset has no samples"),
     "samples of several lengths": (
         lambda: {"data": [{"input_ids": [1] * count, "labels": 0} for count in (3, 4, 5, 6)], "model": make_bert()},

@@ -177,6 +177,7 @@ def test_each_step_has_the_samples_of_the_undisturbed_run(kind):
                 assert len(times) == count  # the last step has samples of the first in addition
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "stream", "of datasets"])
 def test_workers_read_the_same(kind):
     for size, processes in ((4, 2), (2, 4), (8, 1)):

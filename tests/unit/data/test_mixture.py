@@ -113,9 +113,9 @@ def test_goes_on_from_any_step():
 # ---- Training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["map-style", "streams", "both"])
-def test_batches_and_log(tmp_path, kind):
-    trainer, read = run(tmp_path, make_sources(kind))
+@pytest.mark.parametrize(("kind", "workers"), [("map-style", 0), ("streams", 0), ("streams", 2), ("both", 0)])
+def test_batches_and_log(tmp_path, kind, workers):
+    trainer, read = run(tmp_path, make_sources(kind), dataloader_num_workers=workers)
     losses = collections.defaultdict(lambda: [0.0, 0])
     for number, line in enumerate(lines_of(trainer)):
         assert line["loss"] == line["loss/code"] + line["loss/chat"]
@@ -173,6 +173,7 @@ def test_column_names_the_source(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [

@@ -153,6 +153,7 @@ class Padding:
         return {name: torch.nn.functional.pad(value, (0, more), value=fill[name]) for name, value in batch.items()}
 
 
+@pytest.mark.slow
 def test_torch_compile_compiles_once_for_each_bucket(tmp_path: Any) -> None:
     torch._dynamo.reset()
     shapes = set()

@@ -184,6 +184,7 @@ def be_slow(port):
     wait_until(port, is_long_quiet)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "step", "act"),
     [
@@ -206,6 +207,7 @@ def test_what_is_slow(tmp_path, port, event, step, act):
     assert not once
 
 
+@pytest.mark.slow
 def test_slow_evaluations(tmp_path, port):
     """Batches that take longer than any step, but not much longer than other batches."""
     batches = []

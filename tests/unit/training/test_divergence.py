@@ -13,6 +13,7 @@ from tests.support.checkpoints import BACKGROUND, At, assert_same_end, finished,
 from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, lacking, lines, rows, trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ends_as_a_run_without_the_samples(tmp_path, kind, accumulation):
@@ -35,6 +36,7 @@ def test_ends_as_a_run_without_the_samples(tmp_path, kind, accumulation):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["first and last", "stream", "background", "another epoch"])
 def test_where_they_are(tmp_path, kind):
     windows = [0, 1, STEPS - 1] if kind == "first and last" else [3, 4, 9]
@@ -85,6 +87,7 @@ def test_nothing_without_the_argument(tmp_path, caplog):
     assert "Rollback 1 of 3" in caplog.text and "logging_nan_inf_filter" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_repeat_it(tmp_path):
     """Also if it resumes from before the step; a torn line is ignored, and a run from the start forgets the list."""
     bad = rows(STEPS * SIZE, [8, 40])
@@ -219,6 +222,7 @@ def test_what_a_script_cannot_have_beside_it(tmp_path, settings, said):
         trained(tmp_path, rows(STEPS * SIZE), on_divergence="rollback", max_steps=2, **settings)
 
 
+@pytest.mark.slow
 def test_no_alarm_in_clean_runs(tmp_path):
     for seed in range(3):
         settings = {"seed": seed, "num_train_epochs": 2, "max_steps": -1, "on_divergence": "stop"}
@@ -235,6 +239,7 @@ def test_epochs_end_with_their_data(tmp_path):
     assert (tmp_path / "bad" / f"checkpoint-{STEPS - 1}").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [5, 32, 40])
 def test_a_checkpoint_within_a_step_knows_what_was_skipped(tmp_path, caplog, stop):
     """It holds the number of its step alone: after two windows, at the end of an epoch, and in the next one."""

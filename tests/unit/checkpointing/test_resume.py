@@ -1,0 +1,17 @@
+"""What is said of arguments that have changed since a checkpoint; tests/parity/test_resume.py resumes from them."""
+
+import pytest
+
+from hftrainer import TrainerState, TrainingArguments
+from hftrainer.checkpointing.resume import warn_about_changed_arguments
+
+
+@pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])
+@pytest.mark.parametrize(
+    ("now", "warns"), [(2, False), (3, True), (1, True), (0.5, False)], ids=["same", "other", "every step", "ratio"]
+)
+def test_changed_steps(tmp_path, caplog, name, now, warns):
+    """A state has the number of steps that came of a ratio: it says nothing of a change."""
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **{name: now})
+    warn_about_changed_arguments(args, TrainerState(**{name: 2}))
+    assert (f"{name}={now}, was 2" in caplog.text) == warns
