@@ -28,6 +28,8 @@ _END_OF_ARCHIVE, _END_LENGTH = b"PK\x05\x06", 22
 _NUMBERS = (int, float, torch.Tensor)
 #: Types of values that must not be None in the checkpoint.
 _NEEDED = (*_NUMBERS, list, tuple)
+#: Booleans of torch's optimizers for which None lets torch choose.
+_MAYBE_NONE = ("fused", "foreach")
 #: Adam's state of each parameter that it has updated.
 _OF_ADAM = {"step", "exp_avg", "exp_avg_sq"}
 #: Optimizer settings of every torch release. Later releases added settings, which have defaults.
@@ -131,12 +133,12 @@ def check_values(found: Any, now: Any, name: str = "the state") -> None:
             raise TypeError(f"{name} lacks {missing[0]!r}")
         for key, value in now.items():
             check_values(found[key], value, str(key))
-    elif not _is_like(found, now):
+    elif not _is_like(found, now) and not (found is None and name in _MAYBE_NONE):
         raise TypeError(f"{name} is {reprlib.repr(found)}, but must have the type of {reprlib.repr(now)}")
 
 
 def _is_like(found: Any, now: Any) -> bool:
-    if now is None or (found is None and (isinstance(now, bool) or not isinstance(now, _NEEDED))):  # such as `fused`
+    if now is None or (found is None and not isinstance(now, _NEEDED)):
         return not isinstance(found, torch.Tensor) or found.numel() == 1
     # A list has a value for each parameter group; callbacks may have added groups.
     if isinstance(now, list):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -431,6 +431,8 @@ class _PartsReader(FileSystemReader):
 def _check_list(parts: Any, folder: str) -> None:
     if not isinstance(parts, Metadata):
         raise TypeError(f"it is a {type(parts).__name__}")
+    if not isinstance(parts.state_dict_metadata, Mapping):
+        raise TypeError(f"state_dict_metadata is a {type(parts.state_dict_metadata).__name__}")
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
     for stored in parts.storage_data.values():
         name = check_file_name(stored.relative_path)

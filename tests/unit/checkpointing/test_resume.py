@@ -1,9 +1,13 @@
 """What is said of arguments that have changed since a checkpoint; tests/parity/test_resume.py resumes from them."""
 
+import contextlib
+
 import pytest
 
 from hftrainer import TrainerState, TrainingArguments
+from hftrainer.checkpointing.checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
+from tests.support.parts import stepped
 
 
 @pytest.mark.parametrize("name", ["logging_steps", "eval_steps", "save_steps"])
@@ -15,3 +19,15 @@ def test_changed_steps(tmp_path, caplog, name, now, warns):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **{name: now})
     warn_about_changed_arguments(args, TrainerState(**{name: 2}))
     assert (f"{name}={now}, was 2" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("amsgrad", None, "amsgrad is None"), ("maximize", None, "maximize is None"), ("fused", None, None)],
+)
+def test_settings_without_a_value(name, value, error):
+    _, optimizer = stepped()
+    state = optimizer.state_dict()
+    state["param_groups"][0][name] = value
+    with pytest.raises(TypeError, match=error) if error else contextlib.nullcontext():
+        check_optimizer_state(state, optimizer)
