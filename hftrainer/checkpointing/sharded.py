@@ -431,15 +431,16 @@ class _PartsReader(FileSystemReader):
 def _check_list(parts: Any, folder: str) -> None:
     if not isinstance(parts, Metadata):
         raise TypeError(f"it is a {type(parts).__name__}")
-    if not isinstance(parts.state_dict_metadata, Mapping):
-        raise TypeError(f"state_dict_metadata is a {type(parts.state_dict_metadata).__name__}")
+    stored = parts.state_dict_metadata
+    if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
+        raise TypeError("state_dict_metadata is no dict of names")
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
-    for stored in parts.storage_data.values():
-        name = check_file_name(stored.relative_path)
+    for part in parts.storage_data.values():
+        name = check_file_name(part.relative_path)
         if name not in sizes:
             raise ValueError(f"{name!r} is missing")
-        if not 0 <= stored.offset <= stored.offset + stored.length <= sizes[name]:
-            raise ValueError(f"{name!r} has {sizes[name]} bytes, too few for {stored}")
+        if not 0 <= part.offset <= part.offset + part.length <= sizes[name]:
+            raise ValueError(f"{name!r} has {sizes[name]} bytes, too few for {part}")
 
 
 # ---- Optimizer states of models that are not sharded ----------------------------------------------------------------

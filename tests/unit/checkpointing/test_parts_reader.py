@@ -108,6 +108,7 @@ WRONG = {
     "no name": (renamed(7), "does not hold what"),
     "no list": (lambda parts: {"a": 1}, "it is a dict"),
     "other names": (lambda parts: parts.state_dict_metadata.clear(), "does not hold what"),
+    "a number as name": (lambda parts: parts.state_dict_metadata.update({3: None}), "no dict of names"),
     "no names": (lambda parts: vars(parts).pop("state_dict_metadata") and None, "does not hold what"),
     "before the file": (moved(-(10**6)), "too few for"),
     "after the file": (moved(10**6), "too few for"),
