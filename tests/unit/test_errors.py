@@ -317,7 +317,7 @@ def test_a_loss_without_its_outputs(make_args):
             return model(**inputs)["loss"]
 
     with pytest.raises(
-        InvalidArgument, match=r"Alone.compute_loss returned a Tensor .*: return \(loss, outputs\) then"
+        InvalidArgument, match=r"Alone.compute_loss returned a Tensor .*: return \(loss, outputs\) in that case"
     ):
         Alone(make_plain(), make_args(), eval_dataset=plain_data(8)).evaluate()
 
@@ -342,7 +342,7 @@ def test_predictions_that_do_not_fit(make_args):
 
     with pytest.raises(MemoryError) as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=fail).evaluate()
-    assert any("eval_memmap_dir keeps predictions on the disk" in note for note in caught.value.__notes__)
+    assert any("eval_memmap_dir keeps predictions on disk" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_a_metric_that_does_not_fit(make_args):
     metrics = {"accuracy": MulticlassAccuracy(4)}
     with pytest.raises(ValueError, match="preds") as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
-    note = "given (float32 (8, 3), int64 (8,)), which with TorchMetrics(metrics, adapter=...) are something else."
+    note = "got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
     assert note in caught.value.__notes__[0]
 
 
