@@ -300,7 +300,7 @@ def test_training(make_args, given, message):
 
 def test_no_column_of_a_dataset_is_left(make_args):
     dataset = pytest.importorskip("datasets").Dataset.from_list(ROWS)
-    with pytest.raises(InvalidArgument, match="has category, pixels; the model takes x, labels"):
+    with pytest.raises(InvalidArgument, match="has category, pixels; the model accepts x, labels"):
         Trainer(make_plain(), make_args(), train_dataset=dataset).train()
 
 
@@ -386,7 +386,7 @@ def test_labels_that_a_model_does_not_take(make_args):
             return self.linear(x)
 
     args = make_args(remove_unused_columns=False)
-    with pytest.raises(UnknownKey, match="give it a parameter labels=None, and return the loss"):
+    with pytest.raises(UnknownKey, match="add a parameter labels=None to forward, and return the loss"):
         Trainer(Unlabelled(), args, train_dataset=plain_data()).train()
 
 

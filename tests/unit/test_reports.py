@@ -215,7 +215,7 @@ MISFITS = {
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
     "another key": (
         lambda: collated(lambda batch: {**batch, "names": []}),
-        "The batch has 'names', which Plain.forward does not take: let data_collator drop it",
+        "The batch has 'names', which Plain.forward does not accept: let data_collator drop it",
     ),
     "a model as function": (lambda: {"model_init": make_plain()}, "model_init is a Plain"),
     "what a callback returns": (lambda: {"callbacks": [Returns]}, "Returns.on_log returned 'x': return the control"),
