@@ -1,4 +1,4 @@
-"""Computes the length of a run, and iterates over its micro-batches in windows of one step."""
+"""Computes a run's length, and iterates over its micro-batches in windows of one step."""
 
 from __future__ import annotations
 

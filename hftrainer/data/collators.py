@@ -1,4 +1,4 @@
-"""Turns samples into the model's inputs: collators, the columns that the model accepts, and token counts."""
+"""Turns samples into the model's inputs: collators, column removal and token counts."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> Any:
-        """Pad and stack; `label` and `label_ids` are renamed `labels`."""
+        """Pad and stack the samples. `label` and `label_ids` are renamed `labels`."""
         # Silence fast tokenizers' advice to pad while encoding: the samples are already encoded here.
         warnings = getattr(self.tokenizer, "deprecation_warnings", {})
         is_silent = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
@@ -178,7 +178,7 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
 
 
 def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Sequence[str]) -> None:
-    """Explain a KeyError of a collator or a loss, if its key is one of the columns that are removed.
+    """Explain a KeyError of a collator or loss for a removed column.
 
     Args:
         error: the error; from a loader's worker, its message is the text of a traceback.
@@ -209,7 +209,7 @@ def note_removed(error: Exception, datasets: Sequence[Any], columns: Sequence[st
 
 
 def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
-    """Explain the error of a call to the model with an unknown argument or without a required one.
+    """Explain the error of a model call with an unknown or missing argument.
 
     Args:
         error: the error.
@@ -272,15 +272,15 @@ class RemoveColumnsCollator:
     def _drop_keys(self, feature: Any) -> Any:
         if not isinstance(feature, (dict, Mapping)) or feature.keys() <= self.columns:
             return feature
-        kept = {name: value for name, value in feature.items() if name in self.columns}
-        if feature and not kept:
+        selection = {name: value for name, value in feature.items() if name in self.columns}
+        if feature and not selection:
             raise InvalidArgument(
                 f"No key of the {self.description or 'given'} samples is an argument of {self.model_name}.forward: "
                 f"the samples have {', '.join(map(str, feature))}; the model accepts "
                 f"{', '.join(sorted(self.columns))}. "
                 "Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
             )
-        return kept
+        return selection
 
 
 def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:

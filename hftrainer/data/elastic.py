@@ -51,7 +51,7 @@ def complete_count(count: int, size: int, drop_last: bool) -> int:
 
 
 class GlobalBatchSampler(Sampler[int]):
-    """A sampler whose epoch has complete global batches, in the same order on all ranks of any run.
+    """A sampler of complete global batches, in the same order on all ranks of any run.
 
     Args:
         sampler: yields the order. It is drawn when an epoch starts, with generators seeded by `seed` and the epoch.

@@ -1,4 +1,4 @@
-"""Plans each process's loader: the data that it reads, and the collective operations that it needs."""
+"""Plans the data and the collective operations of each process's loader."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def plan_loader(
     seed: int | None,
     global_batch: int | None,
 ) -> LoaderPlan:
-    """Plan the loader of one process; the arguments are those of `PreparedDataLoader`."""
+    """Plan the loader of one process. The arguments are those of `PreparedDataLoader`."""
     trains = processes is not None and shard_spec.processes > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
     if global_batch is not None:
@@ -128,7 +128,7 @@ def _plan_unsharded(
 
 
 def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
-    """The plan for a training stream, of which each process reads shards or a part of each round."""
+    """The plan for a training stream: each process reads its shards or a part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:
         raise InvalidArgument(
@@ -176,7 +176,7 @@ def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True
 
 
 def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
-    """The batch sampler and its generator, made if absent; None if it cannot have a generator."""
+    """The batch sampler and its generator, made if absent, or None if impossible."""
     sampler: Any = getattr(batches, "sampler", None)
     if not hasattr(sampler, "generator"):
         return batches, None

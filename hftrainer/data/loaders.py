@@ -55,7 +55,7 @@ class BatchPosition(NamedTuple):
 
 @dataclass
 class _IterationStart:
-    """Where the next iteration starts: at the beginning of the epoch, unless a run is resumed.
+    """The start of the next iteration, which is within the epoch when resuming.
 
     Attributes:
         skipped_batches: number of batches that are read and dropped.
@@ -81,7 +81,7 @@ class PreparedDataLoader(DataLoader[Any]):
     Args:
         loader: the source of dataset, samplers, collator and workers.
         device: the device to which batches are moved.
-        seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
+        seed: seed of the sample order; None uses torch's initial seed, as accelerate does.
         config: how batches reach the processes in training.
         shard_spec: the batches that this process reads.
         processes: the processes of distributed training. Without them the loader is for evaluation, which reads no
@@ -141,7 +141,7 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int | None:
-        """Samples of all ranks in the last round of training, if repeated samples complete it, else None.
+        """Samples of all ranks in the last round, if repeated samples complete it, else None.
 
         As in accelerate, `gather_for_metrics` drops the rows after these samples.
         """
@@ -228,7 +228,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self._start.worker_seed = torch.Generator().get_state()
 
     def record_batches(self) -> list[list[int]] | None:
-        """A list that the next iteration fills with the sample indices of each batch; None for a stream."""
+        """A list that the next iteration fills with each batch's sample indices; None for streams."""
         if not isinstance(self.batch_sampler, SkippingBatchSampler):
             return None
         self.batch_sampler.recorded_indices = []
@@ -269,7 +269,7 @@ class PreparedDataLoader(DataLoader[Any]):
         if plan.round_size is not None:
             iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._receive_batches())
         else:
-            # In an evaluation, every process reads the whole stream.
+            # In an evaluation, every process reads the complete stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else UNSHARDED
             iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
@@ -391,7 +391,7 @@ _NOTHING: Any = object()
 
 
 def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
-    """A loader that skips batches in its next iteration, and the number that the caller must skip."""
+    """A loader that skips batches once, and the number of batches that the caller must skip."""
     if isinstance(loader, PreparedDataLoader):
         loader.skip_first(batches)
         return loader, 0

@@ -176,7 +176,7 @@ def save_rng_state(path: str) -> None:
 
 
 def load_rng_state(path: str) -> None:
-    """Restore the random states in `path`; if the file is missing, log that resuming is not exact."""
+    """Restore the random states in `path`. If the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
         files = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "rng_state*.pth"))
         reason = "The number of processes has changed, and each has random states" if files else f"{path} not found"

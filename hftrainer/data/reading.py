@@ -1,4 +1,4 @@
-"""Tracks the position in the training data, so that a resumed run reads the same samples."""
+"""Tracks the position in the data, so that a resumed run reads the same samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ResumePoint:
 
 
 class ReadingLog:
-    """Records the batches that a loader has read in an epoch, and the random states between them.
+    """Records the batches that a loader reads in an epoch, and the random states between.
 
     The loader reads one batch ahead, so a checkpoint needs the state from before that batch, which is read again.
     Workers read further ahead, in turns. A resumed run starts at the beginning of a round, with the states that the
@@ -116,7 +116,7 @@ class ReadingLog:
         return collate
 
     def count_batch(self, batch: Any, *, is_first: bool = True) -> Any:
-        """Count a batch, record the states that its worker sent, and return the batch without them.
+        """Count a batch, record its worker's states, and return the batch without them.
 
         Args:
             batch: the batch, from a worker or not.

@@ -112,7 +112,7 @@ def innermost(batch_sampler: Any) -> Any:
 
 
 class SkippingBatchSampler(BatchSamplerWrapper):
-    """A batch sampler that skips its first batches once, so that their samples are never loaded.
+    """A batch sampler that skips its first batches once, without loading their samples.
 
     Args:
         batch_sampler: yields the indices.
@@ -391,7 +391,7 @@ def check_split(size: int | None, processes: int) -> None:
 
 
 def set_epoch(part: Any, epoch: int) -> None:
-    """Set the epoch of the next iteration in a sampler, dataset or loader that has `set_epoch`."""
+    """Set the epoch of the next iteration in an object that has `set_epoch`."""
     if callable(getattr(part, "set_epoch", None)):
         part.set_epoch(epoch)
 

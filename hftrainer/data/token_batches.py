@@ -20,7 +20,7 @@ _MAX_CANDIDATES = 512
 
 
 def choose_boundaries(lengths: np.ndarray) -> list[int]:
-    """The maximum length of each bucket, for the fewest buckets with at most 5 % padding (at most 64)."""
+    """The maximum length of each bucket, for the fewest with at most 5 % padding (up to 64)."""
     values, counts = np.unique(lengths, return_counts=True)
     candidates = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_CANDIDATES)).round().astype(int))
     ends, samples = values[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
@@ -109,7 +109,7 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 class PackedBatchSampler(TokenBatchSampler):
-    """Yields batches of samples of any lengths, with at most `budget` tokens, for use without padding.
+    """Yields batches of samples of any lengths, with at most `budget` tokens without padding.
 
     Each sample goes to the batch with the fewest tokens, longest first. The number of batches depends only on the
     lengths, so it is computed once. An epoch varies the order of the samples, unless a batch overflows.
@@ -155,7 +155,7 @@ class PackedBatchSampler(TokenBatchSampler):
 
 
 class BucketCollator:
-    """Pads each batch to the boundary of its bucket, so that `torch.compile` sees one shape per bucket.
+    """Pads each batch to its bucket's boundary, so that `torch.compile` sees one shape per bucket.
 
     Args:
         collator: the script's collator, copied for another `pad_to_multiple_of`.

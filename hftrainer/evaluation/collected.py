@@ -1,4 +1,4 @@
-"""Collects the rows of an evaluation from all ranks in one copy on the CPU, in linear time."""
+"""Collects an evaluation's rows from all ranks in one copy on the CPU, in linear time."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class OutputCollector:
         self._device_batches.clear()
 
     def arrays(self) -> Any:
-        """All outputs, as arrays of shape `(samples, ...)` or as a list of batches; None without outputs."""
+        """All outputs as arrays of shape `(samples, ...)` or a list of batches; None without outputs."""
         self.move_to_cpu()
         if not self.concatenate:
             return self._batches or None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class EvaluationPass:
-    """A pass over an evaluation or test set, which one of Lightning's loops runs batch by batch.
+    """A pass over an evaluation or test set. One of Lightning's loops runs it batch by batch.
 
     Args:
         components: the parts of the Trainer.
@@ -184,7 +184,7 @@ class EvaluationPass:
         return self.trainer._prepare_input(inputs[name])
 
     def _keep(self, rows: dict[str, Any], inputs: Any, is_last: bool, *, is_full: bool) -> None:
-        """Gather a batch's rows from all ranks, then collect them or pass them to the metrics."""
+        """Gather a batch's rows from all ranks, and collect them or update the metrics."""
         skips_gathering = is_full and can_skip_gathering(self.trainer)
         gathered: dict[str, Any] = {}
         for name, value in rows.items():

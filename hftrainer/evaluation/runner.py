@@ -41,7 +41,7 @@ _MEMORY_HINT = (
 
 
 class EvaluationRunner(Component):
-    """Prepares a Trainer for a pass over a dataset, and sets up the pass for Lightning's loop.
+    """Prepares a Trainer and a pass over a dataset for one of Lightning's loops.
 
     Args:
         components: the parts of the Trainer.

@@ -83,7 +83,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
 
 
 def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -> None:
-    """Let the model recompute activations in backward, by the newest method that it has for this.
+    """Let the model recompute activations in backward, by its newest method for this.
 
     Args:
         model: the model.

@@ -113,7 +113,7 @@ def check_quantization(model: Any) -> str | None:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's loss predicts label `i + 1` at position `i`, and never the first label."""
+    """Whether the model's loss predicts label `i + 1` at position `i`, never the first."""
     bare = peers.unwrap_peft(model)
     is_encoder_decoder = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
     if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or is_encoder_decoder:

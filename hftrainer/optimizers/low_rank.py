@@ -1,4 +1,4 @@
-"""GaLore and APOLLO: optimizers that project the gradients of chosen linear layers to a lower rank.
+"""GaLore and APOLLO, which project the gradients of selected linear layers to a lower rank.
 
 The layer-wise variants step each parameter during backward, as soon as its gradient is ready, and free the gradient.
 """

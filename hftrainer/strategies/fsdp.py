@@ -61,7 +61,7 @@ class FsdpStrategy(Strategy):
         return ShardedScaler(self.device.type) if is_v1 and self.plan.precision == "16-mixed" else super().make_scaler()
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
-        """Shard the model before the optimizer is made, then load this process's part of the weights."""
+        """Shard the model before the optimizer is made, then load this process's weights."""
         trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
         load()
 

@@ -95,7 +95,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def lightning_strategy(self, settings: Any) -> Any:
-        """Lightning's strategy for a run; `settings` are the `StrategySettings` of the adapter."""
+        """Lightning's strategy for a run. `settings` are the `StrategySettings` of the adapter."""
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
         """Reject the script's optimizer or scheduler if the strategy creates its own."""
@@ -134,7 +134,7 @@ class Strategy(ABC):
         model.to(device)
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
-        """Shard the Trainer's model and load a checkpoint into it, in the order that the strategy needs.
+        """Shard the Trainer's model and load a checkpoint, in the order that the strategy needs.
 
         Args:
             trainer: the Trainer, whose model is replaced by the sharded one.
@@ -218,7 +218,7 @@ class Strategy(ABC):
         """Seed generators that `torch.manual_seed` does not seed."""
 
     def run_recorded_operations(self) -> None:
-        """Run the operations that the device has recorded; only XLA records operations."""
+        """Run the operations that the device has recorded. Only XLA records operations."""
 
     def to_cpu(self, state: Any) -> Any:
         """The state in a form that any process can load. On XLA, a copy in CPU memory."""
@@ -295,7 +295,7 @@ class Strategy(ABC):
 
 
 class ReplicasStrategy(Strategy):
-    """Keeps a replica of the model in each process; states have torch's own format."""
+    """Keeps a replica of the model in each process, with states in torch's format."""
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
