@@ -750,7 +750,7 @@ class Trainer(EarlierMethods):
         evaluation = self._hftrainer.evaluation
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, own=eval_dataset is None)
+            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, uses_names=eval_dataset is None)
         self._memory_tracker.start()
         with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
             dataloader = self.get_eval_dataloader(eval_dataset)

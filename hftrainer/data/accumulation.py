@@ -1,4 +1,4 @@
-"""The length of a run, and an iterator over its micro-batches, in one window per optimizer step."""
+"""Computes a run's length, and iterates over its micro-batches in windows of one step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AccumulationWindow:
 
     Attributes:
         size: actual micro-batches in the step; the last step of an epoch may have fewer.
-        num_items: items that the loss is averaged over in the whole step, or None when not needed.
+        num_items: items over which the loss of the step is averaged; None when not needed.
         is_first: whether this is the step's first micro-batch.
         is_last: whether the optimizer steps after this micro-batch.
         index: index of the micro-batch in the epoch.
@@ -38,8 +38,8 @@ class Span:
 
     Attributes:
         epoch: the epoch, counted from 0.
-        start: index of the first one in the epoch.
-        micro_batches: how many there are.
+        start: index of the first micro-batch in the epoch.
+        micro_batches: number of micro-batches.
     """
 
     epoch: int
@@ -49,53 +49,53 @@ class Span:
 
 @dataclass(eq=False)
 class MicroBatchIterator:
-    """An iterable over the micro-batches of an epoch; `window` describes the last one yielded.
+    """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
 
-    A whole window is fetched before its first micro-batch is used, as in `transformers.Trainer`: the number of items
-    in a window must be known before its first loss.
+    All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
+    items in a window must be known before its first loss.
 
     Args:
         schedule: the lengths of the run.
-        planned: returns the micro-batches per optimizer step that the schedule assumes for this epoch.
+        planned_accumulation: returns the micro-batches per optimizer step that the schedule assumes for this epoch.
         accumulation: returns the current micro-batches per optimizer step. Callbacks may change it: the next window
             uses the new value, and the epoch keeps its planned number of windows, as in `transformers.Trainer`.
         open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
         get_window: `(iterator, count) -> (micro-batches, num_items)`.
         on_first_window: called once after the first window of an iteration is fetched.
-        interrupted: returns True once a callback has ended the epoch or the training.
-        skips: `(index of a window's first micro-batch) -> whether the window is dropped` after it was fetched.
+        is_interrupted: returns True once a callback has ended the epoch or the training.
+        skips: `(index of a window's first micro-batch) -> whether the window is dropped` after it is fetched.
 
     Attributes:
         window_start: index of the first micro-batch of the current window.
     """
 
     schedule: TrainingSchedule
-    planned: Callable[[], int]
+    planned_accumulation: Callable[[], int]
     accumulation: Callable[[], int]
     open_epoch: Callable[[], Iterator[Any]]
     get_window: Callable[[Iterator[Any], int], tuple[list[Any], Any]]
     on_first_window: Callable[[], None]
-    interrupted: Callable[[], bool]
+    is_interrupted: Callable[[], bool]
     position: int
     skips: Callable[[int], bool] = lambda start: False
     window_start: int = 0
     window: AccumulationWindow | None = None
 
     def __len__(self) -> int:
-        """Micro-batches in an epoch; for data without a length, as many as `max_steps` needs."""
+        """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
         return self.schedule.steps_in_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        # Nothing happens before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
+        # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
         index, self.position = self.position, 0
         iterator = self.open_epoch()
         total = self.schedule.steps_in_epoch
         size = self.accumulation()
         remainder = total % size or size
-        first_update, last_update = index // size, math.ceil(total / self.planned()) - 1
+        first_update, last_update = index // size, math.ceil(total / self.planned_accumulation()) - 1
         for update in range(first_update, last_update + 1):
-            wanted = remainder if update == last_update else self.accumulation()
-            samples, num_items = self.get_window(iterator, wanted)
+            count = remainder if update == last_update else self.accumulation()
+            samples, num_items = self.get_window(iterator, count)
             if update == first_update:
                 self.on_first_window()
             if not samples:
@@ -116,7 +116,7 @@ class MicroBatchIterator:
                 )
                 index += 1
                 yield sample
-                if self.interrupted():
+                if self.is_interrupted():
                     return
 
     # Lightning resumes within an epoch only if the loader has these two methods.
@@ -134,13 +134,13 @@ class TrainingSchedule(NamedTuple):
     """The lengths of a run, in the order in which `set_initial_training_values` of v5 returns them.
 
     Attributes:
-        num_train_epochs: passes over the data that the run begins; `sys.maxsize` when only steps end it.
-        num_update_steps_per_epoch: optimizer steps in one pass; in the first one if passes differ.
-        num_examples: samples in one pass.
-        num_train_samples: samples in the whole run.
+        num_train_epochs: epochs that the run begins; `sys.maxsize` if only `max_steps` ends it.
+        num_update_steps_per_epoch: optimizer steps in an epoch; in the first epoch if epochs differ.
+        num_examples: samples in an epoch.
+        num_train_samples: samples in the run.
         total_train_batch_size: samples per optimizer step over all processes.
-        steps_in_epoch: micro-batches in one pass of this process.
-        max_steps: optimizer steps in the whole run.
+        steps_in_epoch: micro-batches in an epoch of this process.
+        max_steps: optimizer steps in the run.
     """
 
     num_train_epochs: int
@@ -153,7 +153,7 @@ class TrainingSchedule(NamedTuple):
 
 
 def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_size: int) -> TrainingSchedule:
-    """The lengths of a run from a subclass's `set_initial_training_values`, in the order of any release.
+    """The schedule that a subclass's `set_initial_training_values` returned, in any release's order.
 
     Args:
         values: seven values; up to v5.2, the fifth is a bool.
@@ -161,7 +161,7 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
         total_train_batch_size: samples per optimizer step over all processes.
 
     Raises:
-        InvalidArgument: for another number of values.
+        InvalidArgument: if the number of values is not seven.
     """
     values = tuple(values)
     if len(values) != len(TrainingSchedule._fields):
@@ -172,13 +172,13 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
     if not isinstance(values[4], bool):
         return TrainingSchedule(*values)
     earlier = EarlierSchedule(*values)
-    steps, planned = earlier.len_dataloader, earlier.max_steps * args.gradient_accumulation_steps
+    steps, planned_micro_batches = earlier.len_dataloader, earlier.max_steps * args.gradient_accumulation_steps
     return TrainingSchedule(
-        *earlier[:4], total_train_batch_size, planned if steps is None else steps, earlier.max_steps
+        *earlier[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, earlier.max_steps
     )
 
 
-#: Epoch → micro-batches per optimizer step in it.
+#: Epoch → micro-batches per optimizer step in this epoch.
 Accumulation = Callable[[int], int]
 
 
@@ -188,10 +188,10 @@ def position_at_step(
     """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps.
 
     Args:
-        global_step: how many steps.
+        global_step: number of optimizer steps.
         micro_batches: length of an epoch.
         accumulation_at: epoch → micro-batches per optimizer step in it.
-        skipped: epoch and first micro-batch of each window that is no step.
+        skipped: epoch and first micro-batch of each window that was skipped, so that it is not a step.
     """
     epoch, starts = 0, sorted(skipped)
     while global_step >= (
@@ -222,10 +222,10 @@ def plan_schedule(
         num_examples: samples in the loader, if it has a length.
         total_batch_size: samples per optimizer step, over all processes.
         accumulation_at: epoch → micro-batches per optimizer step in it.
-        steps_of_epoch: micro-batches in an epoch, and in an optimizer step → optimizer steps in the epoch.
+        steps_of_epoch: (micro-batches per epoch, micro-batches per optimizer step) → optimizer steps per epoch.
 
     Raises:
-        InvalidArgument: when the length of training is not determined, or when there is no data.
+        InvalidArgument: if the arguments do not determine the length of training, or if the data is empty.
     """
     accumulation = accumulation_at(0)
     if micro_batches == 0:
@@ -248,15 +248,15 @@ def plan_schedule(
         return steps_of_epoch(micro_batches, accumulation_at(epoch))
 
     if args.max_steps > 0:
-        epochs, left, steps = 0, args.max_steps, args.max_steps
-        while left > 0:
-            left -= steps_at(epochs)
+        epochs, remaining_steps, steps = 0, args.max_steps, args.max_steps
+        while remaining_steps > 0:
+            remaining_steps -= steps_at(epochs)
             epochs += 1
         samples = steps * total_batch_size
     else:
-        epochs, whole = math.ceil(args.num_train_epochs), int(args.num_train_epochs)
-        of_last = (args.num_train_epochs - whole) * steps_at(whole)
+        epochs, full_epochs = math.ceil(args.num_train_epochs), int(args.num_train_epochs)
+        last_steps = (args.num_train_epochs - full_epochs) * steps_at(full_epochs)
         # With max_steps=0, training stops after the first step, as in transformers.
-        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(steps_at, range(whole))) + of_last)
+        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(steps_at, range(full_epochs))) + last_steps)
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
     return TrainingSchedule(epochs, steps_at(0), num_examples, samples, total_batch_size, micro_batches, steps)

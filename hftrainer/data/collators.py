@@ -1,4 +1,4 @@
-"""Turns samples into the model's inputs: collators, the columns that the model accepts, and token counts."""
+"""Turns samples into the model's inputs: collators, column removal and token counts."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         batch["labels"] = _labels(values, values[0][0])
     for key, value in first.items():
         if isinstance(value, str) and key == "labels":
-            log_once(
-                logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs their numbers."
-            )
+            log_once(logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs numbers.")
         elif key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
-            batch[key] = _stacked(key, [sample[key] for sample in samples])
+            batch[key] = _stack(key, [sample[key] for sample in samples])
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}
     return batch
@@ -60,7 +58,7 @@ def _attributes(sample: Any) -> dict[str, Any]:
         attributes: dict[str, Any] = vars(sample)
     except TypeError:
         raise WrongObject(
-            f"A sample is a {type(sample).__name__}, and the model is called with names: let the dataset return dicts "
+            f"A sample is a {type(sample).__name__}, but the model needs named inputs: let the dataset return dicts "
             "whose keys are parameters of its forward, such as {'x': x, 'labels': y}; or name the parts in a collator: "
             "data_collator=lambda samples: dict(zip(('x', 'labels'), torch.utils.data.default_collate(samples)))."
         ) from None
@@ -68,7 +66,7 @@ def _attributes(sample: Any) -> dict[str, Any]:
 
 
 def _labels(values: list[Any], sample: Any) -> torch.Tensor:
-    """Int64 labels if `sample` is an integer, else float32; tensors with dimensions are stacked."""
+    """Int64 labels if `sample` is an integer, else float32. Tensors with dimensions are stacked."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.ndim > 0:
         return torch.stack(values)
@@ -76,7 +74,7 @@ def _labels(values: list[Any], sample: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.long if isinstance(number, (int, np.integer)) else torch.float)
 
 
-def _stacked(key: str, values: list[Any]) -> torch.Tensor:
+def _stack(key: str, values: list[Any]) -> torch.Tensor:
     try:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values)
@@ -109,10 +107,10 @@ class DataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> Any:
-        """Pad and stack; `label` and `label_ids` are renamed `labels`."""
+        """Pad and stack the samples. `label` and `label_ids` are renamed `labels`."""
         # Silence fast tokenizers' advice to pad while encoding: the samples are already encoded here.
         warnings = getattr(self.tokenizer, "deprecation_warnings", {})
-        before = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
+        is_silent = warnings.get("Asking-to-pad-a-fast-tokenizer", False)
         warnings["Asking-to-pad-a-fast-tokenizer"] = True
         try:
             batch = self.tokenizer.pad(
@@ -123,14 +121,14 @@ class DataCollatorWithPadding:
                 return_tensors=self.return_tensors,
             )
         finally:
-            warnings["Asking-to-pad-a-fast-tokenizer"] = before
+            warnings["Asking-to-pad-a-fast-tokenizer"] = is_silent
         for key in ("label", "label_ids"):
             if key in batch:
                 batch["labels"] = batch.pop(key)
         return batch
 
 
-#: Collators that draw no random numbers, by the names that they have here and in transformers.
+#: Collators that draw no random numbers, by their names here and in transformers.
 _WITHOUT_DRAWS = (
     "default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForTokenClassification"
 )  # fmt: skip
@@ -145,7 +143,7 @@ def draws_nothing(collate_fn: Any) -> bool:
 
 
 def holds_samples(dataset: Any) -> bool:
-    """Whether a dataset holds its samples, rather than making them when asked."""
+    """Whether a dataset stores its samples instead of computing them on access."""
     if peers.is_map_style_dataset(dataset):
         return bool(dataset.format["type"] != "custom")
     return type(dataset) in (list, tuple) and all(type(sample) is dict for sample in dataset)
@@ -155,7 +153,7 @@ def holds_samples(dataset: Any) -> bool:
 
 
 def signature_columns(model: Any, label_names: Sequence[str]) -> list[str]:
-    """The keys that `model.forward` takes, and those that collators turn into labels."""
+    """The keys that `model.forward` accepts, and those that collators turn into labels."""
     parameters = list(inspect.signature(called_model(model).forward).parameters)
     return list(dict.fromkeys([*parameters, "label", "label_ids", *label_names]))
 
@@ -164,27 +162,27 @@ def remove_unused_columns(dataset: Any, columns: Sequence[str], description: str
     """A `datasets.Dataset` with only the columns in `columns`.
 
     Raises:
-        InvalidArgument: when no column is left; names the dataset's columns and the model's arguments.
+        InvalidArgument: if all columns would be removed; names the dataset's columns and the model's arguments.
     """
     ignored = [name for name in dataset.column_names if name not in columns]
     if len(ignored) == len(dataset.column_names):
         raise InvalidArgument(
             f"No column of the {description or 'given'} dataset is an argument of {model_name}.forward: the dataset "
-            f"has {', '.join(sorted(ignored))}; the model takes {', '.join(columns)}. Rename the columns, or set "
+            f"has {', '.join(sorted(ignored))}; the model accepts {', '.join(columns)}. Rename the columns, or set "
             "remove_unused_columns=False and let your data collator build the inputs."
         )
     if ignored:
-        logger.info("Columns that %s.forward does not take have been ignored: %s", model_name, ", ".join(ignored))
+        logger.info("Columns that %s.forward does not accept are ignored: %s", model_name, ", ".join(ignored))
         return dataset.remove_columns(ignored)
     return dataset
 
 
 def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Sequence[str]) -> None:
-    """Explain a KeyError of a collator or a loss, if its key is one of the columns that are removed.
+    """Explain a KeyError of a collator or loss for a removed column.
 
     Args:
         error: the error; from a loader's worker, its message is the text of a traceback.
-        datasets: what the samples came from.
+        datasets: the sources of the samples.
         columns: the columns that are kept.
 
     Raises:
@@ -195,54 +193,54 @@ def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Se
     for name in removed & {name for name in missing if isinstance(name, str)}:
         raise RemovedColumn(
             f"The data collator or the loss reads the column {name!r}, which was removed since the model's forward "
-            "does not take it: set remove_unused_columns=False, and let the collator or compute_loss drop what the "
-            "model does not take."
+            "does not accept it: set remove_unused_columns=False, and let the collator or compute_loss drop what the "
+            "model does not accept."
         ) from error
 
 
 def note_removed(error: Exception, datasets: Sequence[Any], columns: Sequence[str]) -> None:
-    """Add to an error of a model which columns of the samples it did not get; the arguments are as above."""
+    """Add a note with the removed columns to a model's error. Arguments as for `explain_removed_column`."""
     if removed := sorted({str(name) for dataset in datasets for name in _columns_of(dataset)} - {*columns}):
         add_note(
             error,
-            f"The samples also have {', '.join(removed)}, which the model's forward does not take, so they were "
-            "removed. Texts must be tokenized, and labels have the name that forward gives them.",
+            f"The samples also have {', '.join(removed)}, which the model's forward does not accept, so they were "
+            "removed. Tokenize texts, and name the labels as forward does.",
         )
 
 
 def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
-    """Explain an error from calling the model with an unknown keyword, or without a required one.
+    """Explain the error of a model call with an unknown or missing argument.
 
     Args:
         error: the error.
         model: the model.
-        datasets: what the samples came from.
+        datasets: the sources of the samples.
 
     Raises:
         UnknownKey: in place of such an error.
     """
-    found = re.search(
+    match = re.search(
         r"(\w+)\.forward\(\) (?:got an unexpected keyword argument '(?P<unknown>\w+)'|missing .*: '(?P<missing>\w+)')",
         str(error),
     )
-    if found is None or found[1] not in (type(model).__name__, type(peers.unwrap_peft(model)).__name__):
+    if match is None or match[1] not in (type(model).__name__, type(peers.unwrap_peft(model)).__name__):
         return
-    if found["unknown"]:
-        instead = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
-        if "label" in found["unknown"]:
-            instead = f"give it a parameter {found['unknown']}=None, and return the loss where that is not None"
+    if match["unknown"]:
+        advice = "let data_collator drop it (remove_unused_columns drops columns of the dataset only), or add it"
+        if "label" in match["unknown"]:
+            advice = f"add a parameter {match['unknown']}=None to forward, and return the loss if it is not None"
         raise UnknownKey(
-            f"The batch has {found['unknown']!r}, which {found[1]}.forward does not take: {instead}."
+            f"The batch has {match['unknown']!r}, which {match[1]}.forward does not accept: {advice}."
         ) from error
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
-    sentence = f"The batch has no {found['missing']!r}, which {found[1]}.forward needs"
-    if found["missing"] in keys:
+    sentence = f"The batch has no {match['missing']!r}, which {match[1]}.forward needs"
+    if match["missing"] in keys:
         raise UnknownKey(
-            f"{sentence}; the samples have it, so data_collator or compute_loss has dropped it."
+            f"{sentence}, but the samples have it, so data_collator or compute_loss has dropped it."
         ) from error
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
     raise UnknownKey(
-        f"{sentence}{have}. Rename the key; texts have to be tokenized first, and a data_collator may build the inputs."
+        f"{sentence}{have}. Rename the key, tokenize texts first, or let a data_collator build the inputs."
     ) from error
 
 
@@ -269,20 +267,20 @@ class RemoveColumnsCollator:
 
     def __call__(self, features: list[Any]) -> Any:
         """Drop the keys, then collate the samples."""
-        return self.data_collator([self._kept(feature) for feature in features])
+        return self.data_collator([self._drop_keys(feature) for feature in features])
 
-    def _kept(self, feature: Any) -> Any:
+    def _drop_keys(self, feature: Any) -> Any:
         if not isinstance(feature, (dict, Mapping)) or feature.keys() <= self.columns:
             return feature
-        kept = {name: value for name, value in feature.items() if name in self.columns}
-        if feature and not kept:
+        selection = {name: value for name, value in feature.items() if name in self.columns}
+        if feature and not selection:
             raise InvalidArgument(
                 f"No key of the {self.description or 'given'} samples is an argument of {self.model_name}.forward: "
                 f"the samples have {', '.join(map(str, feature))}; the model accepts "
                 f"{', '.join(sorted(self.columns))}. "
                 "Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
             )
-        return kept
+        return selection
 
 
 def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token_id: int | None) -> torch.Tensor | None:
@@ -292,7 +290,7 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
         inputs: the batch.
         main_input: the key of the token ids, of shape `(batch, length)`.
         how: 'all', or 'non_padding' to exclude padding by the attention mask or the padding token.
-        pad_token_id: the padding token, if there is one.
+        pad_token_id: the padding token, or None.
     """
     if main_input not in inputs:
         log_once(logger, f"Input tokens are not counted: the batch has no {main_input!r}. Set model.main_input_name.")
@@ -313,7 +311,7 @@ def count_tokens(inputs: Mapping[str, Any], main_input: str, how: str, pad_token
 
 
 def number_of_tokens(loader: Iterable[Any], max_steps: int | None) -> int:
-    """Input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
+    """Input tokens in a loader, or in its first batch times `max_steps`. Reads the data."""
     tokens = 0
     for batch in loader:
         count: int = batch["input_ids"].numel()

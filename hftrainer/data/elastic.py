@@ -1,7 +1,7 @@
 """Elastic runs: splits an epoch into the same global batches for any number of processes.
 
-A global batch is the samples of an optimizer step. If an epoch has only whole global batches, then after each step the
-samples read are the first in the epoch's order, however they are divided into micro-batches and among ranks.
+A global batch is the samples of an optimizer step. If an epoch has only complete global batches, the samples read after
+each step are the first in the epoch's order, however they are divided into micro-batches and among ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 logger = logging.getLogger(__name__)
 
 
-def whole_batches(
+def complete_groups(
     samples: Iterable[Any], size: int, drop_last: bool, first: Iterable[Any] | None = None
 ) -> Iterator[Any]:
-    """Yields the samples of whole groups of `size`.
+    """Yields the samples of complete groups of `size`.
 
     Args:
-        samples: what is grouped.
+        samples: the samples to group.
         size: samples of a group.
         drop_last: drop an incomplete last group, rather than completing it with the first samples.
         first: the first samples, if `samples` do not begin with them.
@@ -45,16 +45,16 @@ def whole_batches(
         yield from group
 
 
-def whole_count(count: int, size: int, drop_last: bool) -> int:
-    """The number of samples that `whole_batches` yields of `count`."""
+def complete_count(count: int, size: int, drop_last: bool) -> int:
+    """The number of samples that `complete_groups` yields for `count` samples."""
     return (count // size if drop_last else -(-count // size)) * size
 
 
-class WholeBatchSampler(Sampler[int]):
-    """A sampler whose epoch has whole global batches, in an order that is the same on every rank of any run.
+class GlobalBatchSampler(Sampler[int]):
+    """A sampler of complete global batches, in the same order on all ranks of any run.
 
     Args:
-        sampler: yields the order, which is drawn at once, with generators seeded by `seed` and the epoch.
+        sampler: yields the order. It is drawn when an epoch starts, with generators seeded by `seed` and the epoch.
         size: samples in a global batch.
         drop_last: drop an incomplete global batch, rather than completing it with the epoch's first samples.
         seed: the seed of epoch 0.
@@ -65,16 +65,16 @@ class WholeBatchSampler(Sampler[int]):
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
-        before = random_states()
+        states = random_states()
         seed_cpu(self.seed + self.epoch)
         try:
             order = list(self.sampler)
         finally:
-            restore_random_states(before)
-        return whole_batches(order, self.size, self.drop_last)
+            restore_random_states(states)
+        return complete_groups(order, self.size, self.drop_last)
 
     def __len__(self) -> int:
-        return whole_count(len(self.sampler), self.size, self.drop_last)
+        return complete_count(len(self.sampler), self.size, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -82,11 +82,11 @@ class WholeBatchSampler(Sampler[int]):
         set_epoch(self.sampler, epoch)
 
 
-class WholeBatchStream(StreamWrapper):
-    """A stream of whole global batches.
+class GlobalBatchStream(StreamWrapper):
+    """A stream of complete global batches.
 
     Args:
-        dataset: the stream, whose own state is the position.
+        dataset: the stream. Its state, if it has one, is the position.
         size: samples in a global batch.
         drop_last: drop an incomplete global batch, rather than completing it with the epoch's first samples.
     """
@@ -94,21 +94,21 @@ class WholeBatchStream(StreamWrapper):
     def __init__(self, dataset: Any, size: int, drop_last: bool) -> None:
         super().__init__(peers.unsplit_stream(dataset))
         self.size, self.drop_last = size, drop_last
-        self._beginning: Any = None
+        self._epoch_start_stream: Any = None
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next iteration begin in the middle of its epoch, whose first samples may be needed at its end."""
-        self._beginning = peers.copy_stream(self.dataset)
+        """Let the next iteration begin within the epoch. Keep its first samples for an incomplete end."""
+        self._epoch_start_stream = peers.copy_stream(self.dataset)
         self.dataset.load_state_dict(state)
 
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()
-        beginning, self._beginning = self._beginning, None
-        set_epoch(beginning, self.epoch)
-        return whole_batches(self.dataset, self.size, self.drop_last, beginning)
+        start_stream, self._epoch_start_stream = self._epoch_start_stream, None
+        set_epoch(start_stream, self.epoch)
+        return complete_groups(self.dataset, self.size, self.drop_last, start_stream)
 
     def __len__(self) -> int:
-        return whole_count(len(self.dataset), self.size, self.drop_last)
+        return complete_count(len(self.dataset), self.size, self.drop_last)
 
 
 def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
@@ -126,24 +126,25 @@ def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:
     raise UnsupportedArgument(f"elastic=True: {reason}.")
 
 
-def make_whole_batch_loader(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
-    """A loader of the same stream, whose epoch has whole global batches. One worker at most reads it, in order."""
-    dataset = WholeBatchStream(loader.dataset, global_batch, loader.drop_last)
+def make_global_batch_loader(loader: DataLoader[Any], global_batch: int) -> DataLoader[Any]:
+    """A loader of the same stream, with complete global batches and at most one worker."""
+    dataset = GlobalBatchStream(loader.dataset, global_batch, loader.drop_last)
     settings = settings_of(loader) | {"num_workers": min(loader.num_workers, 1)}
     if loader.num_workers > 1:
         logger.warning(
-            "elastic=True: one loading process reads the stream, not dataloader_num_workers=%d, which would divide it.",
+            "elastic=True: one worker reads the stream, not dataloader_num_workers=%d, which would divide it.",
             loader.num_workers,
         )
     return DataLoader(dataset, loader.batch_size, drop_last=loader.drop_last, **settings)
 
 
-def make_whole_batch_sampler(batches: Any, global_batch: int, seed: int | None) -> Any:
-    """A batch sampler with the samples of `batches`, whose epoch has whole global batches."""
-    if isinstance(batches, MixtureBatchSampler):  # it has, and its order follows from the seed alone
+def make_global_batch_sampler(batches: Any, global_batch: int, seed: int | None) -> Any:
+    """A batch sampler over the samples of `batches`, with complete global batches."""
+    # Its global batches are complete, and its order depends only on the seed.
+    if isinstance(batches, MixtureBatchSampler):
         return batches
     seed = torch.initial_seed() if seed is None else seed
-    sampler = WholeBatchSampler(batches.sampler, global_batch, batches.drop_last, seed)
+    sampler = GlobalBatchSampler(batches.sampler, global_batch, batches.drop_last, seed)
     return BatchSampler(sampler, batches.batch_size, drop_last=False)
 
 
@@ -156,18 +157,18 @@ def accumulation_steps(global_batch: int, batch_size: int, processes: int) -> in
         processes: number of processes that read different samples.
 
     Raises:
-        InvalidArgument: if there is no such number; the error lists the possible batch sizes and numbers of processes.
+        InvalidArgument: if no such number exists; the error lists the possible batch sizes and numbers of processes.
     """
-    steps, left = divmod(global_batch, batch_size * processes)
-    if steps and not left:
+    steps, remainder = divmod(global_batch, batch_size * processes)
+    if steps and not remainder:
         return steps
     sizes = _divisors(global_batch // processes) if global_batch % processes == 0 else []
     numbers = _divisors(global_batch // batch_size) if global_batch % batch_size == 0 else []
-    possible = [f"per_device_train_batch_size of {_listed(sizes)}"] if sizes else []
-    possible += [f"{_listed(numbers)} process{'es' * (numbers != [1])}"] if numbers else []
+    options = [f"per_device_train_batch_size of {_join_numbers(sizes)}"] if sizes else []
+    options += [f"{_join_numbers(numbers)} process{'es' * (numbers != [1])}"] if numbers else []
     raise InvalidArgument(
-        f"elastic=True: a step of this run has {global_batch} samples, and those of {processes} x "
-        f"per_device_train_batch_size={batch_size} do not divide them. Use {', or '.join(possible) or 'other numbers'}."
+        f"elastic=True: a step of this run has {global_batch} samples, which {processes} x "
+        f"per_device_train_batch_size={batch_size} does not divide. Use {', or '.join(options) or 'other numbers'}."
     )
 
 
@@ -175,6 +176,6 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _listed(numbers: list[int]) -> str:
+def _join_numbers(numbers: list[int]) -> str:
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,4 +1,4 @@
-"""Plans each process's loader: the data that it reads, and the collective operations that it needs."""
+"""Plans the data and the collective operations of each process's loader."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class LoaderPlan:
     """How the loader of one process differs from the script's loader.
 
     Attributes:
-        dataset: the dataset that it reads.
-        settings: `DataLoader` keywords for sampling.
+        dataset: the dataset that the process reads.
+        settings: keyword arguments of `DataLoader` for sampling.
         evaluation_sampler: this process's batches of a distributed evaluation.
         processes: the processes of distributed training, else None.
         round_size: number of batches that the main process reads before it scatters them; None when each process reads
-            its own.
+            its own batches.
         generator: draws the sample order, the same in all processes.
         has_own_batch_count: whether each process knows only its own number of batches.
         splits: whether each batch of the script's loader is split among the processes.
@@ -49,7 +49,7 @@ class LoaderPlan:
     splits: bool = False
 
     def stop_at_shortest_shard(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields batches until any process has no more."""
+        """Yields batches until one of the processes has no more."""
         if not self.has_own_batch_count:
             yield from batches
             return
@@ -60,7 +60,7 @@ class LoaderPlan:
         if batch is not nothing:
             logger.warning(
                 "The epoch ends with the shortest shard of the stream; this process drops the rest of its shard. "
-                "To read all samples, give each process the same number of them."
+                "To read all samples, make shards of equal length."
             )
 
     @property
@@ -82,18 +82,19 @@ def plan_loader(
     seed: int | None,
     global_batch: int | None,
 ) -> LoaderPlan:
-    """Plan the loader of one process; the arguments are those of `PreparedDataLoader`."""
+    """Plan the loader of one process. The arguments are those of `PreparedDataLoader`."""
     trains = processes is not None and shard_spec.processes > 1
     is_stream = isinstance(loader.dataset, IterableDataset)
     if global_batch is not None:
         elastic.check_loader(loader, config)
-        loader = elastic.make_whole_batch_loader(loader, global_batch) if is_stream else loader
+        loader = elastic.make_global_batch_loader(loader, global_batch) if is_stream else loader
     if trains and config.split_batches:
         samplers.check_split(samples_per_batch(loader), shard_spec.processes)
-    dispatched = is_stream if config.dispatch_batches is None else config.dispatch_batches
-    if trains and dispatched:
+    dispatches = is_stream if config.dispatch_batches is None else config.dispatch_batches
+    if trains and dispatches:
         plan = _plan_unsharded(loader, config, seed, global_batch)
-        plan.settings["generator"] = None  # as in accelerate, which draws seeds from torch's global generator
+        # As in accelerate, torch's global generator draws the seeds.
+        plan.settings["generator"] = None
         plan.round_size = 1 if config.split_batches else shard_spec.processes
         plan.splits = config.split_batches
     elif trains and is_stream:
@@ -102,7 +103,7 @@ def plan_loader(
         batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
         if not config.use_seedable_sampler:
             batches, generator = _with_generator(batches)
-        batches = batches if global_batch is None else elastic.make_whole_batch_sampler(batches, global_batch, seed)
+        batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
         even = samplers.EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
         plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
     elif shard_spec.processes > 1 and not is_stream:
@@ -122,12 +123,12 @@ def _plan_unsharded(
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     batches = _batches(loader, seed, seedable=config.use_seedable_sampler)
-    batches = batches if global_batch is None else elastic.make_whole_batch_sampler(batches, global_batch, seed)
+    batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
     return LoaderPlan(loader.dataset, _sampling(loader, batches))
 
 
 def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
-    """The plan for a stream in training: each process reads its own shards, or its part of each round."""
+    """The plan for a training stream: each process reads its shards or a part of each round."""
     size, dataset = loader.batch_size, None
     if size is None:
         raise InvalidArgument(
@@ -141,21 +142,22 @@ def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec:
     generator = None
     if dataset is None:
         dataset = samplers.ShardedStream(loader.dataset, shard_spec, size, loader.drop_last)
-        drawn_from = getattr(loader.dataset, "generator", None)
-        generator = drawn_from if isinstance(drawn_from, torch.Generator) else None
+        stream_generator = getattr(loader.dataset, "generator", None)
+        generator = stream_generator if isinstance(stream_generator, torch.Generator) else None
     return LoaderPlan(
         dataset, {"batch_size": size, "drop_last": loader.drop_last}, generator=generator, has_own_batch_count=True
     )
 
 
 def _sampling(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
-    if loader.batch_sampler is None:  # the dataset returns a whole batch for each item of the sampler
+    # The dataset returns a complete batch for each item of the sampler.
+    if loader.batch_sampler is None:
         return {"batch_size": None, "sampler": batches}
     return {"batch_sampler": samplers.SkippingBatchSampler(batches)}
 
 
 def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True) -> Any:
-    """The sampler of whole batches, with a random order made seedable. The user's own object is not changed."""
+    """The sampler of batches, with a seedable random order. The user's object is not changed."""
     if loader.batch_sampler is None:
         return loader.sampler
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
@@ -174,7 +176,7 @@ def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True
 
 
 def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
-    """The batch sampler and its sampler's generator, made if absent; None if the sampler cannot have one."""
+    """The batch sampler and its generator, made if absent, or None if impossible."""
     sampler: Any = getattr(batches, "sampler", None)
     if not hasattr(sampler, "generator"):
         return batches, None
@@ -187,9 +189,9 @@ def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
 
 
 def _with_sampler(batches: Any, sampler: Any) -> Any:
-    replaced = copy.copy(batches)
-    replaced.sampler = sampler
-    return replaced
+    result = copy.copy(batches)
+    result.sampler = sampler
+    return result
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
@@ -201,15 +203,15 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
 
 
 def group_batches(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Yields groups of `count` batches; the last may have fewer, unless it is dropped. Does not read ahead."""
-    while len(taken := list(islice(batches, count))) == count:
-        yield taken
-    if taken and not drop_last:
-        yield taken
+    """Yields groups of `count` batches without reading ahead. An incomplete last group may be dropped."""
+    while len(group := list(islice(batches, count))) == count:
+        yield group
+    if group and not drop_last:
+        yield group
 
 
 def split_groups(groups: Iterable[list[Any]], processes: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Concatenates each group of batches and splits its rows into equal parts, one for each process.
+    """Yields each group's rows, concatenated and split into equal parts, one for each process.
 
     Missing rows are taken from the first group; with `drop_last`, surplus rows are dropped instead.
 
@@ -218,18 +220,18 @@ def split_groups(groups: Iterable[list[Any]], processes: int, drop_last: bool) -
     """
     first: Any = None
     for group in groups:
-        whole = _joined(group)
-        first = _rows(whole, 0, processes) if first is None else first
-        size, left = divmod(find_batch_size(whole) or 0, processes)
-        if left and not drop_last:
-            whole, size = _joined([whole, first]), size + 1
-        yield [_rows(whole, rank * size, (rank + 1) * size) for rank in range(processes)]
+        batch = _concatenate(group)
+        first = _slice_rows(batch, 0, processes) if first is None else first
+        size, remainder = divmod(find_batch_size(batch) or 0, processes)
+        if remainder and not drop_last:
+            batch, size = _concatenate([batch, first]), size + 1
+        yield [_slice_rows(batch, rank * size, (rank + 1) * size) for rank in range(processes)]
 
 
-_INSTEAD = "set accelerator_config={'dispatch_batches': False}, so that each process reads its own batches."
+_ADVICE = "set accelerator_config={'dispatch_batches': False}, so that each process reads its own batches."
 
 
-def _joined(batches: list[Any]) -> Any:
+def _concatenate(batches: list[Any]) -> Any:
     first = batches[0]
     if isinstance(first, torch.Tensor):
         try:
@@ -237,17 +239,17 @@ def _joined(batches: list[Any]) -> Any:
         except RuntimeError as error:
             raise InvalidArgument(
                 f"The main process cannot concatenate batches of different shapes: {error}. Pad all batches to one "
-                f"length, or {_INSTEAD}"
+                f"length, or {_ADVICE}"
             ) from error
     if isinstance(first, (dict, Mapping)):
         kind: Any = type(first)
-        return kind({key: _joined([batch[key] for batch in batches]) for key in first})
+        return kind({key: _concatenate([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (list, tuple)):
-        columns = [_joined(list(column)) for column in zip(*batches, strict=True)]
+        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_INSTEAD}")
+    raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_ADVICE}")
 
 
-def _rows(batch: Any, start: int, stop: int) -> Any:
-    # Cloned, since pickling a slice of a tensor pickles the whole storage.
+def _slice_rows(batch: Any, start: int, stop: int) -> Any:
+    # Clone the slice, since pickling a slice of a tensor pickles the storage of the complete tensor.
     return nested_apply(lambda tensor: tensor[start:stop].clone(), batch)

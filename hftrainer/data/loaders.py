@@ -1,4 +1,4 @@
-"""The data loader, with Hugging Face's order of samples and of random draws."""
+"""The data loader, with the order of samples and random draws of transformers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _ITERATIONS = itertools.count(1)
 
 
 class BatchPosition(NamedTuple):
-    """Where in an iteration a batch is.
+    """The position of a batch in an iteration.
 
     Attributes:
-        is_last: whether it is the last of the epoch.
-        is_filler: whether it only keeps collective operations in step with other ranks.
-        counted_samples: number of its samples that are not repetitions; None for all.
-        iteration: number of the iteration, counted over all loaders; 0 outside of one.
+        is_last: whether the batch is the last of the epoch.
+        is_filler: whether the batch only keeps collective operations in step with other ranks.
+        counted_samples: number of samples in the batch that are not repetitions; None for all.
+        iteration: number of the iteration, counted over all loaders; 0 outside of iterations.
     """
 
     is_last: bool = False
@@ -55,7 +55,7 @@ class BatchPosition(NamedTuple):
 
 @dataclass
 class _IterationStart:
-    """Where the next iteration starts: at the beginning of the epoch, unless a run is resumed.
+    """The start of the next iteration, which is within the epoch when resuming.
 
     Attributes:
         skipped_batches: number of batches that are read and dropped.
@@ -75,18 +75,18 @@ class _IterationStart:
 class PreparedDataLoader(DataLoader[Any]):
     """A `DataLoader` that moves batches to the device and reads one batch ahead.
 
-    It draws from the generators exactly when accelerate's loader does: one batch before that batch is used. So
-    datasets and collators that draw random numbers (masking, augmentation) give the same samples.
+    It draws from the generators exactly when accelerate's loader does, one batch before that batch is used. So datasets
+    and collators that draw random numbers (masking, augmentation) return the same samples.
 
     Args:
         loader: the source of dataset, samplers, collator and workers.
-        device: where batches are moved to.
-        seed: seed of the sample order; None takes torch's initial seed, as accelerate does.
+        device: the device to which batches are moved.
+        seed: seed of the sample order; None uses torch's initial seed, as accelerate does.
         config: how batches reach the processes in training.
-        shard_spec: which of the batches this process reads.
-        processes: the processes of distributed training; without them the loader is for evaluation, which
-            reads no sample twice, whatever the config.
-        global_batch: with `elastic`, the samples of an optimizer step; an epoch then has whole ones only.
+        shard_spec: the batches that this process reads.
+        processes: the processes of distributed training. Without them the loader is for evaluation, which reads no
+            sample twice, with any config.
+        global_batch: with `elastic`, the samples of an optimizer step; an epoch then has only complete ones.
 
     Attributes:
         position: position of the last batch that was yielded.
@@ -129,7 +129,8 @@ class PreparedDataLoader(DataLoader[Any]):
             return 0
         if not is_last or self.loader_plan.processes is not None:
             return None
-        if isinstance(self.dataset, IterableDataset):  # its length is unknown
+        # The length of a stream is unknown.
+        if isinstance(self.dataset, IterableDataset):
             return find_batch_size(batch)
         if self.drops_last or not has_length(self.dataset) or not (size := self.samples_per_batch):
             return None
@@ -140,12 +141,13 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def remainder(self) -> int | None:
-        """Samples in the last round of training, over all ranks. None unless repeated samples complete this round.
+        """Samples of all ranks in the last round, if repeated samples complete it, else None.
 
-        As in accelerate, `gather_for_metrics` drops the rows after them.
+        As in accelerate, `gather_for_metrics` drops the rows after these samples.
         """
         trains = self.loader_plan.processes is not None and not isinstance(self.dataset, IterableDataset)
-        trains = trains and not isinstance(samplers.innermost(self.batch_sampler), MixtureBatchSampler)  # whole steps
+        # An epoch of a mixture has complete steps.
+        trains = trains and not isinstance(samplers.innermost(self.batch_sampler), MixtureBatchSampler)
         if not self.position.is_last or not trains or self.drops_last or not (total := self.total_batch_size):
             return None
         return len(self.dataset) % total or None  # type: ignore[arg-type]
@@ -163,14 +165,14 @@ class PreparedDataLoader(DataLoader[Any]):
 
     @property
     def source(self) -> Any:
-        """The dataset that the loader was made with; this process may read only a part of it."""
+        """The dataset of the original loader, of which this process may read only a part."""
         source: Any = self.dataset
         while isinstance(source, samplers.StreamWrapper):
             source = source.dataset
         return source
 
     def __len__(self) -> int:
-        """Batches that this process gets in an epoch."""
+        """Number of batches that this process receives in an epoch."""
         batches, count = super().__len__(), self.loader_plan.round_size
         if count is None:
             return batches
@@ -185,7 +187,7 @@ class PreparedDataLoader(DataLoader[Any]):
             samplers.set_epoch(part, epoch)
 
     def skip_first(self, batches: int) -> None:
-        """Skip the first batches of the next iteration, in the sampler if there is one."""
+        """Skip the first batches of the next iteration, in the batch sampler if possible."""
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skipped = batches
         else:
@@ -195,7 +197,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Let the next iteration resume within an epoch.
 
         Args:
-            position: batches of the epoch that were used.
+            position: number of batches of the epoch that were used.
             saved: the log's `state_dict` at that point, if known.
             restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
@@ -213,8 +215,8 @@ class PreparedDataLoader(DataLoader[Any]):
             position = 0
             if self.shard_spec.processes > 1 and not self.drops_last and not self.is_elastic:
                 logger.warning(
-                    "The stream resumes from its saved state: if the last round of this epoch is not full, it is "
-                    "completed with the first samples after that position, not with the first of the epoch."
+                    "The stream resumes from its saved state: if the last round of this epoch is incomplete, the first "
+                    "samples after that position complete it, not the first of the epoch."
                 )
         self.skip_first(position)
         start.skipped_batches += read_again
@@ -226,22 +228,23 @@ class PreparedDataLoader(DataLoader[Any]):
         self._start.worker_seed = torch.Generator().get_state()
 
     def record_batches(self) -> list[list[int]] | None:
-        """A list that the next iteration fills with the indices of the samples in each batch; None for a stream."""
+        """A list that the next iteration fills with each batch's sample indices; None for streams."""
         if not isinstance(self.batch_sampler, SkippingBatchSampler):
             return None
         self.batch_sampler.recorded_indices = []
         return self.batch_sampler.recorded_indices
 
     def keep_indices(self) -> None:
-        """From now on, keep the indices of the batches that were read last, for `last_indices`."""
+        """From now on, keep the sample indices of the latest batches for `last_indices`."""
         self._read_indices = collections.deque(maxlen=1024)
 
     def last_indices(self, batches: int) -> list[list[Any]] | None:
-        """The indices of the samples in the last batches that were yielded to this process; None if not known."""
-        read = list(self._read_indices)[: None if self.position.is_last else -1]  # one batch is read ahead
-        if self.loader_plan.round_size is not None or len(read) < batches:
+        """The sample indices of the last batches that this process received; None if unknown."""
+        # One batch is read ahead.
+        indices = list(self._read_indices)[: None if self.position.is_last else -1]
+        if self.loader_plan.round_size is not None or len(indices) < batches:
             return None
-        return [list(batch) for batch in read[-batches:]]
+        return [list(batch) for batch in indices[-batches:]]
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         number = next(_ITERATIONS)
@@ -250,9 +253,9 @@ class PreparedDataLoader(DataLoader[Any]):
         try:
             yield from self._batches(number)
         except Exception as error:
-            # An error of another kind means that a worker has ended, which may have read a later batch.
-            is_raised_there = self.in_order and "in DataLoader worker process" in str(error)
-            if unread and (not self.num_workers or is_raised_there):
+            # Any other error means that a worker has ended, and it may have read a later batch.
+            is_worker_error = self.in_order and "in DataLoader worker process" in str(error)
+            if unread and (not self.num_workers or is_worker_error):
                 add_note(error, f"This happened while the samples {reprlib.repr(unread[0])} were read and collated.")
             raise
         finally:
@@ -266,19 +269,19 @@ class PreparedDataLoader(DataLoader[Any]):
         if plan.round_size is not None:
             iterator: Iterator[tuple[Any, bool]] = ((batch, False) for batch in self._receive_batches())
         else:
-            # In an evaluation, every process reads the whole stream.
+            # In an evaluation, every process reads the complete stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else UNSHARDED
             iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
-        ahead = next(iterator, _NOTHING)
-        while ahead is not _NOTHING:
-            batch, is_filler = ahead
+        next_item = next(iterator, _NOTHING)
+        while next_item is not _NOTHING:
+            batch, is_filler = next_item
             start = time.perf_counter()
             batch = to_device(batch, self.device, self.non_blocking)
             if self.log is not None:
-                self.log.transferring += time.perf_counter() - start
-            ahead = next(iterator, _NOTHING)
-            is_last = ahead is _NOTHING
+                self.log.transfer_seconds += time.perf_counter() - start
+            next_item = next(iterator, _NOTHING)
+            is_last = next_item is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
             counted = self._counted_samples(batch, is_last=is_last, is_filler=is_filler)
             self.position = BatchPosition(is_last, is_filler, counted, number)
@@ -287,7 +290,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.iteration += 1
 
     def _receive_batches(self) -> Iterator[Any]:
-        """Yield this process's part of the batches that the main process reads."""
+        """Yields this process's part of the batches that the main process reads."""
         processes, count = self.loader_plan.processes, self.shard_spec.processes
         assert processes is not None
         groups = split_groups(self._read(1), count, self.drops_last)
@@ -298,7 +301,7 @@ class PreparedDataLoader(DataLoader[Any]):
             yield part
 
     def _read(self, times: int) -> Iterator[Any]:
-        """Yield the batches from the start position of this iteration, or the rounds to scatter.
+        """Yields the batches from the start position of this iteration, or the rounds to scatter.
 
         Args:
             times: batches read for each batch that this process uses.
@@ -310,7 +313,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if start.restore_random is not None:
                 start.restore_random()
             return
-        batches = self._received(self._open(start))
+        batches = self._mark_read(self._open(start))
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skip_now()
         for _ in range(start.skipped_batches * times):
@@ -325,19 +328,19 @@ class PreparedDataLoader(DataLoader[Any]):
             if start.states_before_batch is not None:
                 log.sources.restore(start.states_before_batch)
             # Read again the batch that was read ahead when the checkpoint was written.
-            log.before_read()
+            log.begin_read()
             first = next(iterator, _NOTHING)
             start.restore_random()
             if first is _NOTHING:
                 return
-            yield log.after_read(first)
-        log.before_read()
+            yield log.end_read(first)
+        log.begin_read()
         for batch in iterator:
-            yield log.after_read(batch)
-            log.before_read()
+            yield log.end_read(batch)
+            log.begin_read()
 
-    def _received(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches, each taken from the `unread` ones of the batch sampler."""
+    def _mark_read(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches, and removes each from `unread` of the batch sampler."""
         unread = getattr(self.batch_sampler, "unread", None)
         for batch in batches:
             if unread:
@@ -345,7 +348,7 @@ class PreparedDataLoader(DataLoader[Any]):
             yield batch
 
     def _draw_without_reading(self, start: _IterationStart) -> None:
-        """Draw the random numbers that opening the data would draw, without workers: only the main process reads."""
+        """Draw the random numbers that opening the data would draw, without starting workers."""
         if not self.num_workers:
             super().__iter__()
         elif not (self.persistent_workers and self._has_drawn_seed):
@@ -357,21 +360,21 @@ class PreparedDataLoader(DataLoader[Any]):
             self._has_drawn_seed = True
 
     def _open(self, start: _IterationStart) -> Iterator[Any]:
-        """Open the data. With a log, new workers send their random states with each batch."""
+        """Open the data. If there is a log, new workers send their random states with each batch."""
         if self.persistent_workers and self._iterator is not None:
             return super().__iter__()
-        given = self.collate_fn, self.worker_init_fn, self.generator
+        settings = self.collate_fn, self.worker_init_fn, self.generator
         if self.num_workers:
             self._prepare_workers(start)
         elif self.log is not None and self.log.times_collator:
-            self.collate_fn = self.log.timed(self.collate_fn)
+            self.collate_fn = self.log.time_collate_fn(self.collate_fn)
         try:
             return super().__iter__()
         finally:
-            self.collate_fn, self.worker_init_fn, self.generator = given
+            self.collate_fn, self.worker_init_fn, self.generator = settings
 
     def _prepare_workers(self, start: _IterationStart) -> None:
-        """Set what new workers get, until they have been made."""
+        """Set seed, collator and `worker_init_fn` for new workers."""
         if start.worker_seed is not None:
             self.generator = torch.Generator()
             with fitting(DATA_STATE):
@@ -388,7 +391,7 @@ _NOTHING: Any = object()
 
 
 def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
-    """A loader whose next iteration skips some batches, and how many the caller must still skip."""
+    """A loader that skips batches once, and the number of batches that the caller must skip."""
     if isinstance(loader, PreparedDataLoader):
         loader.skip_first(batches)
         return loader, 0
@@ -399,7 +402,7 @@ def skip_first(loader: Any, batches: int) -> tuple[Any, int]:
 
 
 def to_device(data: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """Move every tensor in nested mappings, lists and tuples, and any object with a `to` method."""
+    """Move all tensors in nested mappings, lists and tuples, and objects with a `to` method."""
     if isinstance(data, torch.Tensor):
         return data if data.device == device else data.to(device, non_blocking=non_blocking)
     if isinstance(data, (dict, list, tuple, Mapping)):

@@ -1,10 +1,10 @@
 """Mixtures: training data from several sources, in given proportions.
 
 All samples of a micro-batch are from one source. So the loss of a micro-batch is that of its source, however it is
-computed, and a log line can say what each source contributes. Within an optimizer step, the micro-batches of the
+computed, and a log line can show what each source contributes. Within an optimizer step, the micro-batches of the
 sources are in random order.
 
-Everything follows from the seed and the number of the step: a resumed run, on any number of processes, reads on.
+The order depends only on the seed and the number of the step, so a run resumes exactly on any number of processes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPLITS = {"train", "validation", "test"}
 
 
 class MixtureDataset(ConcatDataset[Any]):
-    """The samples of all sources, one after the other.
+    """The samples of all sources, concatenated.
 
     Args:
         sources: name → map-style dataset.
@@ -50,7 +50,7 @@ class MixtureDataset(ConcatDataset[Any]):
         return {name: range(end - len(self.sources[name]), end) for name, end in zip(self.sources, ends, strict=True)}
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        """The samples of a micro-batch: all of one source, which may read them at once."""
+        """The samples of a micro-batch, which one source may read at once."""
         number = bisect.bisect_right(self.cumulative_sizes, indices[0])
         source: Any = self.datasets[number]
         end = self.cumulative_sizes[number]
@@ -62,13 +62,13 @@ class MixtureDataset(ConcatDataset[Any]):
 
 
 class MixtureStream(IterableDataset[Any]):
-    """An endless stream with samples of all sources, each of which begins again when it ends.
+    """An endless stream of the samples of all sources. A source that ends begins again.
 
     Args:
         sources: name → stream or map-style dataset.
 
     Attributes:
-        passes: passes that have begun over each source, as far as this process has read it.
+        passes: number of passes over each source that this process has begun.
     """
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class MixtureStream(IterableDataset[Any]):
         self.passes = dict.fromkeys(sources, 0)
 
     def planned(self, plan: MixturePlan, batch_size: int, seed: int | None) -> MixtureStream:
-        """A copy whose samples are in the plan's order, `batch_size` for each micro-batch."""
+        """A copy with samples in the plan's order, `batch_size` for each micro-batch."""
         stream = copy.copy(self)
         stream.plan, stream.batch_size, stream.seed = plan, batch_size, seed
         stream.passes = dict.fromkeys(self.sources, 0)
@@ -101,15 +101,16 @@ class MixtureStream(IterableDataset[Any]):
         for number in count():
             self.passes[name] += 1
             set_epoch(source, number)
-            sample: Any = self  # stands for no sample
-            for sample in source if order is None else map(source.__getitem__, order.of_pass(number).tolist()):
+            # `self` stands for no sample.
+            sample: Any = self
+            for sample in source if order is None else map(source.__getitem__, order.indices_of_pass(number).tolist()):
                 yield sample
             if sample is self:
                 raise InvalidArgument(f"train_dataset[{name!r}] has no samples.")
 
 
 def as_mixture(dataset: Any) -> Any:
-    """A dict of datasets as a mixture; any other dataset itself.
+    """A mixture for a dict of datasets. Any other dataset is returned unchanged.
 
     Raises:
         InvalidArgument: for the splits of one dataset.
@@ -137,8 +138,8 @@ def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None
     """The shares of the sources at each optimizer step, in the order of `sizes`.
 
     Args:
-        weights: `mixture_weights`: source → weight, a function of the step that returns such a dict, or None for
-            weights by size.
+        weights: `mixture_weights`: a dict source → weight, a function of the step that returns such a dict, or None
+            for weights by size.
         temperature: `mixture_temperature`; a source of `n` samples has the weight `n ** (1 / temperature)`.
         sizes: source → its samples; None for a stream.
 
@@ -158,7 +159,7 @@ def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None
     return partial(constant, _read_weights(powers, sizes, "mixture_temperature"))
 
 
-# Functions of the module, so that loading processes can be given them.
+# Functions of the module, so that workers can unpickle them.
 
 
 def constant(shares: Any, _: int) -> Any:
@@ -179,21 +180,21 @@ def _read_weights(weights: Any, names: Iterable[str], argument: str) -> Any:
             f"{argument} has a weight for {unknown[0]!r}, which is no source{suggest(unknown[0], names)}"
         )
     if missing := [name for name in names if name not in weights]:
-        raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: give each source one, 0 to leave it out.")
+        raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: add one, or 0 to skip this source.")
     try:
         values = [float(weights[name]) for name in names]
     except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{argument}={dict(weights)}: weights are numbers.") from error
+        raise InvalidArgument(f"{argument}={dict(weights)}: weights must be numbers.") from error
     total = sum(values)
     if not (0 < total < float("inf")) or min(values) < 0:
-        raise InvalidArgument(f"{argument}={dict(weights)}: weights are numbers of at least 0, one of them above it.")
+        raise InvalidArgument(f"{argument}={dict(weights)}: weights must be at least 0, and one of them above 0.")
     return np.asarray(values) / total
 
 
 class MixturePlan:
-    """Which source each micro-batch is from.
+    """Selects the source of each micro-batch.
 
-    After any step, each source has had its share of all micro-batches so far, to within one.
+    After any step, the micro-batches of each source match its share of all of them, to within one.
 
     Args:
         shares: the share of each source at each step.
@@ -203,53 +204,53 @@ class MixturePlan:
 
     Attributes:
         step: the next step.
-        drawn: micro-batches of each source in the steps before it.
+        drawn: micro-batches of each source in the steps before the next one.
     """
 
     def __init__(self, shares: Shares, sources: int, micro_batches: int, seed: int) -> None:
         self.shares, self.micro_batches, self.seed = shares, micro_batches, seed
-        self.step, self.drawn, self._due = 0, np.zeros(sources, dtype=np.int64), np.zeros(sources)
+        self.step, self.drawn, self._quotas = 0, np.zeros(sources, dtype=np.int64), np.zeros(sources)
 
     def from_step(self, step: int) -> MixturePlan:
-        """A plan that goes on from a step."""
+        """A plan that continues from a step."""
         plan = copy.copy(self)
-        plan.drawn, plan._due = self.drawn.copy(), self._due.copy()
+        plan.drawn, plan._quotas = self.drawn.copy(), self._quotas.copy()
         if step < plan.step:
-            plan.step, plan.drawn, plan._due = 0, np.zeros_like(plan.drawn), np.zeros_like(plan._due)
+            plan.step, plan.drawn, plan._quotas = 0, np.zeros_like(plan.drawn), np.zeros_like(plan._quotas)
         while plan.step < step:
             plan._draw_step()
         return plan
 
     def next_step(self) -> list[tuple[int, int]]:
-        """The micro-batches of the next step: each the source, and how many of this source there were before."""
-        before = self.drawn.tolist()
+        """The next step's micro-batches: source, and number of earlier micro-batches of this source."""
+        counts = self.drawn.tolist()
         order = np.random.default_rng((self.seed, self.step)).permutation(self._draw_step())
-        numbered = []
+        micro_batches = []
         for source in order.tolist():
-            numbered.append((source, before[source]))
-            before[source] += 1
-        return numbered
+            micro_batches.append((source, counts[source]))
+            counts[source] += 1
+        return micro_batches
 
     def _draw_step(self) -> list[int]:
         shares = self.shares(self.step)
-        self._due += shares * self.micro_batches
-        # Not a source whose share is now 0, although it was owed a part of a micro-batch before.
-        owed = np.where(shares > 0, self._due - self.drawn, -np.inf)
-        drawn = []
+        self._quotas += shares * self.micro_batches
+        # Never draw a source whose share is now 0, even if it lacks a part of a micro-batch.
+        deficits = np.where(shares > 0, self._quotas - self.drawn, -np.inf)
+        sources = []
         for _ in range(self.micro_batches):
-            source = int(owed.argmax())
-            drawn.append(source)
-            owed[source] -= 1
+            source = int(deficits.argmax())
+            sources.append(source)
+            deficits[source] -= 1
             self.drawn[source] += 1
         self.step += 1
-        return drawn
+        return sources
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
 
 
 class SourceOrder:
-    """The samples of a source, pass after pass, each in another random order.
+    """The samples of a source over many passes, each in another random order.
 
     Args:
         name: the source.
@@ -260,32 +261,32 @@ class SourceOrder:
     def __init__(self, name: str, indices: Sequence[int], seed: int | None) -> None:
         self._indices = np.asarray(indices)
         self._seed = None if seed is None else (seed, zlib.crc32(name.encode()))
-        self._kept: tuple[int, Any] = -1, None
+        self._cached_pass: tuple[int, Any] = -1, None
 
-    def of_pass(self, number: int) -> Any:
-        """The samples of a pass, counted from 0, as an array."""
-        if self._kept[0] != number:
+    def indices_of_pass(self, number: int) -> Any:
+        """The sample indices of a pass, counted from 0, as an array."""
+        if self._cached_pass[0] != number:
             order = self._indices
             if self._seed is not None:
                 order = np.random.default_rng((*self._seed, number)).permutation(order)
-            self._kept = number, order
-        return self._kept[1]
+            self._cached_pass = number, order
+        return self._cached_pass[1]
 
     def take(self, start: int, size: int) -> list[int]:
-        """The samples from `start` on, counted over all passes."""
-        taken: list[int] = []
-        while len(taken) < size:
-            number, offset = divmod(start + len(taken), len(self._indices))
-            taken += self.of_pass(number)[offset : offset + size - len(taken)].tolist()
-        return taken
+        """The sample indices from `start` on, counted over all passes."""
+        indices: list[int] = []
+        while len(indices) < size:
+            number, offset = divmod(start + len(indices), len(self._indices))
+            indices += self.indices_of_pass(number)[offset : offset + size - len(indices)].tolist()
+        return indices
 
 
 class MixtureBatchSampler(Sampler[list[int]]):
-    """The micro-batches of all processes; each epoch has whole optimizer steps.
+    """Yields the micro-batches of all processes. Each epoch has complete optimizer steps.
 
     Args:
         sources: source → the indices of its samples.
-        plan: which source each micro-batch is from.
+        plan: selects the source of each micro-batch.
         batch_size: samples of a micro-batch.
         seed: seeds the order of the samples; None keeps it.
     """
@@ -297,8 +298,8 @@ class MixtureBatchSampler(Sampler[list[int]]):
         self, sources: Mapping[str, Sequence[int]], plan: MixturePlan, batch_size: int, seed: int | None
     ) -> None:
         self.sources, self.plan, self.batch_size, self.seed = sources, plan, batch_size, seed
-        of_step = batch_size * plan.micro_batches
-        self.steps = -(-sum(map(len, sources.values())) // of_step)
+        step_samples = batch_size * plan.micro_batches
+        self.steps = -(-sum(map(len, sources.values())) // step_samples)
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -306,11 +307,12 @@ class MixtureBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.plan = plan = self.plan.from_step(self.epoch * self.steps)
-        plan = plan.from_step(plan.step)  # the attribute stays at the epoch's beginning
+        # Iterate with a copy, so that the attribute stays at the epoch's beginning.
+        plan = plan.from_step(plan.step)
         orders = [SourceOrder(name, indices, self.seed) for name, indices in self.sources.items()]
         for _ in repeat(None, self.steps):
-            for source, before in plan.next_step():
-                yield orders[source].take(before * self.batch_size, self.batch_size)
+            for source, offset in plan.next_step():
+                yield orders[source].take(offset * self.batch_size, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -318,8 +320,8 @@ class MixtureBatchSampler(Sampler[list[int]]):
 
 
 def group_by_column(values: Sequence[Any]) -> dict[str, Sequence[int]]:
-    """Value → the indices of the samples with it, in the order of the first ones."""
-    found: dict[str, list[int]] = {}
+    """Value → the indices of the samples with this value, in order of first appearance."""
+    groups: dict[str, list[int]] = {}
     for index, value in enumerate(values):
-        found.setdefault(str(value), []).append(index)
-    return dict(found)
+        groups.setdefault(str(value), []).append(index)
+    return dict(groups)

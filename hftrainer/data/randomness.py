@@ -1,4 +1,4 @@
-"""Seeds, and random states of a process, its loader workers, and generators in samplers, datasets and collators."""
+"""Seeds, and random states of a process, its workers, and the generators of its data."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RandomSources:
         return {path: _state(generator) for path, generator in self._held}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore what `capture` returned.
+        """Restore the states that `capture` returned.
 
         Raises:
             DamagedCheckpoint: if the states have another form.
@@ -73,21 +73,26 @@ class RandomSources:
             self.restore_held(states["held"])
 
     def restore_held(self, held: Mapping[str, Any]) -> None:
-        """Restore what `generator_states` returned, within `fitting`; makes generators that are made at first use."""
+        """Restore the states of `generator_states`, and make generators that are made at first use.
+
+        Call this method within `fitting`.
+        """
         owners = self._owners()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
-            if owner not in owners:  # until 0.1, paths contained our wrappers of batch samplers
+            # Until 0.1, paths contained our wrappers of batch samplers.
+            if owner not in owners:
                 owner = re.sub(r"(\.batch_sampler)+", r"\1", owner)
             if owner not in owners:
                 logger.warning("The checkpoint has a random state for %s, which does not exist in this run.", path)
                 continue
             generator = getattr(owners[owner], name, None)
             if generator is None:
-                generator = _new(state)
+                generator = _make_generator(state)
                 setattr(owners[owner], name, generator)
             _set_state(generator, state)
-            if hasattr(owners[owner], f"_{name}_pid"):  # collators discard a generator of another process (v5.24)
+            # Collators discard a generator of another process (v5.24).
+            if hasattr(owners[owner], f"_{name}_pid"):
                 setattr(owners[owner], f"_{name}_pid", os.getpid())
         self.find_generators()
 
@@ -96,7 +101,8 @@ class RandomSources:
 
 
 def _parts_of(owner: Any, path: str) -> Iterator[tuple[str, Any]]:
-    owner = innermost(owner)  # the number of wrappers depends on the number of processes
+    # Leave out our wrappers, whose number depends on the number of processes.
+    owner = innermost(owner)
     attributes = getattr(owner, "__dict__", None)
     if attributes is None or getattr(owner, "seeds_itself", False):
         return
@@ -115,7 +121,7 @@ def _state(generator: Any) -> dict[str, Any]:
     return {"kind": "python", "state": generator.getstate()}
 
 
-def _new(state: dict[str, Any]) -> Any:
+def _make_generator(state: dict[str, Any]) -> Any:
     if state["kind"] == "torch":
         return torch.Generator(state["device"])
     if state["kind"] == "numpy":
@@ -148,7 +154,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restore what `random_states` returned."""
+    """Restore the states that `random_states` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.random.set_rng_state(states["cpu"])
@@ -170,10 +176,10 @@ def save_rng_state(path: str) -> None:
 
 
 def load_rng_state(path: str) -> None:
-    """Restore the random states in `path`; if the file is missing, log that resuming is not exact."""
+    """Restore the random states in `path`. If the file is missing, log that resuming is not exact."""
     if not os.path.isfile(path):
-        others = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "rng_state*.pth"))
-        reason = "The number of processes has changed, each has random states" if others else f"{path} not found"
+        files = glob.glob(os.path.join(glob.escape(os.path.dirname(path)), "rng_state*.pth"))
+        reason = "The number of processes has changed, and each has random states" if files else f"{path} not found"
         log_once(logger, f"{reason}: training resumes with other random numbers than an uninterrupted run.")
         return
     with torch.serialization.safe_globals(numpy_state_types()):
@@ -183,10 +189,11 @@ def load_rng_state(path: str) -> None:
 
 
 def restore_rng_state(states: dict[str, Any]) -> None:
-    """Restore what `rng_state` returned."""
+    """Restore the states that `rng_state` returned."""
     restore_random_states(states)
     for name, module in _accelerators().items():
-        if isinstance(states.get(name), list):  # one for each device, as saved by distributed runs of transformers
+        # Distributed runs of transformers save a list with one state per device.
+        if isinstance(states.get(name), list):
             module.set_rng_state_all(states[name])
         elif name in states:
             module.set_rng_state(states[name])
@@ -198,7 +205,8 @@ def restore_rng_state(states: dict[str, Any]) -> None:
 
 def numpy_state_types() -> list[Any]:
     """The only types that unpickling a NumPy random state needs."""
-    core = np._core if hasattr(np, "_core") else np.core  # renamed in NumPy 2.0
+    # NumPy 2.0 renamed this module.
+    core = np._core if hasattr(np, "_core") else np.core
     dtypes = [type(np.dtype(number)) for number in (np.uint32, np.uint64)]
     return [core.multiarray._reconstruct, np.ndarray, np.dtype, *dtypes]
 
@@ -212,7 +220,7 @@ class WorkerBatch(NamedTuple):
     Attributes:
         batch: the batch.
         worker: index of the worker.
-        states: its random states after the batch, pickled.
+        states: the worker's random states after the batch, pickled.
     """
 
     batch: Any
@@ -232,7 +240,7 @@ class StateSendingCollator:
 
     @functools.cached_property
     def sources(self) -> RandomSources:
-        """The generators of this worker; first used when it has the dataset."""
+        """The generators of this worker. Used only after the worker has its dataset."""
         info: Any = get_worker_info()
         return RandomSources(dataset=info.dataset, collate_fn=self.collate_fn)
 
@@ -245,11 +253,11 @@ class StateSendingCollator:
 
 
 def init_worker(
-    given: Callable[[int], None] | None, collator: StateSendingCollator, states: Mapping[int, bytes], worker: int
+    init_fn: Callable[[int], None] | None, collator: StateSendingCollator, states: Mapping[int, bytes], worker: int
 ) -> None:
-    """Call the script's `worker_init_fn`, then restore the random states with which the worker continues."""
-    if given is not None:
-        given(worker)
+    """Call the script's `init_fn`, then restore the worker's random states."""
+    if init_fn is not None:
+        init_fn(worker)
     if worker in states:
         collator.sources.restore(pickle.loads(states[worker]))
 
@@ -262,7 +270,7 @@ def seed_cpu(seed: int) -> None:
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch (all devices); `deterministic` also restricts torch to deterministic kernels."""
+    """Seed Python, NumPy and torch (all devices). `deterministic` allows only deterministic kernels."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -289,5 +297,5 @@ def enable_full_determinism(seed: int, warn_only: bool = False) -> None:
 
 
 def seed_worker(worker_id: int, num_workers: int, rank: int) -> None:  # noqa: ARG001 - torch passes the id
-    """Seed a loader worker; the `worker_init_fn` of the training loader."""
+    """Seed a loader worker, as `worker_init_fn` of the training loader."""
     set_seed(num_workers * rank + torch.initial_seed() % 2**32)

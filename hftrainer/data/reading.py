@@ -1,4 +1,4 @@
-"""Tracks the reading position in the training data, so that a resumed run continues with the same samples."""
+"""Tracks the position in the data, so that a resumed run reads the same samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ResumePoint:
     """Where in an epoch a resumed run begins.
 
     Attributes:
-        position: micro-batches of the epoch that are done.
+        position: number of finished micro-batches of the epoch.
         restore_random: restores the random states of the checkpoint.
         saved: the saved `EpochReader.state_dict`; None in checkpoints of transformers.
     """
@@ -35,29 +35,29 @@ class ResumePoint:
 
 
 class ReadingLog:
-    """Records the batches that a loader has read in an epoch, and the random states between them.
+    """Records the batches that a loader reads in an epoch, and the random states between.
 
-    The loader reads one batch ahead, so a checkpoint needs the state from before that batch: it is read again.
+    The loader reads one batch ahead, so a checkpoint needs the state from before that batch, which is read again.
     Workers read further ahead, in turns. A resumed run starts at the beginning of a round, with the states that the
-    workers had then, and gives each worker the same batches again.
+    workers had then, and assigns each worker the same batches again.
 
     Args:
         loader: the loader.
         sources: the generators that the data uses.
 
     Attributes:
-        waited: seconds that the run has waited for batches.
-        collating: those of them in the collator, if `times_collator`; only without loading processes.
-        transferring: seconds in which batches were moved to the device.
+        wait_seconds: time that the run has waited for batches.
+        collate_seconds: the part of it in the collator, if `times_collator` is set and there are no workers.
+        transfer_seconds: time in which batches were moved to the device.
         times_collator: whether the collator is timed.
     """
 
     def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
         self.sources = sources
         self.count = 0
-        self.before: dict[str, Any] | None = None
-        self.stream: Any = None
-        self.waited = self.collating = self.transferring = self._asked = 0.0
+        self.states_before_batch: dict[str, Any] | None = None
+        self.stream_state: Any = None
+        self.wait_seconds = self.collate_seconds = self.transfer_seconds = self._read_start = 0.0
         self.times_collator = False
         self.worker_seed: torch.Tensor | None = None
         self.draws_seed = False
@@ -74,77 +74,77 @@ class ReadingLog:
         self._states_before_round: dict[int, bytes] = {}
 
     def begin_epoch(self, *, draws: bool) -> None:
-        """Forget the last epoch, except the states of persistent workers. `draws`: whether reading may draw numbers."""
-        self.count, self.before, self.stream, self.draws_seed = 0, None, None, False
+        """Forget the last epoch except persistent workers' states. `draws`: whether reading may draw numbers."""
+        self.count, self.states_before_batch, self.stream_state, self.draws_seed = 0, None, None, False
         self._draws = draws
         self._latest_states = self._latest_states if self._keeps_workers else {}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
 
     def begin_workers(self, generator: torch.Generator | None, *, draws_seed: bool) -> None:
-        """Record the generator state before workers draw their seeds. `draws_seed`: whether this epoch draws them."""
+        """Record the generator state that seeds the workers. `draws_seed`: whether this epoch draws the seeds."""
         self.worker_seed = torch.get_rng_state() if generator is None else generator.get_state()
         self.draws_seed = draws_seed
 
-    def before_read(self) -> None:
+    def begin_read(self) -> None:
         """Record the states before the next batch."""
         # With workers, their states are recorded instead.
         if self._draws and not self._workers:
             if self.count == 1:
                 self.sources.find_generators()
-            self.before = self.sources.capture()
+            self.states_before_batch = self.sources.capture()
             if self._stateful is not None and self.count:
-                self.stream = self._stateful.state_dict()
-        self._asked = time.perf_counter()
+                self.stream_state = self._stateful.state_dict()
+        self._read_start = time.perf_counter()
 
-    def after_read(self, made: Any) -> Any:
-        """Count a batch, or the batches of a round; returns them without the workers' states."""
-        self.waited += time.perf_counter() - self._asked
+    def end_read(self, batches: Any) -> Any:
+        """Count a batch or a round of batches, and return it without the workers' states."""
+        self.wait_seconds += time.perf_counter() - self._read_start
         if not self._reads_rounds:
-            return self.count_batch(made)
-        return [self.count_batch(batch, is_first=index == 0) for index, batch in enumerate(made)]
+            return self.count_batch(batches)
+        return [self.count_batch(batch, is_first=index == 0) for index, batch in enumerate(batches)]
 
-    def timed(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The collator, timed."""
+    def time_collate_fn(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The collator, with its time added to `collate_seconds`."""
 
         def collate(samples: Any) -> Any:
             start = time.perf_counter()
             try:
                 return collate_fn(samples)
             finally:
-                self.collating += time.perf_counter() - start
+                self.collate_seconds += time.perf_counter() - start
 
         return collate
 
-    def count_batch(self, made: Any, *, is_first: bool = True) -> Any:
-        """Count a batch, and record the states that its worker sent with it; returns the batch alone.
+    def count_batch(self, batch: Any, *, is_first: bool = True) -> Any:
+        """Count a batch, record its worker's states, and return the batch without them.
 
         Args:
-            made: the batch, from a worker or not.
-            is_first: whether it is the first of those that are scattered together.
+            batch: the batch, from a worker or not.
+            is_first: whether it is the first of the batches that are scattered together.
         """
-        if not isinstance(made, WorkerBatch):
+        if not isinstance(batch, WorkerBatch):
             self.count += 1
-            return made
+            return batch
         if self.count % self._workers == 0 and not self._streams:
             self._states_before_turn = dict(self._latest_states)
         if is_first:
             self._states_before_round = self._states_before_turn
-        self._latest_states[made.worker] = made.states
+        self._latest_states[batch.worker] = batch.states
         self.count += 1
-        return made.batch
+        return batch.batch
 
     def state_dict(self) -> dict[str, Any]:
         """The log for a checkpoint, in tensors and plain values."""
-        state: dict[str, Any] = {"before": self.before, "stream": self.stream}
+        state: dict[str, Any] = {"before": self.states_before_batch, "stream": self.stream_state}
         if self._workers:
-            kept = {"round": self._states_before_round, "latest": self._latest_states}
+            worker_states = {"round": self._states_before_round, "latest": self._latest_states}
             state["workers"] = {
                 "count": self._workers,
                 "seed": self.worker_seed,
                 "began_now": self.draws_seed,
                 **{
                     name: {worker: pickle.loads(each) for worker, each in states.items()}
-                    for name, states in kept.items()
+                    for name, states in worker_states.items()
                 },
             }
         return state
@@ -153,12 +153,12 @@ class ReadingLog:
         """The states with which the workers of a resumed run start.
 
         Args:
-            position: batches of the epoch that were used.
-            saved: what `state_dict` returned.
+            position: number of batches of the epoch that were used.
+            saved: the dict that `state_dict` returned.
 
         Returns:
-            Batches to skip without reading them; the workers' states; and the generator state from which the seeds of
-            an earlier epoch's workers were drawn, None when this epoch draws them.
+            The number of batches to skip without reading; the workers' states; and the generator state from which an
+            earlier epoch drew the workers' seeds, None when this epoch draws them.
         """
         workers, states = saved["workers"], {}
         if position or self._keeps_workers:
@@ -166,17 +166,17 @@ class ReadingLog:
         self._latest_states = {worker: pickle.dumps(state) for worker, state in states.items()}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
         self.count = 0 if self._streams else position - position % self._workers
-        earlier = self._keeps_workers and not (position and workers["began_now"])
-        return self.count, dict(self._latest_states), workers["seed"] if earlier else None
+        has_earlier_seed = self._keeps_workers and not (position and workers["began_now"])
+        return self.count, dict(self._latest_states), workers["seed"] if has_earlier_seed else None
 
 
 def may_draw(loader: PreparedDataLoader) -> bool:
-    """Whether reading a batch may draw random numbers: not with samples, samplers and collators known to draw none.
+    """Whether reading a batch may draw random numbers. False if samples, sampler and collator draw none.
 
     Copying the states of Python and NumPy for each batch would take 30 µs.
     """
-    known = has_exact_length(loader) and holds_samples(loader.dataset) and draws_nothing(loader.collate_fn)
-    return not known or getattr(getattr(loader.batch_sampler, "sampler", loader.sampler), "replacement", False)
+    draws_none = has_exact_length(loader) and holds_samples(loader.dataset) and draws_nothing(loader.collate_fn)
+    return not draws_none or getattr(getattr(loader.batch_sampler, "sampler", loader.sampler), "replacement", False)
 
 
 def is_stateful(data: Any) -> bool:
@@ -196,56 +196,61 @@ class EpochReader:
         self.loader = loader
         self._sources = RandomSources(loader=loader)
         self._opened: dict[str, Any] | None = None
-        self._waited = 0.0
+        self._wait_seconds = 0.0
         self._log: ReadingLog | None = None
         if isinstance(loader, PreparedDataLoader):
             self._log = loader.log = ReadingLog(loader, self._sources)
 
     def open(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
-        """The batches of an epoch; when resuming, only the remaining ones."""
+        """The batches of an epoch. When resuming, only the remaining ones."""
         saved = resume_point.saved if resume_point is not None else None
         if resume_point is not None and not resume_point.position:
             resume_point.restore_random()
         elif saved is not None:
-            self._sources.restore(saved["opened"])  # samplers and workers draw their seeds again
+            # Samplers and workers draw their seeds again.
+            self._sources.restore(saved["opened"])
         self._opened = self._sources.capture()
         if self._log is not None:
             self._log.begin_epoch(draws=may_draw(self.loader))
         if resume_point is None:
             iterator = iter(_set_epoch(self.loader, epoch))
-            return iterator if self._log is not None else self._timed(iterator)
+            return iterator if self._log is not None else self._time_batches(iterator)
         if isinstance(self.loader, PreparedDataLoader):
             self.loader.resume_at(resume_point.position, saved, resume_point.restore_random)
             return iter(_set_epoch(self.loader, epoch))
         iterator = self._resume_plain_loader(epoch, resume_point.position, saved)
         if saved is not None and resume_point.position:
             resume_point.restore_random()
-        return self._timed(iterator)
+        return self._time_batches(iterator)
 
     def waits(self) -> dict[str, float]:
-        """What the run has waited for to get its batches → seconds."""
+        """Cause of waiting for batches → seconds."""
         if self._log is None:
-            return {"the script's loader": self._waited}
-        transfer = {"the transfer to the device": self._log.transferring}
+            return {"the script's loader": self._wait_seconds}
+        transfer = {"the transfer to the device": self._log.transfer_seconds}
         if self.loader.num_workers:
-            return {"the loading processes": self._log.waited, **transfer}
-        return {"the dataset": self._log.waited - self._log.collating, "data_collator": self._log.collating, **transfer}
+            return {"the loading processes": self._log.wait_seconds, **transfer}
+        return {
+            "the dataset": self._log.wait_seconds - self._log.collate_seconds,
+            "data_collator": self._log.collate_seconds,
+            **transfer,
+        }
 
     def time_collator(self) -> None:
         """Time the collator too."""
         if self._log is not None:
             self._log.times_collator = True
 
-    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a loader of the script, with the time that each takes added to `waits`."""
+    def _time_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields the batches of the script's loader, and adds the time of each to `waits`."""
         start = time.perf_counter()
         for batch in batches:
-            self._waited += time.perf_counter() - start
+            self._wait_seconds += time.perf_counter() - start
             yield batch
             start = time.perf_counter()
 
     def close(self) -> None:
-        """End persistent workers: the next run has its own loader.
+        """End persistent workers, since the next run has another loader.
 
         torch ends them when their iterator is deleted. If the iterator is in a reference cycle, as with a loader in a
         Trainer, torch can no longer signal the workers by then, and waits 5 seconds for each.

@@ -1,12 +1,12 @@
-"""Samplers: seeded random order, samples grouped by length, batches of one rank, and skipping batches when resuming.
+"""Samplers: seeded random order, grouping by length, batches of one rank, and skipping batches.
 
 Batch `i` goes to rank `i % processes`. So the batches are those of a single process, and the rows of all ranks,
 concatenated by rank, are in the dataset's order. In the last round of an evaluation, ranks without a batch get a copy
-of the first one as a filler: it keeps collective operations in step (a sharded model needs every rank for every
-forward pass), and evaluation drops its rows.
+of the first batch as a filler. The filler keeps collective operations in step (a sharded model needs every rank for
+every forward pass), and evaluation drops its rows.
 
-In training every rank needs the same number of batches of the same size: the last round is completed with samples from
-the beginning of the epoch, in the order in which accelerate takes them.
+In training every rank needs the same number of batches of the same size. Samples from the beginning of the epoch
+complete the last round, in accelerate's order.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
 logger = logging.getLogger(__name__)
 
-#: Maximum number of batches that are sorted together; these groups are in random order.
+#: Maximum number of batches that are sorted together. Such groups are in random order.
 _BATCHES_SORTED_TOGETHER = 50
 
 
 def has_exact_length(loader: Any) -> bool:
-    """Whether a loader's length is exact; lengths of a script's samplers, batch samplers and loaders may be guesses."""
+    """Whether a loader's length is exact. A script's own samplers and loaders may only estimate it."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches: Any = loader.batch_sampler
-    while type(batches) is not BatchSampler and hasattr(batches, "batch_sampler"):  # ours, around the script's
+    # Unwrap our batch samplers around the script's.
+    while type(batches) is not BatchSampler and hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:
         return getattr(batches, "has_exact_length", False)
@@ -55,7 +56,7 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def seed_of_order(args: Any) -> int:
-    """The seed of the order of samples: `data_seed`, or else `seed`."""
+    """The seed of the sample order: `data_seed`, or `seed` if `data_seed` is None."""
     seed: int = args.seed if args.data_seed is None else args.data_seed
     return seed
 
@@ -68,7 +69,8 @@ class SeedableRandomSampler(RandomSampler):
         seed: the permutation of epoch `e` comes from a generator seeded with `seed + e`.
     """
 
-    seeds_itself = True  # so its generator's state need not be saved
+    # Its generator's state need not be saved.
+    seeds_itself = True
 
     def __init__(self, data_source: Any, seed: int, **kwargs: Any) -> None:
         super().__init__(data_source, **kwargs)
@@ -93,7 +95,8 @@ class BatchSamplerWrapper(BatchSampler):
         self.batch_sampler = batch_sampler
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # not set yet, while unpickling in a worker
+        # The attribute is not set yet while a worker unpickles the object.
+        if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -109,7 +112,7 @@ def innermost(batch_sampler: Any) -> Any:
 
 
 class SkippingBatchSampler(BatchSamplerWrapper):
-    """A batch sampler that skips its first batches once, so that their samples are never loaded.
+    """A batch sampler that skips its first batches once, without loading their samples.
 
     Args:
         batch_sampler: yields the indices.
@@ -142,7 +145,7 @@ class SkippingBatchSampler(BatchSamplerWrapper):
             yield batch
 
     def skip_now(self) -> None:
-        """Skip the batches now, if not yet done."""
+        """Skip the batches now, unless they have been skipped."""
         skipped, self.skipped = self.skipped, 0
         batches = self.batch_sampler
         if skipped and type(batches) is BatchSampler:
@@ -155,21 +158,22 @@ class SkippingBatchSampler(BatchSamplerWrapper):
             next(self._batches, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_batches": None}  # for spawned workers, which do not iterate over it
+        # An iterator cannot be pickled, and spawned workers do not need it.
+        return {**vars(self), "_batches": None}
 
 
 class LengthGroupedSampler(Sampler[int]):
     """Yields samples in random order, roughly sorted by length, to reduce padding.
 
     The samples are shuffled and cut into groups of up to 50 batches; each group is sorted, longest first. The longest
-    sample of all comes first, so that running out of memory shows at once.
+    sample comes first, so that a lack of memory shows at once.
 
     Args:
         batch_size: samples in an optimizer step.
-        dataset: the samples; read once for their lengths if `lengths` is None.
+        dataset: the samples; read once for the lengths if `lengths` is None.
         lengths: length of each sample, in tokens.
         model_input_name: the key in a sample whose value determines the sample's length.
-        generator: draws the order; None takes torch's global generator.
+        generator: draws the order; None uses torch's global generator.
 
     Raises:
         InvalidArgument: when the lengths cannot be determined.
@@ -195,28 +199,28 @@ class LengthGroupedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         lengths = self.lengths
         order = torch.randperm(len(lengths), generator=self.generator).tolist()
-        together = self.batch_size * (min(len(lengths) // (self.batch_size * 4), _BATCHES_SORTED_TOGETHER) or 1)
+        group_size = self.batch_size * (min(len(lengths) // (self.batch_size * 4), _BATCHES_SORTED_TOGETHER) or 1)
         groups = [
-            sorted(order[start : start + together], key=lengths.__getitem__, reverse=True)
-            for start in range(0, len(order), together)
+            sorted(order[start : start + group_size], key=lengths.__getitem__, reverse=True)
+            for start in range(0, len(order), group_size)
         ]
         if groups:
-            with_longest = max(range(len(groups)), key=lambda group: lengths[groups[group][0]])
-            groups[0][0], groups[with_longest][0] = groups[with_longest][0], groups[0][0]
+            longest_group = max(range(len(groups)), key=lambda group: lengths[groups[group][0]])
+            groups[0][0], groups[longest_group][0] = groups[longest_group][0], groups[0][0]
         return iter([index for group in groups for index in group])
 
 
 def count_lengths(dataset: Any, name: str) -> list[int]:
-    """The length of each sample's `name`; reads the whole dataset.
+    """The length of each sample's value for `name`. Reads the complete dataset.
 
     Raises:
-        InvalidArgument: when the samples do not have it.
+        InvalidArgument: when the samples do not have this key.
     """
     first = dataset[0]
     if not isinstance(first, Mapping) or name not in first:
-        has = f"the keys {', '.join(first)}" if isinstance(first, Mapping) else f"type {type(first).__name__}"
+        keys = f"the keys {', '.join(first)}" if isinstance(first, Mapping) else f"type {type(first).__name__}"
         raise InvalidArgument(
-            f"The lengths of the samples are not known: they have {has}, but not {name!r}. Add a column with the "
+            f"The lengths of the samples are unknown: samples have {keys}, but not {name!r}. Add a column with the "
             "lengths, and set length_column_name to its name."
         )
     if len(shape := getattr(first[name], "shape", ())) > 1 or isinstance(next(iter(first[name]), None), (list, tuple)):
@@ -242,8 +246,8 @@ class ShardSpec:
 
     def needs_filler(self, count: int) -> bool:
         """Whether this rank gets one batch fewer than other ranks, out of `count` batches."""
-        left = count % self.processes
-        return left > 0 and self.rank >= left
+        remainder = count % self.processes
+        return remainder > 0 and self.rank >= remainder
 
 
 #: The spec of a single process.
@@ -264,10 +268,10 @@ class ShardedBatchSampler(BatchSamplerWrapper):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.count = 0
-        for batch, _ in batches_of_rank(self._counted(), self.shard_spec):
+        for batch, _ in batches_of_rank(self._count_batches(), self.shard_spec):
             yield batch
 
-    def _counted(self) -> Iterator[list[int]]:
+    def _count_batches(self) -> Iterator[list[int]]:
         for batch in self.batch_sampler:
             self.count += 1
             yield batch
@@ -287,15 +291,15 @@ class ShardedBatchSampler(BatchSamplerWrapper):
 
 
 class EvenBatchSampler(BatchSamplerWrapper):
-    """The batches of one process in training. All processes get equally many, of equal size unless `even` is False.
+    """The batches of one process in training, equally many for all processes.
 
-    A sampler without `batch_size` yields batches of any size, and whole batches complete the last round. With
-    `drop_last` an incomplete round is dropped.
+    The batches have equal size unless `even` is False. A sampler without `batch_size` yields batches of any size, and
+    complete batches fill the last round. With `drop_last` an incomplete round is dropped.
 
     Args:
         batch_sampler: yields the indices of all batches, the same in every process.
         shard_spec: which of these batches belong to this process.
-        split: split each batch among the processes, instead of giving it to one of them.
+        split: split each batch among the processes, instead of assigning it to one process.
         even: complete the last round with samples from the epoch's beginning.
 
     Raises:
@@ -306,59 +310,60 @@ class EvenBatchSampler(BatchSamplerWrapper):
         super().__init__(batch_sampler)
         self.shard_spec = shard_spec
         self.split, self.even = split, even
-        if not even and not self._drops_last and not self._divides():
+        if not even and not self._drops_last and not self._divides_evenly():
             raise UnsupportedArgument(
                 f"accelerator_config['even_batches']=False: the {shard_spec.processes} processes would get different "
-                "numbers of batches, and those with one more would wait forever. Set dataloader_drop_last=True, or "
-                "remove even_batches."
+                "numbers of batches, and those with an extra batch would wait forever. Set dataloader_drop_last=True, "
+                "or remove even_batches."
             )
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._parts() if self.split else self._whole()
+        return self._split_batches() if self.split else self._assign_batches()
 
-    def _whole(self) -> Iterator[list[int]]:
+    def _assign_batches(self) -> Iterator[list[int]]:
         size, processes = self._size, self.shard_spec.processes
-        first: list[list[int]] = []
-        in_turn: list[list[int]] = []
+        first_batches: list[list[int]] = []
+        current_round: list[list[int]] = []
         for batch in self.batch_sampler:
-            if len(in_turn) == processes:  # the round ends with a short batch, but is not the last one
-                yield in_turn[self.shard_spec.rank]
-                in_turn = []
-            if len(first) < processes:
-                first.append(list(batch))
-            in_turn.append(batch)
-            if len(in_turn) == processes and (size is None or len(batch) == size):
-                yield in_turn[self.shard_spec.rank]
-                in_turn = []
-        if not in_turn or self._drops_last:
+            # The round ends with a short batch, but is not the last round.
+            if len(current_round) == processes:
+                yield current_round[self.shard_spec.rank]
+                current_round = []
+            if len(first_batches) < processes:
+                first_batches.append(list(batch))
+            current_round.append(batch)
+            if len(current_round) == processes and (size is None or len(batch) == size):
+                yield current_round[self.shard_spec.rank]
+                current_round = []
+        if not current_round or self._drops_last:
             return
         if size is None and self.even:
-            in_turn += islice(cycle(first), processes - len(in_turn))
+            current_round += islice(cycle(first_batches), processes - len(current_round))
         elif size is not None and self.even:
-            samples = cycle(chain.from_iterable(first))
-            in_turn[-1] = [*in_turn[-1], *islice(samples, size - len(in_turn[-1]))]
-            in_turn += (list(islice(samples, size)) for _ in range(processes - len(in_turn)))
-        yield in_turn[self.shard_spec.rank]
+            samples = cycle(chain.from_iterable(first_batches))
+            current_round[-1] = [*current_round[-1], *islice(samples, size - len(current_round[-1]))]
+            current_round += (list(islice(samples, size)) for _ in range(processes - len(current_round)))
+        yield current_round[self.shard_spec.rank]
 
-    def _parts(self) -> Iterator[list[int]]:
-        size, first = self._size, None
+    def _split_batches(self) -> Iterator[list[int]]:
+        size, first_batch = self._size, None
         assert size is not None
-        of_one = size // self.shard_spec.processes
-        part = slice(self.shard_spec.rank * of_one, (self.shard_spec.rank + 1) * of_one)
+        part_size = size // self.shard_spec.processes
+        part = slice(self.shard_spec.rank * part_size, (self.shard_spec.rank + 1) * part_size)
         for batch in self.batch_sampler:
-            first = list(batch) if first is None else first
+            first_batch = list(batch) if first_batch is None else first_batch
             if len(batch) < size and self.even:
-                batch = [*batch, *islice(cycle(first), size - len(batch))]
+                batch = [*batch, *islice(cycle(first_batch), size - len(batch))]
             yield batch[part]
 
-    def _divides(self) -> bool:
-        """Whether all processes get equally many batches without completing the last round."""
+    def _divides_evenly(self) -> bool:
+        """Whether all processes get equally many batches if the last round is not completed."""
         if not self.split:
             return has_length(self.batch_sampler) and len(self.batch_sampler) % self.shard_spec.processes == 0
         sampler, size = getattr(self.batch_sampler, "sampler", None), self._size
         assert size is not None
-        left = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
-        return not left or left > size - size // self.shard_spec.processes
+        remainder = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
+        return not remainder or remainder > size - size // self.shard_spec.processes
 
     @property
     def _size(self) -> int | None:
@@ -371,8 +376,8 @@ class EvenBatchSampler(BatchSamplerWrapper):
     def __len__(self) -> int:
         if self.split:
             return len(self.batch_sampler)
-        rounds, left = divmod(len(self.batch_sampler), self.shard_spec.processes)
-        return rounds + (left > 0 and not self._drops_last)
+        rounds, remainder = divmod(len(self.batch_sampler), self.shard_spec.processes)
+        return rounds + (remainder > 0 and not self._drops_last)
 
 
 def check_split(size: int | None, processes: int) -> None:
@@ -386,24 +391,25 @@ def check_split(size: int | None, processes: int) -> None:
 
 
 def set_epoch(part: Any, epoch: int) -> None:
-    """Set the epoch of the next iteration in a sampler, dataset or loader that has `set_epoch`."""
+    """Set the epoch of the next iteration in an object that has `set_epoch`."""
     if callable(getattr(part, "set_epoch", None)):
         part.set_epoch(epoch)
 
 
 class StreamWrapper(IterableDataset[Any]):
-    """A stream that passes on samples of another one, and has its attributes.
+    """A stream that wraps another one and forwards its attributes.
 
     Args:
-        dataset: the stream. If it has no `set_epoch`, a torch generator in its attribute `generator` is seeded with
-            the epoch's number, as in accelerate.
+        dataset: the wrapped stream. If it has no `set_epoch`, a torch generator in its attribute `generator` is seeded
+            with the epoch's number, as in accelerate.
     """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset, self.epoch = dataset, 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not set yet, while unpickling in a worker
+        # The attribute is not set yet while a worker unpickles the object.
+        if name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -413,7 +419,7 @@ class StreamWrapper(IterableDataset[Any]):
         set_epoch(self.dataset, epoch)
 
     def seed_generator(self) -> None:
-        """Seed the stream's generator, if that is what the epoch's order depends on."""
+        """Seed the stream's generator, if the epoch's order depends on it."""
         generator = getattr(self.dataset, "generator", None)
         if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
             generator.manual_seed(self.epoch)
@@ -422,7 +428,7 @@ class StreamWrapper(IterableDataset[Any]):
 class ShardedStream(StreamWrapper):
     """The samples of one process from a stream that every process reads.
 
-    A round is `size` samples for each process. The last round is completed with samples of the first, or dropped.
+    A round is `size` samples for each process. Samples of the first round complete the last one, or it is dropped.
 
     Args:
         dataset: the stream.
@@ -439,31 +445,31 @@ class ShardedStream(StreamWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()
-        whole = self.size * self.shard_spec.processes
-        mine = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
-        first: list[Any] | None = None
-        current: list[Any] = []
+        round_size = self.size * self.shard_spec.processes
+        part = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
+        first_round: list[Any] | None = None
+        samples: list[Any] = []
         for sample in self.dataset:
-            current.append(sample)
-            if len(current) == whole:
-                yield from current[mine]
-                first, current = first or current, []
-        if current and not self.drop_last:
-            yield from [*current, *islice(cycle(first or current), whole - len(current))][mine]
+            samples.append(sample)
+            if len(samples) == round_size:
+                yield from samples[part]
+                first_round, samples = first_round or samples, []
+        if samples and not self.drop_last:
+            yield from [*samples, *islice(cycle(first_round or samples), round_size - len(samples))][part]
 
     def __len__(self) -> int:
-        whole = self.size * self.shard_spec.processes
+        round_size = self.size * self.shard_spec.processes
         count = len(self.dataset)
-        return (count // whole if self.drop_last else -(-count // whole)) * self.size
+        return (count // round_size if self.drop_last else -(-count // round_size)) * self.size
 
 
 def batches_of_rank(batches: Iterable[Any], shard_spec: ShardSpec) -> Iterator[tuple[Any, bool]]:
-    """Yields this rank's batches, each with a flag that says whether it is a filler."""
-    first, count = None, 0
+    """Yields this rank's batches, each with a flag whether it is a filler."""
+    first_batch, count = None, 0
     for batch in batches:
-        first = batch if first is None else first
+        first_batch = batch if first_batch is None else first_batch
         if count % shard_spec.processes == shard_spec.rank:
             yield batch, False
         count += 1
     if shard_spec.needs_filler(count):
-        yield first, True
+        yield first_batch, True

@@ -1,4 +1,4 @@
-"""Batches with a budget of tokens, from buckets of similar lengths or by packing, and collators for them."""
+"""Batches with a token budget, from length buckets or by packing, and their collators."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from torch.utils.data import Sampler
 
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 
-#: Most padding in an epoch, as a share of all tokens; and most buckets, which come first.
-_MOST_PADDING, _MOST_BUCKETS = 0.05, 64
-#: Most lengths that are tried as boundaries: the search takes their square.
-_MOST_CANDIDATES = 512
+#: Maximum padding in an epoch, as a share of all tokens, and maximum number of buckets, which has priority.
+_MAX_PADDING, _MAX_BUCKETS = 0.05, 64
+#: Maximum number of candidate boundaries. The search takes quadratic time and memory.
+_MAX_CANDIDATES = 512
 
 
 def choose_boundaries(lengths: np.ndarray) -> list[int]:
-    """The longest length of each bucket: the fewest buckets whose padding is at most 5 %, and at most 64."""
+    """The maximum length of each bucket, for the fewest with at most 5 % padding (up to 64)."""
     values, counts = np.unique(lengths, return_counts=True)
-    kept = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MOST_CANDIDATES)).round().astype(int))
-    ends, samples = values[kept], np.concatenate([[0], counts.cumsum()[kept]])
+    candidates = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_CANDIDATES)).round().astype(int))
+    ends, samples = values[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
     tokens = int(lengths.sum())
-    # padded[i, j]: tokens, with padding, of a bucket with the samples after candidate i - 1 up to candidate j.
+    # padded[i, j]: tokens, including padding, of a bucket with the samples after candidate i - 1 up to candidate j.
     padded = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)
     padded[np.tril_indices(len(ends), -1)] = np.inf
     best, previous = padded[0], list[np.ndarray]()
-    while tokens < (1 - _MOST_PADDING) * best[-1] and len(previous) + 1 < _MOST_BUCKETS:
+    while tokens < (1 - _MAX_PADDING) * best[-1] and len(previous) + 1 < _MAX_BUCKETS:
         totals = np.concatenate([[np.inf], best[:-1]])[:, None] + padded
         previous.append(totals.argmin(axis=0))
         best = totals.min(axis=0)
-    chosen, last = [len(ends) - 1], len(ends) - 1
+    end_indices, last = [len(ends) - 1], len(ends) - 1
     for starts in reversed(previous):
         last = int(starts[last]) - 1
-        chosen.append(last)
-    return [int(ends[index]) for index in reversed(chosen)]
+        end_indices.append(last)
+    return [int(ends[index]) for index in reversed(end_indices)]
 
 
 class TokenBatchSampler(Sampler[list[int]]):
-    """Yields whole batches of samples of similar lengths, with at most `budget` tokens, padding included.
+    """Yields batches of samples of similar lengths, with at most `budget` tokens including padding.
 
-    Each epoch shuffles the samples of a bucket and the order of the batches; their number does not change.
+    Each epoch shuffles the samples of a bucket and the order of the batches. The number of batches does not change.
 
     Args:
         lengths: length of each sample, in tokens.
-        budget: most tokens in a batch.
+        budget: maximum number of tokens in a batch.
         seed: the order of epoch `e` comes from a generator seeded with `seed + e`.
         drop_last: drop the incomplete batch of a bucket.
-        complete: complete that batch with samples of its bucket, so that a bucket has one shape.
+        complete: complete the incomplete batch with samples of its bucket, so that a bucket has one shape.
 
     Raises:
         InvalidArgument: when a sample is longer than the budget.
@@ -68,7 +68,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         if self.lengths[longest] > budget:
             raise InvalidArgument(
                 f"tokens_per_batch={budget}: sample {longest} has {self.lengths[longest]} tokens. Raise "
-                "tokens_per_batch, truncate the samples, or remove the long ones."
+                "tokens_per_batch, truncate the samples, or remove the long samples."
             )
         self._prepare()
 
@@ -95,11 +95,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         batches = []
         for bucket, size in zip(self.buckets, self.sizes, strict=True):
             order = bucket[torch.randperm(len(bucket), generator=generator).numpy()].tolist()
-            left = len(order) % size
-            if left and self.drop_last:
-                order = order[:-left]
-            elif left and self.complete:
-                order += order[: size - left]
+            remainder = len(order) % size
+            if remainder and self.drop_last:
+                order = order[:-remainder]
+            elif remainder and self.complete:
+                order += order[: size - remainder]
             batches += [order[start : start + size] for start in range(0, len(order), size)]
         return batches
 
@@ -109,10 +109,10 @@ class TokenBatchSampler(Sampler[list[int]]):
 
 
 class PackedBatchSampler(TokenBatchSampler):
-    """Yields whole batches of samples of any lengths, whose sum is at most `budget`; for batches without padding.
+    """Yields batches of samples of any lengths, with at most `budget` tokens without padding.
 
-    Each sample goes to the batch with the fewest tokens, longest first. How full the batches get depends only on the
-    lengths, so their number is found once. An epoch varies the order of the samples, unless a batch overflows.
+    Each sample goes to the batch with the fewest tokens, longest first. The number of batches depends only on the
+    lengths, so it is computed once. An epoch varies the order of the samples, unless a batch overflows.
     """
 
     def _prepare(self) -> None:
@@ -120,9 +120,10 @@ class PackedBatchSampler(TokenBatchSampler):
         self.count = max(1, -(-int(self.lengths.sum()) // self.budget))
         while self._pack(order) is None:
             too_few, self.count = self.count, min(self.count + max(1, self.count // 64), len(self.lengths))
-            if too_few > len(self.lengths) // 2:  # long samples: hardly two fit together
+            # Samples are so long that hardly two fit together.
+            if too_few > len(self.lengths) // 2:
                 self.count = len(self.lengths)
-        # Between the last failure and this.
+        # Search between the last failure and this count.
         while self.count - too_few > max(1, self.count // 1000):
             enough, self.count = self.count, (too_few + self.count) // 2
             if self._pack(order) is None:
@@ -133,31 +134,32 @@ class PackedBatchSampler(TokenBatchSampler):
 
     def _batches(self, generator: torch.Generator) -> list[list[int]]:
         factors = torch.rand(len(self.lengths), generator=generator, dtype=torch.float64).numpy()
-        varied = self._pack(self.lengths * (0.5 + factors))
-        if varied is None:  # samples of one length still change places
-            varied = self._pack(self.lengths + factors / 2)
-        assert varied is not None
-        return varied
+        batches = self._pack(self.lengths * (0.5 + factors))
+        # A smaller variation only reorders samples of equal length.
+        if batches is None:
+            batches = self._pack(self.lengths + factors / 2)
+        assert batches is not None
+        return batches
 
     def _pack(self, order: np.ndarray) -> list[list[int]] | None:
-        """The batches, if they get the samples in the descending order of `order`; None if one overflows."""
+        """The batches, filled in the descending order of `order`; None if a batch overflows."""
         batches: list[list[int]] = [[] for _ in range(self.count)]
-        filled = [(0, index) for index in range(self.count)]
+        fill_levels = [(0, index) for index in range(self.count)]
         for sample in np.argsort(-order, kind="stable").tolist():
-            tokens, index = filled[0]
+            tokens, index = fill_levels[0]
             if (tokens := tokens + int(self.lengths[sample])) > self.budget:
                 return None
             batches[index].append(sample)
-            heapq.heapreplace(filled, (tokens, index))
+            heapq.heapreplace(fill_levels, (tokens, index))
         return batches
 
 
 class BucketCollator:
-    """Pads each batch to the boundary of its bucket, so that `torch.compile` sees one shape per bucket.
+    """Pads each batch to its bucket's boundary, so that `torch.compile` sees one shape per bucket.
 
     Args:
-        collator: the script's collator; its copy gets another `pad_to_multiple_of`.
-        boundaries: the longest length of each bucket.
+        collator: the script's collator, copied for another `pad_to_multiple_of`.
+        boundaries: the maximum length of each bucket.
         name: the key in a sample whose value is padded.
 
     Raises:
@@ -167,26 +169,27 @@ class BucketCollator:
     def __init__(self, collator: Any, boundaries: list[int], name: str) -> None:
         if not hasattr(collator, "pad_to_multiple_of"):
             raise UnsupportedArgument(
-                f"tokens_per_batch with torch_compile=True pads each batch to one of {len(boundaries)} lengths, by "
+                f"tokens_per_batch with torch_compile=True pads each batch to one of {len(boundaries)} lengths with "
                 f"the collator's pad_to_multiple_of, which {type(collator).__name__} does not have: use a collator "
-                "such as DataCollatorWithPadding, give yours that attribute, or remove torch_compile."
+                "such as DataCollatorWithPadding, add that attribute to yours, or remove torch_compile."
             )
         self.collator, self.boundaries, self.name = collator, boundaries, name
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The padded batch."""
+        """Collate the samples into a padded batch."""
         longest = max(len(sample[self.name]) for sample in samples)
         collator = copy.copy(self.collator)
         if longest > self.boundaries[-1]:
             raise InvalidArgument(
-                f"tokens_per_batch: a sample has {longest} tokens, more than any in the column of lengths: correct it."
+                f"tokens_per_batch: a sample has {longest} tokens, more than any in the column of lengths: correct the "
+                "column."
             )
         collator.pad_to_multiple_of = next(each for each in self.boundaries if each >= longest)
         return collator(samples)
 
 
 class FlatCollator:
-    """Flattens the samples of a batch into one row, without padding, by the collator of transformers.
+    """Flattens a batch into one row without padding, with the collator of transformers.
 
     Args:
         collator: a `DataCollatorWithFlattening`.
@@ -196,22 +199,22 @@ class FlatCollator:
         self.collator = collator
 
     def __call__(self, samples: list[Any]) -> Any:
-        """The flattened batch."""
+        """Collate the samples into a flattened batch."""
         first = samples[0]
         if not isinstance(first, Mapping) or "input_ids" not in first:
             raise InvalidArgument("flatten_batches=True needs samples with 'input_ids': remove it for other data.")
         for sample in samples:
             if "labels" in first and len(sample["labels"]) != len(sample["input_ids"]):
                 raise InvalidArgument(
-                    f"flatten_batches=True needs a label for each token; a sample has {len(sample['labels'])} labels "
-                    f"and {len(sample['input_ids'])} tokens."
+                    f"flatten_batches=True needs a label for each token, but a sample has {len(sample['labels'])} "
+                    f"labels and {len(sample['input_ids'])} tokens."
                 )
-        return self.collator([_without_padding(sample) if "attention_mask" in sample else sample for sample in samples])
+        return self.collator([_remove_padding(sample) if "attention_mask" in sample else sample for sample in samples])
 
 
-def _without_padding(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _remove_padding(sample: Mapping[str, Any]) -> dict[str, Any]:
     """A sample without the tokens that its attention mask hides."""
-    kept = [index for index, seen in enumerate(sample["attention_mask"]) if seen]
-    if len(kept) == len(sample["input_ids"]):
+    indices = [index for index, is_visible in enumerate(sample["attention_mask"]) if is_visible]
+    if len(indices) == len(sample["input_ids"]):
         return dict(sample)
-    return {name: [sample[name][index] for index in kept] for name in ("input_ids", "labels") if name in sample}
+    return {name: [sample[name][index] for index in indices] for name in ("input_ids", "labels") if name in sample}

@@ -1,1 +1,1 @@
-"""Passes over evaluation and test sets: what they collect, and the metrics computed from it."""
+"""Passes over evaluation and test sets: their outputs, and the metrics computed from these."""

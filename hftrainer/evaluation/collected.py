@@ -1,4 +1,4 @@
-"""Collects the rows of an evaluation: gathered from all ranks, and kept on the CPU with one copy, in linear time."""
+"""Collects an evaluation's rows from all ranks in one copy on the CPU, in linear time."""
 
 from __future__ import annotations
 
@@ -25,21 +25,24 @@ logger = logging.getLogger(__name__)
 Gather = Callable[[Any], Any]
 #: The original methods, to detect a replacement on the class or on the Trainer's accelerator.
 _GATHER_FOR_METRICS, _GATHER = EngineAccelerator.gather_for_metrics, EngineAccelerator.gather
-#: Fills rows that are shorter than others.
+#: The value that pads short rows.
 _PADDING = -100
 
 
-# ---- Gathering, by the accelerator's methods, which scripts may replace ----------------------------------------------
+# ---- Gathering with the accelerator's methods, which scripts may replace ---------------------------------------------
 
 
 def make_metrics_gather(accelerator: Any, args: TrainingArguments) -> Gather:
-    """The default `gather_function`: gathers rows from all ranks, without fillers."""
+    """The default `gather_function`, which gathers rows from all ranks, without fillers."""
     gather: Callable[..., Any] = accelerator.gather_for_metrics
     return functools.partial(gather, use_gather_object=True) if args.eval_use_gather_object else gather
 
 
 def make_full_gather(accelerator: Any, args: TrainingArguments) -> Gather:
-    """A function that gathers all rows: in the mean loss, an incomplete last batch counts as a full one."""
+    """A function that gathers all rows.
+
+    In the mean loss, an incomplete last batch then counts as a full one.
+    """
     gather: Gather = accelerator.gather
     if accelerator.processes.tp_size == 1 and not args.eval_use_gather_object:
         return gather
@@ -62,7 +65,7 @@ def can_skip_gathering(trainer: Trainer) -> bool:
 
 
 def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool) -> Any:
-    """A model's outputs without the loss, the ignored keys, and objects that are not data, such as a cache.
+    """A model's outputs without the loss, the ignored keys, and objects such as a cache.
 
     Args:
         outputs: a mapping, a tuple or list, or one tensor.
@@ -73,15 +76,15 @@ def select_predictions(outputs: Any, ignored: Collection[str], *, has_loss: bool
         A tuple of the values of a mapping; otherwise the same kind as `outputs`.
     """
     if isinstance(outputs, Mapping):
-        left_out = {*ignored, "loss"} if has_loss else {*ignored}
+        excluded_keys = {*ignored, "loss"} if has_loss else {*ignored}
         outputs = tuple(
-            value for name, value in outputs.items() if name not in left_out and _is_data(value, repr(name))
+            value for name, value in outputs.items() if name not in excluded_keys and _is_data(value, repr(name))
         )
     else:
         outputs = outputs[1:] if has_loss else outputs
         if type(outputs) in (tuple, list):
-            kept = (value for at, value in enumerate(outputs, has_loss) if _is_data(value, f"number {at}"))
-            outputs = type(outputs)(kept)
+            values = (value for index, value in enumerate(outputs, has_loss) if _is_data(value, f"number {index}"))
+            outputs = type(outputs)(values)
     return nested_apply(_to_dense, outputs)
 
 
@@ -91,26 +94,26 @@ def _to_dense(leaf: Any) -> Any:
 
 
 def _is_data(value: Any, name: str) -> bool:
-    """Whether a value has only leaves that can be concatenated; warns once for each name and type."""
-    unknown: list[Any] = []
+    """Whether all leaves of a value can be concatenated. If not, warn once per name and type."""
+    unknown_leaves: list[Any] = []
 
     def check(leaf: Any) -> None:
         if not isinstance(leaf, LEAVES):
-            unknown.append(leaf)
+            unknown_leaves.append(leaf)
 
     nested_apply(check, value)
-    if unknown:
+    if unknown_leaves:
         log_once(
             logger,
-            f"The model's output {name} contains a {type(unknown[0]).__name__}, which is not a tensor and is left out "
-            "of the predictions. To leave it out without this warning, add its key to ignore_keys or to the config's "
-            "keys_to_ignore_at_inference.",
+            f"The model's output {name} contains a {type(unknown_leaves[0]).__name__}, which is not a tensor and is "
+            "left out of the predictions. To leave it out without this warning, add its key to ignore_keys or to the "
+            "config's keys_to_ignore_at_inference.",
         )
-    return not unknown
+    return not unknown_leaves
 
 
 class OutputCollector:
-    """The outputs of a pass, batch by batch.
+    """Collects the outputs of a pass, batch by batch.
 
     Args:
         concatenate: whether `arrays()` joins the batches (right-padded with -100) or lists them.
@@ -122,32 +125,32 @@ class OutputCollector:
         self.concatenate = concatenate
         self.rows = rows
         self.folder = folder
-        self._on_device: list[Any] = []
+        self._device_batches: list[Any] = []
         self._batches: list[Any] = []
-        self._joined: Any = None
+        self._joined_batches: Any = None
 
     def add(self, outputs: Any) -> None:
         """Keep the outputs of one batch, on their device."""
-        self._on_device.append(outputs)
+        self._device_batches.append(outputs)
 
     def move_to_cpu(self) -> None:
         """Move the added outputs to the CPU, as arrays."""
-        for outputs in self._on_device:
+        for outputs in self._device_batches:
             batch = nested_numpify(outputs)
             if not self.concatenate:
                 self._batches.append(batch)
-            elif self._joined is None:
-                self._joined = nested_apply(self._start, batch)
+            elif self._joined_batches is None:
+                self._joined_batches = nested_apply(self._start, batch)
             else:
-                _extend(self._joined, batch)
-        self._on_device.clear()
+                _extend(self._joined_batches, batch)
+        self._device_batches.clear()
 
     def arrays(self) -> Any:
-        """All outputs, as arrays of shape `(samples, ...)` or as a list of batches; None if there are none."""
+        """All outputs as arrays of shape `(samples, ...)` or a list of batches; None without outputs."""
         self.move_to_cpu()
         if not self.concatenate:
             return self._batches or None
-        return None if self._joined is None else nested_apply(GrowingArray.finish, self._joined)
+        return None if self._joined_batches is None else nested_apply(GrowingArray.finish, self._joined_batches)
 
     def _start(self, leaf: Any) -> GrowingArray:
         return GrowingArray(_as_rows(leaf), self.rows, self.folder)
@@ -163,23 +166,23 @@ def _as_rows(leaf: Any) -> np.ndarray:
     return array
 
 
-def _extend(joined: Any, batch: Any) -> None:
+def _extend(arrays: Any, batch: Any) -> None:
     """Append a batch, leaf by leaf.
 
     Raises:
-        TypeError: when its nesting differs from the first batch's.
+        TypeError: when the batch's nesting differs from the first batch's.
     """
     containers = (Mapping, list, tuple)
-    if isinstance(joined, GrowingArray) and (isinstance(batch, np.ndarray) or not isinstance(batch, containers)):
-        joined.add(_as_rows(batch))
+    if isinstance(arrays, GrowingArray) and (isinstance(batch, np.ndarray) or not isinstance(batch, containers)):
+        arrays.add(_as_rows(batch))
         return
-    if type(joined) is not type(batch) or len(joined) != len(batch):
+    if type(arrays) is not type(batch) or len(arrays) != len(batch):
         raise TypeError(
             "Batches of one evaluation must return the same kind of output to be concatenated, got "
-            f"{_describe(joined)} and {_describe(batch)}; eval_do_concat_batches=False returns a list of batches."
+            f"{_describe(arrays)} and {_describe(batch)}; eval_do_concat_batches=False returns a list of batches."
         )
-    for key in joined if isinstance(joined, Mapping) else range(len(joined)):
-        _extend(joined[key], batch[key])
+    for key in arrays if isinstance(arrays, Mapping) else range(len(arrays)):
+        _extend(arrays[key], batch[key])
 
 
 def _describe(data: Any) -> str:
@@ -189,32 +192,32 @@ def _describe(data: Any) -> str:
 
 
 class GrowingArray:
-    """The rows of many batches as one array of shape `(rows, ...)`, built without keeping a list of batches.
+    """One array of shape `(rows, ...)` that grows by the rows of each batch.
 
     Batches may differ in their second dimension: shorter ones are padded on the right. Space for the expected rows is
-    reserved at once, but a page takes memory only when it is written. Rows that become longer are copied.
+    reserved at once, but a page takes memory only when it is written. If rows become longer, the array is copied.
 
     Args:
-        first: the first batch, shape `(batch, ...)`: it fixes all but the first two dimensions.
+        first_rows: the first batch, shape `(batch, ...)`: it fixes all but the first two dimensions.
         rows: expected number of rows; the actual number may differ.
         folder: keep the array in a memory-mapped temporary file there; None keeps it in memory.
     """
 
-    def __init__(self, first: np.ndarray, rows: int = 0, folder: str | None = None) -> None:
+    def __init__(self, first_rows: np.ndarray, rows: int = 0, folder: str | None = None) -> None:
         self._folder = folder
         self._count = self._width = 0
-        self._data = self._allocate((max(rows, len(first)), *first.shape[1:]), first.dtype)
-        self.add(first)
+        self._data = self._allocate((max(rows, len(first_rows)), *first_rows.shape[1:]), first_rows.dtype)
+        self.add(first_rows)
 
     def add(self, batch: np.ndarray) -> None:
         """Append the rows of a batch.
 
         Raises:
-            ValueError: when its shape differs from the first batch's in more than the first two dimensions.
+            ValueError: when a dimension after the second differs from the first batch's.
         """
         stop = self._count + len(batch)
-        kept = self._data
-        if batch.shape[1:] != kept.shape[1:] or batch.dtype != kept.dtype or stop > len(kept):
+        data = self._data
+        if batch.shape[1:] != data.shape[1:] or batch.dtype != data.dtype or stop > len(data):
             self._make_space(batch, stop)
         _write(self._data[self._count : stop], batch)
         self._count = stop
@@ -227,25 +230,25 @@ class GrowingArray:
         return rows if rows.ndim == 1 else rows[:, : self._width]
 
     def _make_space(self, batch: np.ndarray, stop: int) -> None:
-        """Grow the array until the batch fits, by more than needed, so that appending takes linear time."""
-        kept = self._data
-        if batch.ndim != kept.ndim or batch.shape[2:] != kept.shape[2:]:
-            expected = ["batch", "length", *map(str, kept.shape[2:])][: kept.ndim]
+        """Grow the array by more than the batch needs, so that appending takes linear time."""
+        data = self._data
+        if batch.ndim != data.ndim or batch.shape[2:] != data.shape[2:]:
+            expected = ["batch", "length", *map(str, data.shape[2:])][: data.ndim]
             raise ValueError(
                 f"Outputs of shape {batch.shape} cannot be appended to shape ({', '.join(expected)}): only the second "
                 "dimension is padded. Set eval_do_concat_batches=False to get a list of batches."
             )
-        dtype, rows, row_shape = np.result_type(kept.dtype, batch.dtype), len(kept), kept.shape[1:]
+        dtype, rows, row_shape = np.result_type(data.dtype, batch.dtype), len(data), data.shape[1:]
         if stop > rows:
             rows = max(stop, rows + rows // 4)
         if row_shape and batch.shape[1] > row_shape[0]:
             row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
-        if dtype != kept.dtype or row_shape != kept.shape[1:] or (self._folder is not None and rows > len(kept)):
+        if dtype != data.dtype or row_shape != data.shape[1:] or (self._folder is not None and rows > len(data)):
             self._data = self._allocate((rows, *row_shape), dtype)
-            _write(self._data[: self._count], kept[: self._count])
-        elif rows > len(kept):
+            _write(self._data[: self._count], data[: self._count])
+        elif rows > len(data):
             # The allocator moves pages without copying them. No view outlives the method that made it.
-            kept.resize((rows, *row_shape), refcheck=False)
+            data.resize((rows, *row_shape), refcheck=False)
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if self._folder is None or 0 in shape:
@@ -257,7 +260,8 @@ class GrowingArray:
 
 
 def _write(rows: np.ndarray, values: np.ndarray) -> None:
-    """Write values into as many rows, which may be longer: their ends are padded."""
+    """Write values into the same number of rows, and pad the ends of longer rows."""
     if rows.shape != values.shape:
-        rows[...] = np.asarray(_PADDING).astype(rows.dtype)  # unsigned types wrap around, as in torch
+        # The padding wraps around in unsigned types, as in torch.
+        rows[...] = np.asarray(_PADDING).astype(rows.dtype)
     rows[tuple(map(slice, values.shape))] = values

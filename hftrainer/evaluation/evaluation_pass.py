@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, repr=False)
 class EvaluationPass:
-    """A pass over an evaluation or test set, which one of Lightning's loops runs batch by batch.
+    """A pass over an evaluation or test set. One of Lightning's loops runs it batch by batch.
 
     Args:
         components: the parts of the Trainer.
         dataloader: the batches.
         predict: `Trainer.prediction_step` of the model: inputs → `(loss, logits, labels)`, each possibly None.
-        prefix: prefix of each metric's name, followed by an underscore.
-        returns_predictions: keep the predictions even if the metrics do not need them.
+        prefix: prefix of each metric's name, before an underscore.
+        returns_predictions: whether to keep the predictions even if the metrics do not need them.
         loss_only: whether only the loss is predicted.
-        ignore_keys: outputs of the model to exclude; None excludes those that its config names.
+        ignore_keys: outputs of the model to exclude; None excludes those that the model's config names.
 
     Attributes:
         metrics: the metrics to compute.
         preparation_time: seconds that preparing the model took, for the metrics; measured here if it is NaN.
         output: the result, once the pass has finished.
         has_labels: whether a batch had all labels.
-        computed: whether there are metrics besides the loss.
+        has_metrics: whether there are metrics besides the loss.
     """
 
     components: Components
@@ -67,11 +67,12 @@ class EvaluationPass:
         self.preparation_time: float | None = getattr(trainer, "model_preparation_time", None)
         self.seen_samples = self.seen_batches = 0
         self.output: EvalLoopOutput | None = None
-        self.has_labels = self.computed = False
-        given: Any = trainer.preprocess_logits_for_metrics
-        self._preprocess_logits = given
-        if given is not None and not takes(given, None, None) and takes(given, None):  # a function of old releases
-            self._preprocess_logits = lambda logits, _: given(logits)
+        self.has_labels = self.has_metrics = False
+        preprocess: Any = trainer.preprocess_logits_for_metrics
+        self._preprocess_logits = preprocess
+        # A function for old releases accepts only the logits.
+        if preprocess is not None and not takes(preprocess, None, None) and takes(preprocess, None):
+            self._preprocess_logits = lambda logits, _: preprocess(logits)
         self._pending: deque[BatchPosition | None] = deque()
         rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
         self._collectors = {
@@ -81,17 +82,17 @@ class EvaluationPass:
         self._gathers_rows = self._keeps_rows = self.returns_predictions
         if isinstance(self.metrics, FunctionMetrics):
             self._gathers_rows, self._keeps_rows = True, self._keeps_rows or not self.metrics.by_batch
-        self._created = time.time()
+        self._creation_time = time.time()
         self.metrics.reset()
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches, in the order in which `step` must get them."""
+        """Yields the batches, in the order in which `step` must receive them."""
         for inputs in self.dataloader:
             self._pending.append(self.dataloader.position if isinstance(self.dataloader, PreparedDataLoader) else None)
             yield inputs
 
     def __len__(self) -> int:
-        """Number of batches according to the loader; raises TypeError for a stream."""
+        """Number of batches according to the loader. Raises TypeError for a stream."""
         if isinstance(getattr(self.dataloader, "dataset", None), IterableDataset):
             raise TypeError("the number of batches of a stream is unknown")
         return len(self.dataloader)
@@ -102,18 +103,18 @@ class EvaluationPass:
         return has_exact_length(self.dataloader)
 
     def record_batches(self) -> list[list[int]] | None:
-        """A list that gets the sample indices of each batch; None when the loader does not provide them."""
+        """A list that receives each batch's sample indices, or None if the loader provides none."""
         return self.dataloader.record_batches() if isinstance(self.dataloader, PreparedDataLoader) else None
 
-    def step(self, inputs: Any, last: bool) -> Any:
+    def step(self, inputs: Any, is_last: bool) -> Any:
         """Predict one batch, keep the required outputs, and return the predictions.
 
         Args:
             inputs: the batch.
-            last: whether it is the last.
+            is_last: whether this is the last batch.
         """
         if self.preparation_time is not None and math.isnan(self.preparation_time):
-            self.preparation_time = round(time.time() - self._created, 4)
+            self.preparation_time = round(time.time() - self._creation_time, 4)
         self.seen_batches += 1
         with self._set_position(self._pending.popleft()) as position:
             try:
@@ -122,11 +123,12 @@ class EvaluationPass:
                 add_note(error, f"This happened in batch {self.seen_batches} of an evaluation: {shapes(inputs)}.")
                 raise
             rows = self._rows(*predicted, inputs, position)
-            self._keep(rows, inputs, last, is_full=not (position.is_last or position.is_filler))
+            self._keep(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.components.announce("on_prediction_step")
         self.components.run.signal_listener.check()
         if (health := self.components.run.health) is not None:
-            health.note_sign(is_slow=last)  # the metrics follow
+            # After the last batch, computing the metrics may take long.
+            health.note_sign(is_slow=is_last)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()
@@ -134,34 +136,34 @@ class EvaluationPass:
 
     @contextlib.contextmanager
     def _set_position(self, position: BatchPosition | None) -> Iterator[BatchPosition]:
-        """Set the loader's position to the batch that is evaluated, since Lightning may have read the next one.
+        """Set the loader's position to this batch, since Lightning may have read the next one.
 
-        `accelerator.gather_for_metrics` reads that position. Batches of a loader that is not prepared count in full.
+        `accelerator.gather_for_metrics` reads that position. Batches of an unprepared loader count in full.
         """
         if position is None:
             yield BatchPosition()
             return
-        ahead, self.dataloader.position = self.dataloader.position, position
+        next_position, self.dataloader.position = self.dataloader.position, position
         try:
             yield position
         finally:
-            self.dataloader.position = ahead
+            self.dataloader.position = next_position
 
     def _rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, position: BatchPosition) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
         self.has_labels |= labels is not None
-        main = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
+        main_input = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None
         # Lists of samples are not padded: their lengths differ by rank.
         if self._gathers_rows and not (self.args.world_size > 1 and self.args.eval_use_gather_object):
             pad = self.trainer.accelerator.pad_across_processes
-            main, labels, logits = (
-                each if each is None else pad(each, dim=1, pad_index=-100) for each in (main, labels, logits)
+            main_input, labels, logits = (
+                each if each is None else pad(each, dim=1, pad_index=-100) for each in (main_input, labels, logits)
             )
         if logits is not None and self._preprocess_logits is not None:
             logits = self._preprocess_logits(logits, labels)
         # Repeat the mean once per sample of a full batch; gathering trims the last batch.
         losses = None if loss is None else loss.repeat(self.args.eval_batch_size)
-        rows = {"losses": losses, "inputs": main, "predictions": logits, "label_ids": labels}
+        rows = {"losses": losses, "inputs": main_input, "predictions": logits, "label_ids": labels}
         if isinstance(self.metrics, TorchMetrics):
             counted_losses = None if losses is None else losses[: position.counted_samples]
             self.metrics.update(self._prediction({**rows, "losses": counted_losses}), position.is_filler)
@@ -176,13 +178,13 @@ class EvaluationPass:
         name = getattr(self.trainer.model, "main_input_name", "input_ids")
         if name not in inputs:
             raise InvalidArgument(
-                f"include_for_metrics=['inputs'] keeps the model's main input, {name!r}, and the batch has "
+                f"include_for_metrics=['inputs'] keeps the model's main input, {name!r}, but the batch has "
                 f"only {', '.join(inputs)}: set main_input_name on the model's class to the name of its input."
             )
         return self.trainer._prepare_input(inputs[name])
 
-    def _keep(self, rows: dict[str, Any], inputs: Any, last: bool, *, is_full: bool) -> None:
-        """Gather the rows of a batch from all ranks; collect them, or give them to a function that takes batches."""
+    def _keep(self, rows: dict[str, Any], inputs: Any, is_last: bool, *, is_full: bool) -> None:
+        """Gather a batch's rows from all ranks, and collect them or update the metrics."""
         skips_gathering = is_full and can_skip_gathering(self.trainer)
         gathered: dict[str, Any] = {}
         for name, value in rows.items():
@@ -193,8 +195,8 @@ class EvaluationPass:
                 self._collectors[name].add(gathered[name])
         if isinstance(self.metrics, FunctionMetrics) and self.metrics.by_batch:
             # The function gets the complete batch of inputs, as in transformers.
-            given = {"inputs": inputs} if "inputs" in gathered else {}
-            self.metrics.update(self._prediction({**gathered, **given}), last)
+            full_inputs = {"inputs": inputs} if "inputs" in gathered else {}
+            self.metrics.update(self._prediction({**gathered, **full_inputs}), is_last)
 
     def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
         losses = rows.get("losses") if "loss" in self.args.include_for_metrics else None
@@ -202,27 +204,27 @@ class EvaluationPass:
 
     def finish(self) -> dict[str, Any]:
         """Compute the metrics over all batches, and set `output`."""
-        whole = {name: collector.arrays() for name, collector in self._collectors.items()}
+        arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
         gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
-        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(whole), gather)))
-        self.computed = bool(metrics)
-        start = f"{self.prefix}_"
-        if (losses := whole["losses"]) is not None:
-            metrics[f"{start}loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(arrays), gather)))
+        self.has_metrics = bool(metrics)
+        full_prefix = f"{self.prefix}_"
+        if (losses := arrays["losses"]) is not None:
+            metrics[f"{full_prefix}loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
         if self.preparation_time is not None:
-            metrics[f"{start}model_preparation_time"] = self.preparation_time
-        # Log lines list metrics that already had the prefix first, as in transformers.
-        prefixed = {name: value for name, value in metrics.items() if name.startswith(start)}
-        prefixed |= {start + name: value for name, value in metrics.items() if not name.startswith(start)}
+            metrics[f"{full_prefix}model_preparation_time"] = self.preparation_time
+        # Metrics that already had the prefix come first in log lines, as in transformers.
+        prefixed = {name: value for name, value in metrics.items() if name.startswith(full_prefix)}
+        prefixed |= {full_prefix + name: value for name, value in metrics.items() if not name.startswith(full_prefix)}
         samples = self._known_samples() or int(gather(np.array([self.seen_samples])).sum())
-        self.output = EvalLoopOutput(whole["predictions"], whole["label_ids"], prefixed, samples)
+        self.output = EvalLoopOutput(arrays["predictions"], arrays["label_ids"], prefixed, samples)
         return prefixed
 
     def _mean(self, losses: np.ndarray) -> float:
-        finite = np.isfinite(losses)
-        filters = self.args.logging_nan_inf_filter and self.components.policy.filters_nonfinite_eval_losses
-        if filters and finite.any():
-            losses = losses[finite]
+        is_finite = np.isfinite(losses)
+        drops_nonfinite = self.args.logging_nan_inf_filter and self.components.policy.filters_nonfinite_eval_losses
+        if drops_nonfinite and is_finite.any():
+            losses = losses[is_finite]
         return float(losses.mean())
 
     def _known_samples(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: a function of the whole set, a function per batch, or torchmetrics on the device."""
+"""Metrics of an evaluation: a function of all outputs or of each batch, or torchmetrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
 
 
 class FunctionMetrics:
-    """A function of all outputs of an evaluation, called once at the end, or with each batch; or no metrics.
+    """Metrics from a function of all outputs or of each batch, or no metrics.
 
     Args:
         function: `EvalPrediction` of arrays → dict of metrics, or None.
-        by_batch: call `function(EvalPrediction of tensors, compute_result)` with each batch instead. It keeps its own
-            state, and returns the metrics when `compute_result` is True: `batch_eval_metrics` (since v4.42).
+        by_batch: call `function(EvalPrediction of tensors, compute_result)` with each batch instead. The function
+            keeps its state, and returns the metrics when `compute_result` is True: `batch_eval_metrics` (since v4.42).
     """
 
     def __init__(self, function: Callable[..., Any] | None, by_batch: bool = False) -> None:
@@ -38,14 +38,14 @@ class FunctionMetrics:
         self._result: Any = {}
 
     def update(self, batch: EvalPrediction, is_last: bool) -> None:
-        """Call the function with a batch gathered from all ranks, if it takes one batch at a time."""
+        """Call a function per batch with a batch gathered from all ranks."""
         if self.by_batch:
-            self._call(batch, compute_result=is_last)
+            self._call_function(batch, compute_result=is_last)
 
-    def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
-        """The metrics of the whole set, if it has predictions and labels; or the result for the last batch."""
+    def compute(self, prediction: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
+        """The metrics of all outputs, or the result for the last batch. Empty without predictions and labels."""
         if not self.by_batch:
-            self._call(whole)
+            self._call_function(prediction)
         result = self._result
         if self.by_batch and not result:
             return {}
@@ -55,7 +55,7 @@ class FunctionMetrics:
             )
         return dict(result)
 
-    def _call(self, prediction: EvalPrediction, **keywords: Any) -> None:
+    def _call_function(self, prediction: EvalPrediction, **keywords: Any) -> None:
         if self.function is None or prediction.predictions is None or prediction.label_ids is None:
             return
         if not takes(self.function, prediction, **keywords):
@@ -72,15 +72,15 @@ class FunctionMetrics:
 
 
 class TorchMetrics:
-    """Metrics of torchmetrics, updated batch by batch on the device: memory does not grow with the number of samples.
+    """Metrics of torchmetrics, updated batch by batch on the device, in constant memory.
 
     Pass it as `compute_metrics`. A bare `Metric`, a `MetricCollection` or a dict of them is the same as
     `TorchMetrics(metric)`. torchmetrics itself synchronizes the processes.
 
     Args:
         metrics: a `torchmetrics.Metric`, a `MetricCollection`, or a dict of them by name.
-        adapter: `EvalPrediction` of one batch's tensors → `(preds, target)`, or a dict of the keywords of `update`.
-            Default: predictions and labels, unchanged.
+        adapter: `EvalPrediction` of one batch's tensors → `(preds, target)`, or a dict of keyword arguments of
+            `update`. Default: predictions and labels, unchanged.
 
     Raises:
         InvalidArgument: when `metrics` holds any other object, or nothing.
@@ -89,14 +89,14 @@ class TorchMetrics:
     def __init__(self, metrics: Any, adapter: Callable[[EvalPrediction], Any] | None = None) -> None:
         from torchmetrics import Metric, MetricCollection
 
-        found = list(metrics.items()) if isinstance(metrics, Mapping) else [("metrics", metrics)]
-        for name, metric in found:
+        named_metrics = list(metrics.items()) if isinstance(metrics, Mapping) else [("metrics", metrics)]
+        for name, metric in named_metrics:
             if not isinstance(metric, (Metric, MetricCollection)):
                 raise InvalidArgument(
-                    f"compute_metrics[{name!r}] is a {type(metric).__name__}; a dict of metrics may hold only "
+                    f"compute_metrics[{name!r}] is a {type(metric).__name__}, but a dict of metrics may hold only "
                     "torchmetrics. To use a function, pass the function itself."
                 )
-        if not found:
+        if not named_metrics:
             raise InvalidArgument("compute_metrics is an empty dict: add at least one metric, or remove it.")
         self.collection = metrics if isinstance(metrics, MetricCollection) else MetricCollection(metrics)
         self.adapter = adapter
@@ -108,13 +108,13 @@ class TorchMetrics:
         self._updates = 0
         self._first: Any = None
 
-    def set_gather_function(self, parts: Callable[..., list[torch.Tensor]]) -> None:
-        """Gather metric states with `parts` (tensor → tensors of distinct ranks), instead of torchmetrics'."""
+    def set_gather_function(self, gather: Callable[..., list[torch.Tensor]]) -> None:
+        """Gather metric states with `gather` (tensor → tensors of distinct ranks), not with torchmetrics."""
         for metric in self.collection.values(copy_state=False):
-            metric.dist_sync_fn = parts
+            metric.dist_sync_fn = gather
 
     def update(self, prediction: EvalPrediction, is_filler: bool) -> None:
-        """Update with this rank's batch, unless it is a filler."""
+        """Update the metrics with this rank's batch, unless it is a filler."""
         if prediction.predictions is None or (self.adapter is None and prediction.label_ids is None):
             return
         arguments = self.adapter(prediction) if self.adapter is not None else _pair(prediction)
@@ -135,29 +135,32 @@ class TorchMetrics:
             else:
                 self.collection.update(*arguments)
         except Exception as error:
-            given = shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
-            instead = "need less memory" if devices.is_out_of_memory(error) else "are something else"
-            add_note(error, f"The metrics were given {given}, which with TorchMetrics(metrics, adapter=...) {instead}.")
+            text = shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
+            adjective = "smaller" if devices.is_out_of_memory(error) else "other"
+            add_note(
+                error, f"The metrics got {text}. Select {adjective} tensors with TorchMetrics(metrics, adapter=...)."
+            )
             raise
 
-    def compute(self, whole: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
+    def compute(self, prediction: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics over all processes: numbers, or lists for metrics with several values."""
         if not self._updates and self._first is None:
             return {}
         if (gather(np.array([self._updates])) > 0).all():
             return self._values()
-        # A rank without batches has no states of the right shapes. Every other rank then has one batch: gather that.
+        # A rank without batches has no states of the right shapes. Every other rank then has one batch, so gather the
+        # batches instead.
         arguments = gather(self._first, objects=True)
         self.collection.reset()
         self._update(arguments)
-        asked = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
+        available_fns = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
-            for metric in asked:
+            for metric in available_fns:
                 # Every rank has all rows.
                 metric.distributed_available_fn = lambda: False
             return self._values()
         finally:
-            for metric, is_distributed in asked.items():
+            for metric, is_distributed in available_fns.items():
                 metric.distributed_available_fn = is_distributed
 
     def _values(self) -> dict[str, Any]:
@@ -172,7 +175,7 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetri
         by_batch: `batch_eval_metrics`.
 
     Raises:
-        InvalidArgument: when it is neither a function nor metrics of torchmetrics.
+        InvalidArgument: when `compute_metrics` is neither a function nor metrics of torchmetrics.
     """
     if isinstance(compute_metrics, TorchMetrics):
         return compute_metrics
@@ -188,22 +191,22 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetri
         )
     if compute_metrics is None or not by_batch:
         return FunctionMetrics(compute_metrics)
-    called = compute_metrics if inspect.isroutine(compute_metrics) else type(compute_metrics).__call__
-    if not accepts(called, "compute_result"):
+    method = compute_metrics if inspect.isroutine(compute_metrics) else type(compute_metrics).__call__
+    if not accepts(method, "compute_result"):
         raise InvalidArgument(
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but yours "
-            "does not take compute_result: add it, or remove batch_eval_metrics."
+            "does not accept compute_result: add it, or remove batch_eval_metrics."
         )
     return FunctionMetrics(compute_metrics, by_batch=True)
 
 
 def _pair(prediction: EvalPrediction) -> tuple[Any, Any]:
     predictions, labels = prediction.predictions, prediction.label_ids
-    for name, given in (("outputs", predictions), ("labels", labels)):
-        if not isinstance(given, torch.Tensor):
+    for name, value in (("outputs", predictions), ("labels", labels)):
+        if not isinstance(value, torch.Tensor):
             raise InvalidArgument(
-                f"torchmetrics takes one tensor of predictions and one of labels, but the model's {name} are a "
-                f"{type(given).__name__}: select one, as in "
+                f"torchmetrics needs one tensor of predictions and one of labels, but the model's {name} are a "
+                f"{type(value).__name__}: select one, as in "
                 "TorchMetrics(metric, adapter=lambda p: (p.predictions[0], p.label_ids))."
             )
     return predictions, labels

@@ -36,36 +36,36 @@ logger = logging.getLogger(__name__)
 
 _MEMORY_HINT = (
     "compute_metrics needs the predictions of all samples in memory. Metrics of torchmetrics need one batch at a time; "
-    "preprocess_logits_for_metrics can reduce each batch, as by argmax; eval_memmap_dir keeps predictions on the disk."
+    "preprocess_logits_for_metrics can reduce each batch, such as by argmax; eval_memmap_dir keeps predictions on disk."
 )
 
 
 class EvaluationRunner(Component):
-    """Prepares a Trainer for a pass over a dataset, and sets up the pass for Lightning's loop.
+    """Prepares a Trainer and a pass over a dataset for one of Lightning's loops.
 
     Args:
         components: the parts of the Trainer.
     """
 
     #: Whether the last pass has measured the time to prepare the model.
-    _preparation_measured = False
+    _has_measured_preparation = False
 
     def evaluate_each(
-        self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, own: bool
+        self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, uses_names: bool
     ) -> dict[str, float]:
-        """Evaluate each of several sets with `Trainer.evaluate`, with the set's name in the prefix of its metrics.
+        """Evaluate several sets with `Trainer.evaluate`, with their names in the metric prefixes.
 
         Args:
             datasets: sets by name.
             ignore_keys: model outputs to exclude.
             prefix: prefix before the name.
-            own: whether these are the Trainer's own sets, which are passed by name.
+            uses_names: whether to pass the names of the sets, since they are the Trainer's own.
         """
         metrics: dict[str, float] = {}
         with self.components.engine.evaluation_group() as of_all:
             for name, dataset in datasets.items():
                 metrics |= self.trainer.evaluate(
-                    name if own else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
+                    name if uses_names else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
                 )
             of_all |= mean_loss(metrics, datasets, prefix)
         return metrics
@@ -88,7 +88,7 @@ class EvaluationRunner(Component):
         ignore_keys: list[str] | None,
         prefix: str,
     ) -> EvalLoopOutput:
-        """One pass over a loader by one of Lightning's loops; see `Trainer.evaluation_loop`."""
+        """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
         if not trainer.is_in_train:
             self.components.setup.apply_changes_from(trainer.args)
@@ -97,31 +97,32 @@ class EvaluationRunner(Component):
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
         log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
         model = self._prepare(dataloader)
-        predicting = description == "Prediction"
+        is_prediction = description == "Prediction"
         step = functools.partial(drop_unaccepted_keywords(trainer.prediction_step, "ignore_keys"), model)
-        evaluation = EvaluationPass(self.components, dataloader, step, prefix, predicting, loss_only, ignore_keys)
-        stage = "predict" if predicting else "test" if prefix.startswith("test") else "validate"
+        evaluation = EvaluationPass(self.components, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
+        stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.
-        before = getattr(run, "past", None), run.logged_metrics
+        training_values = getattr(run, "past", None), run.logged_metrics
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
-            waiting = CollectiveCall("the other ranks in an evaluation")
+            collective_call = CollectiveCall("the other ranks in an evaluation")
             precision = self._precision(model)
-            with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), waiting, precision:
+            with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), collective_call, precision:
                 self.components.engine.evaluate(evaluation, trainer.model, stage)
         except Exception as error:
             if devices.is_out_of_memory(error) and not loss_only and trainer.compute_metrics is not None:
                 add_note(error, _MEMORY_HINT)
             raise
         finally:
-            # A subclass's `evaluate` may have set another one for this pass only.
+            # A subclass's `evaluate` may have set another function for this pass only.
             trainer.gather_function = make_metrics_gather(trainer.accelerator, trainer.args)
-            run.past, run.logged_metrics = before
-            self.components.strategy.run_recorded_operations()  # Lightning keeps logged numbers on the device
+            run.past, run.logged_metrics = training_values
+            # Lightning keeps logged numbers on the device.
+            self.components.strategy.run_recorded_operations()
         return self._output_of(evaluation, description)
 
     def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
-        """Take the output from a pass that has ended, and record how long its preparation took.
+        """Return the output of a finished pass, and record how long preparing the model took.
 
         Raises:
             InvalidArgument: when there was no batch.
@@ -133,13 +134,13 @@ class EvaluationRunner(Component):
                 f"{description} has no batches: the dataset is empty, or smaller than a batch with "
                 "dataloader_drop_last, or lightning_config limits it to 0 batches."
             )
-        could_compute = evaluation.computed or evaluation.has_labels or trainer.compute_metrics is None
+        could_compute = evaluation.has_metrics or evaluation.has_labels or trainer.compute_metrics is None
         if not (evaluation.returns_predictions or could_compute):
-            needed = f"no batch has all of the labels {trainer.label_names}: set label_names to the names of yours"
-            why = "prediction_loss_only=True" if evaluation.loss_only else needed
-            log_once(logger, f"compute_metrics is not called: {why}.")
+            label_advice = f"no batch has all of the labels {trainer.label_names}: set label_names to your names"
+            reason = "prediction_loss_only=True" if evaluation.loss_only else label_advice
+            log_once(logger, f"compute_metrics is not called: {reason}.")
         if evaluation.preparation_time is not None:
-            self._preparation_measured |= math.isnan(trainer.model_preparation_time)
+            self._has_measured_preparation |= math.isnan(trainer.model_preparation_time)
             trainer.model_preparation_time = evaluation.preparation_time
         return output
 
@@ -159,16 +160,16 @@ class EvaluationRunner(Component):
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_unwrap_single(tuple(inputs.get(name) for name in names)))
                 with self._prepare_loss_computation(model, inputs, loss_only) as (inputs, keywords):
-                    # An override for v4.1 returns the loss alone; the outputs are those of a separate forward pass.
-                    is_alone = "return_outputs" not in keywords
-                    outputs = model(**inputs) if is_alone and not loss_only else ()
+                    # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
+                    has_only_loss = "return_outputs" not in keywords
+                    outputs = model(**inputs) if has_only_loss and not loss_only else ()
                     loss = trainer.compute_loss(model, inputs, **keywords)
-                if not is_alone and not (isinstance(loss, tuple) and len(loss) == 2):
+                if not has_only_loss and not (isinstance(loss, tuple) and len(loss) == 2):
                     raise InvalidArgument(
                         f"{type(trainer).__name__}.compute_loss returned a {type(loss).__name__} for "
-                        "return_outputs=True, as evaluations call it: return (loss, outputs) then."
+                        "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
                     )
-                loss, outputs = (loss, outputs) if is_alone else loss
+                loss, outputs = (loss, outputs) if has_only_loss else loss
                 loss = _mean(loss)
                 logits = select_predictions(outputs, ignore_keys, has_loss=True)
             else:
@@ -190,10 +191,10 @@ class EvaluationRunner(Component):
         Items of other processes do not count.
         """
         trainer, components = self.trainer, self.components
-        averages, components.averages_tokens = components.averages_tokens, False
+        averages_tokens, components.averages_tokens = components.averages_tokens, False
         try:
-            by_items = components.policy.divides_eval_loss_by_items
-            num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if by_items else None
+            divides_by_items = components.policy.divides_eval_loss_by_items
+            num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device) if divides_by_items else None
             context, inputs = trainer._prepare_context_parallel_inputs(model, inputs)
             if loss_only and trainer.args.use_liger_kernel and components.policy.skips_logits:
                 # Liger's fused loss then keeps no logits.
@@ -202,14 +203,14 @@ class EvaluationRunner(Component):
             with trainer.compute_loss_context_manager(), context():
                 yield inputs, accepted_by(trainer.compute_loss, keywords)
         finally:
-            components.averages_tokens = averages
+            components.averages_tokens = averages_tokens
 
     def _ignored_keys(self) -> list[str]:
         """Outputs that the model's config excludes from predictions."""
         config = getattr(self.trainer.model, "config", None)
-        leaves_out = config is not None and self.components.policy.excludes_past_key_values
+        excludes_cache = config is not None and self.components.policy.excludes_past_key_values
         cache = peers.cache_output_name()
-        ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if leaves_out else []))
+        ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
         return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
 
@@ -234,7 +235,7 @@ class EvaluationRunner(Component):
             yield functools.partial(loop, dataloader, description, **accepted)
 
     def to_loop_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
-        """The output of a loop, with the number of samples, which overrides for v4.4 do not return."""
+        """The output of a loop. Overrides for v4.4 do not return the number of samples, so it is added."""
         if isinstance(output, tuple) and len(output) == len(PredictionOutput._fields):
             predictions, label_ids, metrics = output
             return EvalLoopOutput(predictions, label_ids, metrics, self.trainer.num_examples(dataloader))
@@ -255,13 +256,14 @@ class EvaluationRunner(Component):
         return metrics
 
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
-        """The metrics of a pass, and its speed."""
+        """The metrics of a pass, with its speed."""
         metrics, samples = output.metrics or {}, output.num_samples or 0
-        if self._preparation_measured:  # this pass included the preparation: exclude it from the speed
+        # This pass included the preparation: exclude it from the speed.
+        if self._has_measured_preparation:
             start_time += metrics.get(f"{prefix}_model_preparation_time", 0)
-            self._preparation_measured = False
-        of_all = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_world_size
-        return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / of_all))
+            self._has_measured_preparation = False
+        size = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_world_size
+        return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / size))
 
     def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.
@@ -274,7 +276,8 @@ class EvaluationRunner(Component):
         model = trainer._wrap_model(trainer.model, training=False)
         if not trainer.accelerator._models and model is trainer.model:
             model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-            trainer.model_preparation_time = math.nan  # this evaluation measures it, later ones report it
+            # This evaluation measures the time, later ones report it.
+            trainer.model_preparation_time = math.nan
         trainer.callback_handler.eval_dataloader = dataloader
         if callable(getattr(trainer.optimizer, "eval", None)):
             trainer.optimizer.eval()
@@ -282,19 +285,21 @@ class EvaluationRunner(Component):
         return model
 
     def _precision(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Half precision in the block, for `fp16_full_eval` and `bf16_full_eval` outside of training."""
+        """A context with half precision, for `fp16_full_eval` and `bf16_full_eval` outside of training."""
         trainer, args = self.trainer, self.trainer.args
         casts = args.fp16_full_eval or args.bf16_full_eval
-        if not casts or trainer.is_in_train or trainer.deepspeed is not None:  # DeepSpeed's weights have that dtype
+        # DeepSpeed's weights already have that dtype.
+        if not casts or trainer.is_in_train or trainer.deepspeed is not None:
             return contextlib.nullcontext()
         model.to(device=args.device)
         return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
 
 def _mean(losses: Any) -> torch.Tensor:
-    """The mean of a loss, which may be a mapping of several, as a copy."""
+    """A copy of the mean loss. `losses` may be a mapping of several losses."""
     loss: torch.Tensor = split_losses(losses)[0].detach()
-    is_number = type(loss) is torch.Tensor and not loss.ndim  # its mean takes three times as long as a copy
+    # The mean of a number takes three times as long as a copy.
+    is_number = type(loss) is torch.Tensor and not loss.ndim
     return loss.clone() if is_number else loss.mean()
 
 
@@ -304,14 +309,14 @@ def _unwrap_single(values: Any) -> Any:
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Cast the floating-point weights of a model in the block, and restore them afterwards, bit for bit.
+    """Cast a model's floating-point weights for the block, and restore them exactly afterwards.
 
     transformers leaves the model in half precision, and then trains and saves it that way. The weights are kept in
     CPU memory, so that the device holds only one copy.
     """
     originals: deque[torch.Tensor | None] = deque()
 
-    def lower(tensor: torch.Tensor) -> torch.Tensor:
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
         # A tied weight is visited twice, and has this dtype at the second visit.
         if not tensor.is_floating_point() or tensor.dtype == dtype:
             originals.append(None)
@@ -321,11 +326,12 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         return tensor.to(dtype)
 
     def restore(tensor: torch.Tensor) -> torch.Tensor:
-        kept = originals.popleft()
-        return tensor if kept is None else kept.to(tensor.device)
+        original = originals.popleft()
+        return tensor if original is None else original.to(tensor.device)
 
-    model._apply(lower)
+    model._apply(convert)
     try:
         yield
     finally:
-        model._apply(restore)  # visits the weights in the same order
+        # `_apply` visits the weights in the same order.
+        model._apply(restore)

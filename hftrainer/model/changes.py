@@ -1,4 +1,4 @@
-"""The changes that training arguments make to a model, and undoing them after training."""
+"""Applies the changes that training arguments request for a model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ logger = logging.getLogger(__name__)
 def apply_model_arguments(
     model: nn.Module, args: TrainingArguments, read_once: Mapping[str, Any], trainer: Any
 ) -> Iterator[None]:
-    """Apply the changes that the arguments request; noise on embeddings is removed at the end, as in transformers.
+    """Apply the changes that the arguments request.
+
+    Noise on embeddings is removed at the end of the block, as in transformers.
 
     Args:
         model: the user's model.
         args: the current arguments.
         read_once: argument values from when the Trainer was made; those for torch.compile still apply.
         trainer: the Trainer. `neftune_noise_alpha` is the scale of NEFTune's noise, `_activate_neftune` adds the
-            noise, and `neftune_hook_handle` removes it at the end; a subclass may replace each of them.
+            noise, and `neftune_hook_handle` removes it at the end; a subclass may replace any of them.
     """
     if args.use_liger_kernel:
         apply_liger_kernel(model, args.liger_kernel_config)  # type: ignore[arg-type]
@@ -44,21 +46,21 @@ def apply_model_arguments(
         yield
         return
     trainer._activate_neftune(model)
-    noise = trainer.neftune_hook_handle
+    noise_handle = trainer.neftune_hook_handle
     try:
         yield
     finally:
-        noise.remove()
-        # The Trainer may hold another handle, or none.
+        noise_handle.remove()
+        # The Trainer may hold another handle, or None.
         if trainer.neftune_hook_handle is not None:
             trainer._deactivate_neftune(model)
 
 
 def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
-    """NEFTune (arXiv 2310.05914): uniform noise on the embeddings during training, scaled by their size.
+    """Add NEFTune's uniform noise to the embeddings during training (arXiv 2310.05914).
 
     Args:
-        model: has `get_input_embeddings`, whose output is of shape `(batch, length, hidden)`.
+        model: a model with `get_input_embeddings()`, a module with output of shape `(batch, length, hidden)`.
         alpha: the bound of the noise, before division by the square root of `length * hidden`.
 
     Returns:
@@ -68,7 +70,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
     if not hasattr(bare, "get_input_embeddings"):
         raise MissingMethod(
             f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, but {type(bare).__name__} has no "
-            "get_input_embeddings(): add it, or remove the argument."
+            "get_input_embeddings(): add this method, or remove the argument."
         )
 
     def add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
@@ -81,12 +83,12 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
 
 
 def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -> None:
-    """Recompute activations in backward instead of keeping them, with the model's newest method for it.
+    """Let the model recompute activations in backward, by its newest method for this.
 
     Args:
         model: the model.
-        kwargs: keywords of `torch.utils.checkpoint`; since v5.23 also 'every_n_layers' (which layers), and 'offload'
-            (where saved tensors are kept).
+        kwargs: keyword arguments of `torch.utils.checkpoint`; since v5.23 also 'every_n_layers' (which layers) and
+            'offload' (where saved tensors are kept).
     """
     options = dict(kwargs or {})
     layers = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
@@ -102,7 +104,7 @@ def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -
 
 
 def compile_model(model: nn.Module, args: Any) -> None:
-    """Compile the model in place, once, so that its weights keep their names.
+    """Compile the model in place, at most once, so that its weights keep their names.
 
     Environment variables of `accelerate launch` fill in unset arguments, and can enable compilation.
 
@@ -117,31 +119,31 @@ def compile_model(model: nn.Module, args: Any) -> None:
     if backend is None or model._compiled_call_impl is not None:
         return
     if backend not in (known := torch.compiler.list_backends(exclude_tags=())):
-        usual = f": use one of {', '.join(torch.compiler.list_backends())}."
+        advice = f": use one of {', '.join(torch.compiler.list_backends())}."
         raise InvalidArgument(
-            f"torch_compile_backend={backend!r} is not a backend of torch{suggest(backend, known, usual)}"
+            f"torch_compile_backend={backend!r} is not a backend of torch{suggest(backend, known, advice)}"
         )
-    dynamic = _dynamo("USE_DYNAMIC")
+    dynamic = _dynamo_setting("USE_DYNAMIC")
     model.compile(
         backend=backend,
-        mode=args.torch_compile_mode or _dynamo("MODE") or None,
-        fullgraph=string_to_bool(_dynamo("USE_FULLGRAPH") or "no"),
+        mode=args.torch_compile_mode or _dynamo_setting("MODE") or None,
+        fullgraph=string_to_bool(_dynamo_setting("USE_FULLGRAPH") or "no"),
         dynamic=string_to_bool(dynamic) if dynamic else None,
     )
 
 
 def _compile_backend(args: Any) -> str | None:
-    backend = ((args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo("BACKEND")).lower()
+    backend = ((args.torch_compile_backend or "inductor") if args.torch_compile else _dynamo_setting("BACKEND")).lower()
     return None if backend in ("", "no") else backend
 
 
-def _dynamo(setting: str) -> str:
+def _dynamo_setting(setting: str) -> str:
     """A setting for torch.compile that `accelerate launch` passes in the environment; '' if unset."""
     return os.environ.get(f"ACCELERATE_DYNAMO_{setting}", "")
 
 
 def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
-    """Replace parts of a transformers model by Liger's Triton kernels, in place.
+    """Replace parts of a transformers model in place with Liger's Triton kernels.
 
     Raises:
         MissingPackage: when liger-kernel is not installed.
@@ -160,24 +162,26 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
 
 
 def set_tf32(args: Any) -> None:
-    """Allow, or forbid, TF32 matrix products on NVIDIA GPUs: inputs have 10 bits of mantissa.
+    """Allow or forbid TF32 matrix products, whose inputs have 10 mantissa bits, on NVIDIA GPUs.
 
-    Follows `tf32`. If that is None, compiled models use TF32 where the GPU has it, except with `fp16`; others keep the
-    setting of torch.
+    Follows `tf32`. If that is None, compiled models use TF32 where the GPU supports it, except with `fp16`. Other
+    models keep the setting of torch.
 
     Raises:
         InvalidArgument: when `tf32` is True and the GPU does not support it.
     """
-    enabled = args.tf32
-    if enabled is None and _compile_backend(args) is not None and not args.fp16:
-        enabled = True
-    if enabled is None:  # a query would initialize the GPU
+    is_allowed = args.tf32
+    if is_allowed is None and _compile_backend(args) is not None and not args.fp16:
+        is_allowed = True
+    # Return early, since a query would initialize the GPU.
+    if is_allowed is None:
         return
-    capable = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    if args.tf32 and not capable:
+    is_supported = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    if args.tf32 and not is_supported:
         raise InvalidArgument("tf32=True needs an NVIDIA GPU of the Ampere generation or newer: remove it.")
-    if capable:
+    if is_supported:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch 2.9 has newer names for both
-            torch.backends.cuda.matmul.allow_tf32 = enabled
-            torch.backends.cudnn.allow_tf32 = enabled
+            # torch 2.9 has newer names for both settings.
+            warnings.simplefilter("ignore")
+            torch.backends.cuda.matmul.allow_tf32 = is_allowed
+            torch.backends.cudnn.allow_tf32 = is_allowed

@@ -1,4 +1,4 @@
-"""How to call a model, from its class and signature, and walks over its modules at every step."""
+"""Finds out how a model is called, and walks over its modules at every step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 def find_labels(model_class: type) -> list[str]:
-    """The arguments of `forward` that are labels: names with 'label', and the start and end of an answer's span."""
+    """The label arguments of `forward`: names with 'label', and an answer's start and end positions."""
     parameters = inspect.signature(model_class.forward).parameters  # type: ignore[attr-defined]
     spans = ("start_positions", "end_positions") if "QuestionAnswering" in model_class.__name__ else ()
     return [name for name in parameters if "label" in name or name in spans]
 
 
 def can_return_loss(model_class: type) -> bool:
-    """Whether `forward` computes a loss without labels, as CLIP-like models do: `return_loss=True` by default."""
+    """Whether `forward` computes a loss without labels (`return_loss=True` by default), as in CLIP."""
     parameter = inspect.signature(model_class.forward).parameters.get("return_loss")  # type: ignore[attr-defined]
     return parameter is not None and parameter.default is True
 
@@ -32,13 +32,13 @@ def called_model(model: Any) -> Any:
     """The model whose `forward` names the inputs, inside adapters and modules that forward all arguments."""
     bare = peers.unwrap_peft(model)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    inside = list(bare.children())
-    passes_on = all(each.kind in variadic for each in inspect.signature(bare.forward).parameters.values())
-    return called_model(inside[0]) if passes_on and len(inside) == 1 else bare
+    children = list(bare.children())
+    forwards_all = all(each.kind in variadic for each in inspect.signature(bare.forward).parameters.values())
+    return called_model(children[0]) if forwards_all and len(children) == 1 else bare
 
 
 def accepts_loss_kwargs(model: nn.Module) -> bool:
-    """Whether `forward` takes `num_items_in_batch`: by the model's attribute, or as any keyword (since v4.46)."""
+    """Whether `forward` accepts `num_items_in_batch`, by an attribute or `**kwargs` (since v4.46)."""
     bare = called_model(model)
     if hasattr(bare, "accepts_loss_kwargs"):
         return bool(bare.accepts_loss_kwargs)
@@ -49,9 +49,9 @@ def accepts_loss_kwargs(model: nn.Module) -> bool:
 _PACKAGES = ("lightning.", "pytorch_lightning.")
 #: Method of a LightningModule → its replacement.
 _LIGHTNING_REPLACEMENTS = {
-    "training_step": "a forward that takes the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
+    "training_step": "a forward that accepts the keys of a sample and returns {'loss': ..., 'logits': ...}, or "
     "Trainer(compute_loss_func=...)",
-    "validation_step": "Trainer(eval_dataset=..., compute_metrics=...), which takes torchmetrics too",
+    "validation_step": "Trainer(eval_dataset=..., compute_metrics=...), which also accepts torchmetrics",
     "test_step": "trainer.predict(dataset)",
     "predict_step": "trainer.predict(dataset)",
     "configure_optimizers": "the arguments optim, learning_rate and lr_scheduler_type, or Trainer(optimizers=...)",
@@ -77,20 +77,22 @@ def check_lightning_module(model: Any, *, calls_forward: bool) -> None:
     if not bases or not calls_forward:
         return
     base = bases[0]
-    own = [name for name in dir(base) if getattr(kind, name) is not getattr(base, name)]
-    instead = {name: _LIGHTNING_REPLACEMENTS[name] for name in _LIGHTNING_REPLACEMENTS if name in own}
-    instead |= {name: "a Lightning callback in Trainer(callbacks=[...])" for name in own if name.startswith("on_")}
-    if not instead:
+    overrides = [name for name in dir(base) if getattr(kind, name) is not getattr(base, name)]
+    replacements = {name: _LIGHTNING_REPLACEMENTS[name] for name in _LIGHTNING_REPLACEMENTS if name in overrides}
+    replacements |= {
+        name: "a Lightning callback in Trainer(callbacks=[...])" for name in overrides if name.startswith("on_")
+    }
+    if not replacements:
         return
-    listed = "".join(f"\n- {name}: {what}" for name, what in instead.items())
-    sentence = f"{kind.__name__} is a LightningModule, but a Trainer calls only its forward, with a batch as keywords. "
-    if "forward" not in own:
+    listed = "".join(f"\n- {name}: {replacement}" for name, replacement in replacements.items())
+    sentence = f"{kind.__name__} is a LightningModule, but a Trainer calls only its forward, with the keys of a batch. "
+    if "forward" not in overrides:
         raise InvalidSetup(f"{sentence}It defines no forward: pass the module inside it. Replacements:{listed}")
     logger.warning("%sReplacements:%s", sentence, listed)
 
 
 def check_quantization(model: Any) -> str | None:
-    """Why a quantized model cannot be trained, in the cases that transformers rejects; else None."""
+    """Why transformers rejects a quantized model for training; None if it does not."""
     if not getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):
         return None
     quantizer = getattr(model, "hf_quantizer", None)
@@ -98,7 +100,7 @@ def check_quantization(model: Any) -> str | None:
         return "The model is quantized and compiled: pass the model that torch.compile() was called with."
     if not peers.is_peft(model) and not getattr(quantizer, "is_qat_trainable", False):
         return (
-            "The model's weights are quantized, and integers cannot be trained: train adapters on top of it, with "
+            "The model's weights are quantized to integers, which cannot be trained: train adapters on top, with "
             "peft.get_peft_model(model, LoraConfig(...)), or load the model without quantization_config."
         )
     if not getattr(quantizer, "is_trainable", False):
@@ -111,10 +113,10 @@ def check_quantization(model: Any) -> str | None:
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss predicts label `i + 1` at position `i`, so that the first one is never predicted."""
+    """Whether the model's loss predicts label `i + 1` at position `i`, never the first."""
     bare = peers.unwrap_peft(model)
-    encodes = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
-    if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or encodes:
+    is_encoder_decoder = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
+    if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or is_encoder_decoder:
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -129,15 +131,15 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     """
     bare = peers.unwrap_peft(model)
     if not peers.is_transformers_model(bare):
-        inside = [child for child in bare.children() if peers.is_transformers_model(peers.unwrap_peft(child))]
-        return len(inside) == 1 and smoothing_shifts_labels(inside[0])
+        models = [child for child in bare.children() if peers.is_transformers_model(peers.unwrap_peft(child))]
+        return len(models) == 1 and smoothing_shifts_labels(models[0])
     return any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__) or shifts_labels(bare)
 
 
 def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
     """Copy the tokenizer's special tokens, where defined, into the model's configs (since v4.56).
 
-    Lists of end tokens in a config are only extended.
+    Lists of end tokens in a config are extended, not replaced.
 
     Args:
         model: the model.
@@ -158,16 +160,16 @@ def _replace_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dic
     updated = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)
-        held = None if generation is None else getattr(generation, name)
-        if name == "eos_token_id" and isinstance(held, int):
-            held = generation.eos_token_id = [held]
-        if getattr(config, name, None) == token and (generation is None or token in _as_list(held)):
+        generation_token = None if generation is None else getattr(generation, name)
+        if name == "eos_token_id" and isinstance(generation_token, int):
+            generation_token = generation.eos_token_id = [generation_token]
+        if getattr(config, name, None) == token and (generation is None or token in _as_list(generation_token)):
             continue
         updated[name] = token
         setattr(config, name, token)
         if generation is not None:
-            several = [other for other in (token, *_as_list(held)) if other is not None]
-            setattr(generation, name, several if name == "eos_token_id" else token)
+            end_tokens = [other for other in (token, *_as_list(generation_token)) if other is not None]
+            setattr(generation, name, end_tokens if name == "eos_token_id" else token)
     return updated
 
 
@@ -175,15 +177,15 @@ def _add_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[st
     updated = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name, None)
-        holders = [holder for holder in (config, generation) if holder is not None]
-        if token is None or all(token in _as_list(getattr(holder, name, None)) for holder in holders):
+        configs = [each for each in (config, generation) if each is not None]
+        if token is None or all(token in _as_list(getattr(each, name, None)) for each in configs):
             continue
         updated[name] = token
-        for holder in holders:
-            held = getattr(holder, name, None)
-            extends = name == "eos_token_id" and (holder is generation or isinstance(held, list))
-            others = [other for other in _as_list(held) if other is not None and other != token]
-            setattr(holder, name, [token, *others] if extends else token)
+        for each in configs:
+            current = getattr(each, name, None)
+            extends = name == "eos_token_id" and (each is generation or isinstance(current, list))
+            others = [other for other in _as_list(current) if other is not None and other != token]
+            setattr(each, name, [token, *others] if extends else token)
     return updated
 
 
@@ -192,22 +194,22 @@ def _as_list(value: Any) -> list[Any]:
 
 
 # The walks below run at every step. torch's own walks build a name for each module, which takes longer than the
-# computation if modules are many and small.
+# computation in models with many small modules.
 
 
 def is_training(model: nn.Module) -> bool:
     """Whether the model and all modules in it are in training mode."""
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
+    remaining: list[nn.Module | None] = [model]
+    while remaining:
+        module = remaining.pop()
         if module is not None:
             if not module.training:
                 return False
-            left.extend(module._modules.values())
+            remaining.extend(module._modules.values())
     return True
 
 
-def _chooses_parameters(kind: type[nn.Module]) -> bool:
+def _overrides_parameters(kind: type[nn.Module]) -> bool:
     """Whether a model's class overrides the methods that list its parameters or modules."""
     return not (
         kind.parameters is nn.Module.parameters
@@ -217,36 +219,36 @@ def _chooses_parameters(kind: type[nn.Module]) -> bool:
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
-    """`model.parameters()`, in the same order."""
-    if _chooses_parameters(type(model)):
+    """The parameters that `model.parameters()` yields, in the same order."""
+    if _overrides_parameters(type(model)):
         return list(model.parameters())
-    found: dict[int, nn.Parameter] = {}
-    seen: set[int] = set()
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
+    parameter_by_id: dict[int, nn.Parameter] = {}
+    seen_ids: set[int] = set()
+    remaining: list[nn.Module | None] = [model]
+    while remaining:
+        module = remaining.pop()
+        if module is not None and id(module) not in seen_ids:
+            seen_ids.add(id(module))
             if module._parameters:
                 for parameter in module._parameters.values():
                     if parameter is not None:
-                        found.setdefault(id(parameter), parameter)
+                        parameter_by_id.setdefault(id(parameter), parameter)
             if module._modules:
-                left.extend(reversed(module._modules.values()))
-    return list(found.values())
+                remaining.extend(reversed(module._modules.values()))
+    return list(parameter_by_id.values())
 
 
 def clear_gradients(model: nn.Module) -> None:
-    """`model.zero_grad()`."""
+    """Clear the gradients, as `model.zero_grad()` does."""
     kind = type(model)
-    if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _chooses_parameters(kind):
+    if "zero_grad" in vars(model) or kind.zero_grad is not nn.Module.zero_grad or _overrides_parameters(kind):
         model.zero_grad()
         return
-    left: list[nn.Module | None] = [model]
-    while left:
-        module = left.pop()
+    remaining: list[nn.Module | None] = [model]
+    while remaining:
+        module = remaining.pop()
         if module is not None:
             for parameter in module._parameters.values():
                 if parameter is not None:
                     parameter.grad = None
-            left.extend(module._modules.values())
+            remaining.extend(module._modules.values())

@@ -1,4 +1,4 @@
-"""AdamW as Hugging Face had it until v4.57: `optim="adamw_hf"`, the default until v4.30."""
+"""The AdamW of transformers until v4.57: `optim="adamw_hf"`, the default until v4.30."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 class AdamW(Optimizer):
     """Adam with decoupled weight decay, in the order of operations of the first BERT code.
 
-    Unlike torch's, epsilon is added before the bias correction, and the decay comes after the step.
+    Unlike in torch's AdamW, epsilon is added before the bias correction, and the decay comes after the step.
 
     Args:
         params: parameters, or groups of them.
@@ -50,11 +50,13 @@ class AdamW(Optimizer):
                     continue
                 if parameter.grad.is_sparse:
                     raise RuntimeError("AdamW does not support sparse gradients: use SparseAdam.")
-                _update(parameter, parameter.grad, self.state[parameter], group)
+                _update_parameter(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
 
-def _update(parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _update_parameter(
+    parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
+) -> None:
     beta1, beta2 = group["betas"]
     if not state:
         state["step"] = 0
@@ -62,9 +64,9 @@ def _update(parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], 
     state["step"] += 1
     state["exp_avg"].mul_(beta1).add_(grad, alpha=1.0 - beta1)
     state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
-    size = group["lr"]
+    step_size = group["lr"]
     if group["correct_bias"]:
-        size = size * math.sqrt(1.0 - beta2 ** state["step"]) / (1.0 - beta1 ** state["step"])
-    parameter.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-size)
+        step_size = step_size * math.sqrt(1.0 - beta2 ** state["step"]) / (1.0 - beta1 ** state["step"])
+    parameter.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-step_size)
     if group["weight_decay"] > 0.0:
         parameter.add_(parameter, alpha=-group["lr"] * group["weight_decay"])

@@ -1,6 +1,6 @@
-"""GaLore and APOLLO: optimizers that project the gradients of chosen linear layers to a lower rank.
+"""GaLore and APOLLO, which project the gradients of selected linear layers to a lower rank.
 
-Layer by layer, they step each parameter during backward, as soon as its gradient is ready, and free the gradient.
+The layer-wise variants step each parameter during backward, as soon as its gradient is ready, and free the gradient.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ def build(
     args: TrainingArguments,
     model: nn.Module | None,
     kind: Any,
-    projected: dict[str, Any],
+    projection: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
-    """Class and keywords of a low-rank optimizer, including its parameter groups.
+    """Class and keyword arguments of a low-rank optimizer, including its parameter groups.
 
     Args:
         name: the optimizer's name; those ending in 'layerwise' step each parameter during backward.
         args: the training arguments; `optim_target_modules` names the layers.
         model: the model.
         kind: the optimizer's class.
-        projected: keywords of the group of parameters that are projected.
-        kwargs: keywords of the optimizer.
+        projection: settings of the parameter group whose gradients are projected.
+        kwargs: keyword arguments of the optimizer.
 
     Raises:
-        InvalidArgument: without a model, without layers, or layer-wise with gradient accumulation.
-        UnsupportedArgument: layer-wise in several processes.
+        InvalidArgument: without a model or a matching layer, or for gradient accumulation with a layer-wise optimizer.
+        UnsupportedArgument: for a layer-wise optimizer in several processes.
     """
     if model is None:
         raise InvalidArgument(f"optim={name!r} needs the model, to find its layers: pass model=.")
     targets = target_parameters(name, args.optim_target_modules, model)
-    named = list(model.named_parameters())
-    ordinary = [parameter for own, parameter in named if own not in targets]
-    chosen = [parameter for own, parameter in named if own in targets]
-    groups = [{"params": ordinary}, {"params": chosen, **projected}]
+    named_parameters = list(model.named_parameters())
+    other_parameters = [parameter for parameter_name, parameter in named_parameters if parameter_name not in targets]
+    projected_parameters = [parameter for parameter_name, parameter in named_parameters if parameter_name in targets]
+    groups = [{"params": other_parameters}, {"params": projected_parameters, **projection}]
     if not name.endswith("layerwise"):
         return kind, {**kwargs, "params": groups}
     if args.gradient_accumulation_steps != 1:
@@ -59,61 +59,63 @@ def build(
         raise UnsupportedArgument(
             f"optim={name!r} steps before the gradients are all-reduced: use optim={name.removesuffix('_layerwise')!r}."
         )
-    optimizers = {parameter: kind([{"params": [parameter]}], **kwargs) for parameter in ordinary}
-    optimizers |= {parameter: kind([{"params": [parameter], **projected}], **kwargs) for parameter in chosen}
+    optimizers = {parameter: kind([{"params": [parameter]}], **kwargs) for parameter in other_parameters}
+    optimizers |= {
+        parameter: kind([{"params": [parameter], **projection}], **kwargs) for parameter in projected_parameters
+    }
     return LayerWiseDummyOptimizer, {**kwargs, "optimizer_dict": optimizers}
 
 
-def target_parameters(name: str, wanted: Any, model: nn.Module) -> set[str]:
+def target_parameters(name: str, targets: Any, model: nn.Module) -> set[str]:
     """Weight names of the linear layers that `optim_target_modules` selects.
 
     Args:
         name: the optimizer's name, for errors.
-        wanted: 'all-linear', a regular expression for a layer's full name, or a list of parts of names or of regular
+        targets: 'all-linear', a regular expression for a layer's full name, or a list of parts of names or of regular
             expressions.
         model: the model to search.
     """
-    if not isinstance(wanted, (str, list)) or not wanted:
+    if not isinstance(targets, (str, list)) or not targets:
         raise InvalidArgument(
             f"optim={name!r} needs optim_target_modules, the layers whose gradients are projected: 'all-linear', a "
-            f"regular expression, or a list of names; got {wanted!r}."
+            f"regular expression, or a list of names; got {targets!r}."
         )
-    everything = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
-    found = set()
+    is_all_linear = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
+    weight_names = set()
     for module_name, module in model.named_modules():
-        by_name, by_pattern = _matches(wanted, module_name)
-        if isinstance(module, nn.Linear) and (everything or by_name or by_pattern):
-            found.add(f"{module_name}.weight")
+        by_name, by_pattern = _matches(targets, module_name)
+        if isinstance(module, nn.Linear) and (is_all_linear or by_name or by_pattern):
+            weight_names.add(f"{module_name}.weight")
         elif by_name and not isinstance(module, nn.Linear):
             logger.warning("optim_target_modules: %s is not a linear layer and is ignored.", module_name)
-    if not found:
-        raise InvalidArgument(f"optim_target_modules={wanted!r} matches no linear layer of {type(model).__name__}.")
-    return found
+    if not weight_names:
+        raise InvalidArgument(f"optim_target_modules={targets!r} matches no linear layer of {type(model).__name__}.")
+    return weight_names
 
 
-def _matches(wanted: str | list[str], name: str) -> tuple[bool, bool]:
+def _matches(targets: str | list[str], name: str) -> tuple[bool, bool]:
     """Whether a layer's name matches literally, and whether it matches as a regular expression."""
-    if isinstance(wanted, str):
-        return wanted == name, bool(re.fullmatch(wanted, name))
-    return any(part in name for part in wanted), any(re.fullmatch(part, name) for part in wanted)
+    if isinstance(targets, str):
+        return targets == name, bool(re.fullmatch(targets, name))
+    return any(part in name for part in targets), any(re.fullmatch(part, name) for part in targets)
 
 
 class LayerWiseDummyOptimizer(Optimizer):
-    """Represents one optimizer per parameter; its own `step` does nothing.
+    """Represents one optimizer per parameter, with a `step` that does nothing.
 
-    Its learning rate is copied to all of them, so that a scheduler only has to change this one.
+    The learning rate is copied to all these optimizers, so that a scheduler only has to change this one.
 
     Args:
         optimizer_dict: the optimizer of each parameter.
         lr: the learning rate.
-        kwargs: the keywords of the optimizers.
+        kwargs: the keyword arguments of the optimizers.
     """
 
     def __init__(
         self, optimizer_dict: dict[nn.Parameter, Optimizer] | None = None, lr: float = 1e-3, **kwargs: Any
     ) -> None:
         self.optimizer_dict = optimizer_dict or {}
-        # torch needs a parameter; it is random, as in transformers, so that later random draws are the same.
+        # torch needs a parameter. It is random, as in transformers, so that later random draws are the same.
         super().__init__([torch.randn(1, 1)], {"lr": lr})
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._update_parameter)
@@ -137,18 +139,18 @@ class LayerWiseDummyOptimizer(Optimizer):
         """Do nothing: each gradient is cleared right after its step."""
 
     def step(self, closure: Any = None) -> Any:
-        """Does nothing: every parameter has already stepped."""
+        """Do nothing: every parameter was updated during backward."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state, including that of each parameter's optimizer in the order of the parameters."""
-        return {**super().state_dict(), "layers": [own.state_dict() for own in self.optimizer_dict.values()]}
+        return {**super().state_dict(), "layers": [each.state_dict() for each in self.optimizer_dict.values()]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; states written by transformers lack those of the parameters' optimizers."""
+        """Load a state. States written by transformers lack those of the parameters' optimizers."""
         layers = state_dict.get("layers")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "layers"})
         if layers is None:
             logger.warning("The checkpoint lacks the states of the layer-wise optimizers: their moments start at zero.")
             return
-        for own, state in zip(self.optimizer_dict.values(), layers, strict=True):
-            own.load_state_dict(state)
+        for optimizer, state in zip(self.optimizer_dict.values(), layers, strict=True):
+            optimizer.load_state_dict(state)

@@ -14,7 +14,8 @@ def make_strategy(plan: LightningPlan) -> Strategy:
             strategy: Strategy = load(name, "strategy").make_strategy(plan)
             return strategy
     if plan.spreads_model:
-        from hftrainer.strategies.fsdp import FsdpStrategy  # torch's FSDP takes a second to import
+        # Import lazily, since torch's FSDP takes a second to import.
+        from hftrainer.strategies.fsdp import FsdpStrategy
 
         return FsdpStrategy(plan)
     return ReplicasStrategy(plan)

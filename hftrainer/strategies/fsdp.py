@@ -23,10 +23,10 @@ from hftrainer.strategies.strategy import CallWrite, MakeOptimizer, Strategy
 
 
 class FsdpStrategy(Strategy):
-    """FSDP shards the model; without `plan.sharding`, only tensor parallelism splits it.
+    """Shards the model with FSDP or, without `plan.sharding`, splits it by tensor parallelism.
 
-    Checkpoints hold whole states or a part from each process. The plugin decides; scripts may change it during a run.
-    With tensor parallelism alone they are whole, and the weights are not written to a second file.
+    Checkpoints hold full states, or a part from each process. The plugin decides, and scripts may change it during a
+    run. With tensor parallelism alone the states are full, and the weights are not written to a second file.
     """
 
     argument = "fsdp"
@@ -57,21 +57,21 @@ class FsdpStrategy(Strategy):
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler. With FSDP1, it checks the gradient shards of all ranks for infinity."""
-        first = self.plugin is not None and self.plugin.fsdp_version == 1
-        return ShardedScaler(self.device.type) if first and self.plan.precision == "16-mixed" else super().make_scaler()
+        is_v1 = self.plugin is not None and self.plugin.fsdp_version == 1
+        return ShardedScaler(self.device.type) if is_v1 and self.plan.precision == "16-mixed" else super().make_scaler()
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
-        """Shard the model, before the optimizer is made; then each process loads its part."""
+        """Shard the model before the optimizer is made, then load this process's weights."""
         trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
         load()
 
     def prepare_evaluation(self, trainer: Any) -> None:
-        """Shard the model, and broadcast the buffers of rank 0, as replicas would have them."""
+        """Shard the model and broadcast the buffers of rank 0, as with replicas."""
         super().prepare_evaluation(trainer)
         sharded.broadcast_buffers(trainer.model)
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
-        """Shard a model besides the Trainer's; with tensor parallelism alone, replicate it."""
+        """Shard an additional model, or replicate it with tensor parallelism alone."""
         return super().prepare_extra_model(model) if self.plugin is None else sharding.shard(model, self.plan)
 
     def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class FsdpStrategy(Strategy):
         return self.plugin is not None
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the sharded model; `parameters` is ignored."""
+        """Clip the gradients of the sharded model, ignoring `parameters`."""
         if self._prepared is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
@@ -110,19 +110,19 @@ class FsdpStrategy(Strategy):
         """Whether each process writes its part."""
         return self.plan.saves_dcp or (self.plugin is not None and not self.plugin.whole)
 
-    only_parts = writes_parts
+    saves_only_parts = writes_parts
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
-        """Gather the weights and, unless `optimizer` is None, its state."""
+        """Gather the weights and, unless `optimizer` is None, the optimizer's state."""
         sharded.broadcast_buffers(model)
         if self.plan.saves_dcp:
             self._gathered = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
             return
-        whole = not self.writes_parts
+        is_full = not self.writes_parts
         only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
-        self._gathered = {"model": sharded.model_state(model, whole=whole, only_trainable=only_trainable)}
+        self._gathered = {"model": sharded.model_state(model, whole=is_full, only_trainable=only_trainable)}
         if optimizer is not None:
-            self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), whole=whole)
+            self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), whole=is_full)
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
@@ -131,7 +131,7 @@ class FsdpStrategy(Strategy):
         return dict(gathered) if gathered is not None else sharded.model_state(model, whole=True)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
-        """The whole states that were gathered."""
+        """Yields the file name and the contents of each full state that was gathered."""
         for kind, state in self._gathered.items():
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
                 yield names.WHOLES[kind], state
@@ -142,25 +142,25 @@ class FsdpStrategy(Strategy):
         write(functools.partial(save, folder=folder, group=group), self._gathered)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
-        """Load the weights of any checkpoint, each process its part."""
+        """Load this process's part of the weights of any checkpoint."""
         return sharded.load_sharded_weights(model, folder, only_trainable=only_trainable)
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
-        """Load the states of any checkpoint, each process its part."""
+        """Load this process's part of the states of any checkpoint."""
         resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, sharded=True)
 
 
 class ShardedScaler(ShardedGradScaler):
-    """Skips a step on all ranks when the gradients of one are infinite.
+    """Skips a step on all ranks when gradients are infinite on one of them.
 
-    torch counts the ranks with infinite gradients in a tensor of shape `(1,)`; its fused optimizers need 0 or 1 of
-    shape `()`.
+    torch counts the ranks with infinite gradients in a tensor of shape `(1,)`, but its fused optimizers need 0 or 1
+    of shape `()`.
     """
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and check whether they are finite on all ranks."""
         super().unscale_(optimizer)
-        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        found.update({device: value.reshape(()).clamp(max=1) for device, value in found.items()})
+        found_inf = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found_inf.update({device: value.reshape(()).clamp(max=1) for device, value in found_inf.items()})

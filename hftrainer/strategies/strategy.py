@@ -21,11 +21,11 @@ from hftrainer.parallel.process_state import DistributedType
 from hftrainer.plugins import load
 from hftrainer.trainer_pt_utils import nested_apply
 
-#: Returns the optimizer, made at the first call: some strategies never need it.
+#: Returns the optimizer. The first call makes it, since some strategies never need it.
 MakeOptimizer = Callable[[], torch.optim.Optimizer]
-#: Calls a function that writes values, with these values.
+#: Calls a write function, the first argument, with the values to write, the second argument.
 CallWrite = Callable[[Callable[[Any], None], Any], None]
-#: Attributes by which transformers' Trainer names its strategy; scripts read them. All are False but a strategy's own.
+#: Attributes that name the strategy in transformers' Trainer, for scripts. Only those of the active strategy are True.
 FLAGS = (
     *("is_deepspeed_enabled", "is_fsdp_enabled"),
     *("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled", "is_fsdp_xla_v2_enabled"),
@@ -41,11 +41,11 @@ def is_deepspeed_engine(model: Any) -> bool:
 
 
 class Strategy(ABC):
-    """How processes share one model. All processes must call a method that communicates, at the same point.
+    """How processes share one model. All processes must call communicating methods at the same point.
 
     Args:
-        plan: the training arguments, translated for Lightning. This is the plan from the Trainer's creation;
-            `engine.plan` has later changes.
+        plan: the training arguments, translated for Lightning. This plan is from the Trainer's creation;
+            `engine.plan` includes later changes.
 
     Attributes:
         argument: the argument that selects the strategy, for error messages.
@@ -53,10 +53,10 @@ class Strategy(ABC):
         card: name of the strategy on a model card; empty for no entry.
         shards: whether each process has only a part of the model or of the optimizer's state.
         writes_parts: whether each process writes its own part of a checkpoint.
-        only_parts: whether checkpoints hold the model in these parts alone, so that there are no other weights to save.
+        saves_only_parts: whether checkpoints hold the model only in these parts, so that no other weights are saved.
         owns_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
         needs_single_process_group: whether a process group is needed even for one process.
-        has_fixed_accumulation: whether the micro-batches of a step cannot change after the Trainer is made.
+        has_fixed_accumulation: whether the number of micro-batches per step cannot change after the Trainer is made.
         autocasts_own_loops: whether the engine's autocast also works in loops that a script writes.
         needs_all_ranks_in_forward: whether all processes must run a forward pass together, since each has a part of the
             parameters.
@@ -67,7 +67,7 @@ class Strategy(ABC):
     card = ""
     shards = False
     writes_parts = False
-    only_parts = False
+    saves_only_parts = False
     owns_scheduler = False
     needs_single_process_group = False
     has_fixed_accumulation = False
@@ -95,10 +95,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def lightning_strategy(self, settings: Any) -> Any:
-        """Lightning's strategy for a run; `settings` are the `StrategySettings` of the adapter."""
+        """Lightning's strategy for a run. `settings` are the `StrategySettings` of the adapter."""
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
-        """Refuse an optimizer or a schedule that the script has made, where the strategy has its own."""
+        """Reject the script's optimizer or scheduler if the strategy creates its own."""
 
     def check_saving(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Reject an optimizer whose state the checkpoint format cannot store.
@@ -107,12 +107,12 @@ class Strategy(ABC):
             InvalidArgument: if the optimizer has a state or parameter that is not the model's.
         """
         if self.plan.saves_dcp:
-            named = {id(parameter) for parameter in model.parameters()}
-            used = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if not used <= named or optimizer.state_dict().keys() - {"state", "param_groups"}:
+            model_ids = {id(parameter) for parameter in model.parameters()}
+            optimizer_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not optimizer_ids <= model_ids or optimizer.state_dict().keys() - {"state", "param_groups"}:
                 raise InvalidArgument(
-                    "checkpoint_format='dcp' stores the optimizer's state by the names of the model's parameters, and "
-                    f"{type(optimizer).__name__} has a state or a parameter that is not theirs: remove "
+                    "checkpoint_format='dcp' stores the optimizer's state by the names of the model's parameters, but "
+                    f"{type(optimizer).__name__} has a state or a parameter that is not the model's: remove "
                     "checkpoint_format."
                 )
 
@@ -124,8 +124,8 @@ class Strategy(ABC):
         if self.plan.precision != "16-mixed":
             return None
         kind = self.device.type
-        own = getattr(torch.get_device_module(kind), "amp", None) if kind in _WITH_SCALER else None
-        return own.GradScaler() if own is not None else torch.amp.GradScaler(kind)
+        amp_module = getattr(torch.get_device_module(kind), "amp", None) if kind in _WITH_SCALER else None
+        return amp_module.GradScaler() if amp_module is not None else torch.amp.GradScaler(kind)
 
     # ---- The model ---------------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ class Strategy(ABC):
         model.to(device)
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
-        """Shard the Trainer's model and load a checkpoint into it, in the order that the strategy needs.
+        """Shard the Trainer's model and load a checkpoint, in the order that the strategy needs.
 
         Args:
             trainer: the Trainer, whose model is replaced by the sharded one.
@@ -153,7 +153,7 @@ class Strategy(ABC):
             trainer: the Trainer, which gets the optimizer and the schedule.
             max_steps: optimizer steps of the run.
             folder: the checkpoint that the run resumes from, if any.
-            makes_both: whether `create_optimizer_and_scheduler` makes them.
+            makes_both: whether `create_optimizer_and_scheduler` makes both.
         """
         if makes_both:
             trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
@@ -162,7 +162,8 @@ class Strategy(ABC):
         model = trainer._wrap_model(trainer.model_wrapped)
         if model is trainer.model:
             model, trainer.optimizer = trainer.accelerator.prepare(model, trainer.optimizer)
-        else:  # an override of _wrap_model has wrapped it
+        else:
+            # An override of _wrap_model has wrapped the model.
             trainer.optimizer = trainer.accelerator.prepare(trainer.optimizer)
         trainer.model_wrapped = model
         if trainer.lr_scheduler is None or not makes_both:
@@ -171,18 +172,18 @@ class Strategy(ABC):
             trainer._load_scaler(folder)
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
-        """Distribute a model besides the Trainer's that a script trains in several processes."""
+        """Distribute an additional model that a script trains in several processes."""
         return nn.parallel.DistributedDataParallel(model, **self.plan.ddp)
 
     def is_wrapper(self, module: Any) -> bool:
         """Whether a module is a wrapper that distributes the model in its attribute `module`."""
-        # A script may have made any of these, whatever the strategy is: DDP's, DeepSpeed's, FSDP1's, torch_xla's.
+        # With any strategy, a script may use the wrapper of DDP, DeepSpeed, FSDP1 or torch_xla.
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or is_deepspeed_engine(module):
             return True
         return hasattr(module, "_fsdp_wrapped_module") or "_fpw_module" in module._modules
 
     def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
-        """The full weights by name; all processes must call it where they are sharded."""
+        """The full weights by name. If they are sharded, all processes must call this method."""
         return model.state_dict()
 
     def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
@@ -190,7 +191,7 @@ class Strategy(ABC):
         return contextlib.nullcontext()
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
-        """A batch in the types that the model needs."""
+        """The batch in the floating-point type that the model needs."""
         dtype = TRUE_TYPES.get(self.plan.precision)
         return batch if dtype is None else cast_floating(batch, dtype)
 
@@ -201,14 +202,14 @@ class Strategy(ABC):
     def release(self) -> None:
         """Release the prepared model."""
 
-    # ---- Its steps ---------------------------------------------------------------------------------------------
+    # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients over all processes; returns their norm before clipping."""
+        """Clip the gradients over all processes, and return their norm before clipping."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
-        """A context in which backward passes do not reduce gradients; None leaves it to Lightning's strategy."""
+        """A context in which backward passes do not reduce gradients. None leaves this to Lightning's strategy."""
         return None
 
     # ---- The device --------------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class Strategy(ABC):
         """Seed generators that `torch.manual_seed` does not seed."""
 
     def run_recorded_operations(self) -> None:
-        """Run the operations that the device has recorded; only XLA records operations."""
+        """Run the operations that the device has recorded. Only XLA records operations."""
 
     def to_cpu(self, state: Any) -> Any:
         """The state in a form that any process can load. On XLA, a copy in CPU memory."""
@@ -229,11 +230,11 @@ class Strategy(ABC):
         """Gather the weights for the next checkpoint and, unless `optimizer` is None, the optimizer's state."""
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any] | None:
-        """The whole weights to write: an empty dict if they stay in parts, None for the model's own state dict."""
+        """The full weights to write. An empty dict if only parts are saved, None for the model's state dict."""
         return None
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
-        """File name → contents, for the files that one process writes besides the weights of `save_model()`.
+        """Yields name and contents of each file from one process, except the weights of `save_model()`.
 
         Args:
             optimizer: makes the optimizer whose state is saved; None for a checkpoint of only the model.
@@ -255,10 +256,10 @@ class Strategy(ABC):
                 self._write_parts(folder, write)
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
-        """Write this process's part into the folder, which exists."""
+        """Write this process's part into the existing folder."""
 
-    def write_whole(self, folder: str, write: CallWrite) -> None:
-        """Write what one process writes in the format of the parts; see `write_parts`."""
+    def write_full_states(self, folder: str, write: CallWrite) -> None:
+        """Write the states that a single process writes in DCP format; see `write_parts`."""
 
     def save_parts_beside_model(self, folder: str) -> None:
         """Write the parts that `save_model()` has not written."""
@@ -274,7 +275,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
-        """Load the weights of a checkpoint, in place; returns missing and unexpected keys, or None.
+        """Load a checkpoint's weights in place, and return missing and unexpected keys, or None.
 
         Args:
             model: the model that is trained.
@@ -290,23 +291,23 @@ class Strategy(ABC):
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
-        """Load the states of optimizer and schedule, in place; logs a warning when the checkpoint has none."""
+        """Load the states of optimizer and scheduler in place. Log a warning if the checkpoint has none."""
 
 
 class ReplicasStrategy(Strategy):
-    """Keeps a replica of the model in each process; states have torch's own format."""
+    """Keeps a replica of the model in each process, with states in torch's format."""
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one device, or for DDP."""
         return load("lightning", "strategies").build_replicas(self.plan, settings)
 
     @property
-    def only_parts(self) -> bool:  # type: ignore[override]
+    def saves_only_parts(self) -> bool:  # type: ignore[override]
         """Whether checkpoints hold the model only in DCP format, here with a single part."""
         return self.plan.saves_dcp
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
-        """Keep both for `write_whole`: only the process that writes needs their states."""
+        """Keep model and optimizer, since only the process that writes needs their states."""
         self._gathered = {"model": model, "optimizer": optimizer}
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
@@ -314,10 +315,10 @@ class ReplicasStrategy(Strategy):
         if optimizer is not None and not self.plan.saves_dcp:
             yield names.OPTIMIZER_NAME, optimizer().state_dict()
 
-    def write_whole(self, folder: str, write: CallWrite) -> None:
-        """Write both states in DCP format, if the plan asks for it."""
+    def write_full_states(self, folder: str, write: CallWrite) -> None:
+        """Write the states in DCP format, if the plan asks for it."""
         if self.plan.saves_dcp:
-            # This imports torch's FSDP.
+            # Import lazily, since this imports torch's FSDP.
             from hftrainer.checkpointing import sharded
 
             model, optimizer = self._gathered["model"], self._gathered["optimizer"]
@@ -336,9 +337,9 @@ class ReplicasStrategy(Strategy):
 
 
 def cast_floating(batch: Any, dtype: torch.dtype) -> Any:
-    """A batch with its floating-point tensors in one type."""
+    """The batch with its floating-point tensors converted to one type."""
 
-    def converted(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    return nested_apply(converted, batch)
+    return nested_apply(convert, batch)

@@ -90,12 +90,12 @@ class TrainingLoop:
         self.between_steps = True  # no data read and no random number drawn for the next step
         self.micro_batches = MicroBatchIterator(
             self.schedule,
-            planned=lambda: self.components.engine.accumulation_at(self.epoch),
+            planned_accumulation=lambda: self.components.engine.accumulation_at(self.epoch),
             accumulation=self._accumulation,
             open_epoch=self._open_epoch,
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
-            interrupted=self._interrupted,
+            is_interrupted=self._interrupted,
             position=self.position,
             skips=self.divergence.skips,
         )

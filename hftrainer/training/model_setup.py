@@ -235,20 +235,20 @@ class ModelSetup(Component):
         args = self.trainer.args
         entries: Any = args.param_groups
         rate = kwargs.get("lr") or args.learning_rate
-        chosen = param_groups.select(model, decayed, entries, rate, args.weight_decay)
+        chosen = param_groups.select_groups(model, decayed, entries, rate, args.weight_decay)
         groups = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay, chosen.groups)
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         optimizer: torch.optim.Optimizer = kind(groups, **kwargs)
-        if problems := [*chosen.problems, *param_groups.unknown_keys(entries, optimizer)]:
+        if problems := [*chosen.problems, *param_groups.find_unknown_keys(entries, optimizer)]:
             raise InvalidArgument("\n".join(problems))
         plain = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay)
         order = [names[id(parameter)] for group in plain for parameter in group["params"]]
         setattr(optimizer, NAMES_WITHOUT_GROUPS, order)
         trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
         if self.trainer.is_world_process_zero():
-            for line in param_groups.describe(optimizer.param_groups):
+            for line in param_groups.describe_groups(optimizer.param_groups):
                 tell(line)
         return optimizer
 

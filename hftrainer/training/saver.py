@@ -58,7 +58,7 @@ class CheckpointSaver(Component):
         trainer = self.trainer
         components = self.components
         components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
-        components.strategy.write_whole(folder, components.checkpoint_writer.call)
+        components.strategy.write_full_states(folder, components.checkpoint_writer.call)
         in_other_thread = not trainer.args.save_only_model and self._can_write_optimizer_beside()
         if in_other_thread:
             with components.checkpoint_writer.in_other_thread():
@@ -227,7 +227,7 @@ class CheckpointSaver(Component):
         """Yields the keywords for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
         model = peers.unwrap_compiled(self.trainer.model)
-        if internal and strategy.only_parts:
+        if internal and strategy.saves_only_parts:
             # transformers writes nothing else then; with 'dcp' there are the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
             return

@@ -9,7 +9,7 @@ import transformers
 
 from hftrainer import HfArgumentParser, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument
-from hftrainer.optimizers.param_groups import select
+from hftrainer.optimizers.param_groups import select_groups
 from tests.support.parity import EVERY_STEP, assert_same_weights, build, train
 from tests.support.tiny import MODELS, make_bert, make_llama, make_peft, make_plain
 
@@ -79,8 +79,8 @@ def test_wrong_entries(tmp_path, given, messages):
             [{"pattern": "*.embed_token.*"}, {"pattern": "*norm*", "beta": 1}, {"pattern": "*.norm.*"}],
             [
                 "param_groups[0]: '*.embed_token.*' matches no parameter of the model; did you mean 'embed_tokens'?",
-                "param_groups[1]: AdamW has no setting 'beta' of a group; did you mean 'betas'?",
-                "param_groups[2]: '*.norm.*' matches only parameters that earlier entries have",
+                "param_groups[1]: AdamW does not accept 'beta' for a parameter group; did you mean 'betas'?",
+                "param_groups[2]: '*.norm.*' matches only parameters that earlier entries select",
             ],
         ),
         ("plain", [{"pattern": "*", "layer_decay": 0.9}], ["layer_decay finds no layers: Plain"]),
@@ -126,7 +126,7 @@ def test_optimizers_that_take_no_groups(tmp_path, settings, message):
 
 def scales_of(model, pattern="*"):
     """Parameter → the factor of its learning rate, with a decay of 0.5."""
-    selected = select(model, [], [{"pattern": pattern, "layer_decay": 0.5}], 1.0, 0.0)
+    selected = select_groups(model, [], [{"pattern": pattern, "layer_decay": 0.5}], 1.0, 0.0)
     assert selected.problems == []
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(each)]: group["lr"] for group in selected.groups for each in group["params"]}
@@ -209,7 +209,7 @@ def test_factors_of_two_towers(make_model):
 
 def test_towers_of_different_lengths_need_an_entry_each():
     model = make_clip(vision=3)
-    (problem,) = select(model, [], [{"pattern": "*", "layer_decay": 0.5}], 1.0, 0.0).problems
+    (problem,) = select_groups(model, [], [{"pattern": "*", "layer_decay": 0.5}], 1.0, 0.0).problems
     assert "2 in text_model.encoder.layers, 3 in vision_model.encoder.layers" in problem
     assert "'text_model.*' and 'vision_model.*' as patterns" in problem
     assert scales_of(model, "text_model.*") == {

@@ -298,7 +298,7 @@ def test_training(make_args, given, message):
 
 def test_no_column_of_a_dataset_is_left(make_args):
     dataset = pytest.importorskip("datasets").Dataset.from_list(ROWS)
-    with pytest.raises(InvalidArgument, match="has category, pixels; the model takes x, labels"):
+    with pytest.raises(InvalidArgument, match="has category, pixels; the model accepts x, labels"):
         Trainer(make_plain(), make_args(), train_dataset=dataset).train()
 
 
@@ -315,7 +315,7 @@ def test_a_loss_without_its_outputs(make_args):
             return model(**inputs)["loss"]
 
     with pytest.raises(
-        InvalidArgument, match=r"Alone.compute_loss returned a Tensor .*: return \(loss, outputs\) then"
+        InvalidArgument, match=r"Alone.compute_loss returned a Tensor .*: return \(loss, outputs\) in that case"
     ):
         Alone(make_plain(), make_args(), eval_dataset=plain_data(8)).evaluate()
 
@@ -340,7 +340,7 @@ def test_predictions_that_do_not_fit(make_args):
 
     with pytest.raises(MemoryError) as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=fail).evaluate()
-    assert any("eval_memmap_dir keeps predictions on the disk" in note for note in caught.value.__notes__)
+    assert any("eval_memmap_dir keeps predictions on disk" in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_metric_that_does_not_fit(make_args):
     metrics = {"accuracy": MulticlassAccuracy(4)}
     with pytest.raises(ValueError, match="preds") as caught:
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
-    note = "given (float32 (8, 3), int64 (8,)), which with TorchMetrics(metrics, adapter=...) are something else."
+    note = "got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
     assert note in caught.value.__notes__[0]
 
 
@@ -384,7 +384,7 @@ def test_labels_that_a_model_does_not_take(make_args):
             return self.linear(x)
 
     args = make_args(remove_unused_columns=False)
-    with pytest.raises(UnknownKey, match="give it a parameter labels=None, and return the loss"):
+    with pytest.raises(UnknownKey, match="add a parameter labels=None to forward, and return the loss"):
         Trainer(Unlabelled(), args, train_dataset=plain_data()).train()
 
 

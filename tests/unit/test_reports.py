@@ -197,7 +197,7 @@ MISFITS = {
     "no argument": (lambda: {"compute_metrics": lambda: {}}, r"compute_metrics is called with one argument"),
     "#24933, the main input": (
         lambda: {"compute_metrics": one, "include_for_metrics": ["inputs"]},
-        "keeps the model's main input, 'input_ids', and the batch has only x, labels",
+        "keeps the model's main input, 'input_ids', but the batch has only x, labels",
     ),
     "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is a text: give a list"),
     "smoothed numbers": (regression, "label_smoothing_factor=0.1 needs a class for each label"),
@@ -214,7 +214,7 @@ MISFITS = {
     "no batch": (lambda: collated(lambda batch: None), "data_collator returned None"),
     "another key": (
         lambda: collated(lambda batch: {**batch, "names": []}),
-        "The batch has 'names', which Plain.forward does not take: let data_collator drop it",
+        "The batch has 'names', which Plain.forward does not accept: let data_collator drop it",
     ),
     "a model as function": (lambda: {"model_init": make_plain()}, "model_init is a Plain"),
     "what a callback returns": (lambda: {"callbacks": [Returns]}, "Returns.on_log returned 'x': return the control"),
@@ -293,7 +293,7 @@ def test_names_of_logged_values(make_trainer, tmp_path, name):
 
 
 SEARCHED = {
-    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', and"),
+    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', but"),
     "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: pass a function of one argument"),
     "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: pass a function of one argument, the trial"),
     "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: pass a function of one argument"),

@@ -237,7 +237,7 @@ def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
         ),
         (make_sources(), {"mixture_weights": {"code": 1}}, "no weight for 'chat'"),
         (make_sources(), {"mixture_weights": {"code": 1, "chat": -1}}, "at least 0"),
-        (make_sources(), {"mixture_weights": {"code": 0, "chat": 0}}, "above it"),
+        (make_sources(), {"mixture_weights": {"code": 0, "chat": 0}}, "one of them above 0"),
         (make_sources(), {"mixture_weights": str}, "must be a dict"),
         (make_sources(), {"mixture_weights": 3}, "give a dict"),
         (make_sources(), {"mixture_weights": lambda step: WEIGHTS}, "cannot be pickled"),
