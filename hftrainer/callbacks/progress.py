@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import observed
+from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
@@ -101,7 +101,7 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             shown = _format_logs(logs, args, above_bar=True)
             shown = {name: self._shortened(value) for name, value in shown.items()}
-            if "loss" in (logs or {}) and observed(getattr(args, "observe", False)):
+            if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
                 self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
             self.training_bar.write(_text(shown, logs or {}, args, state))
 
@@ -209,7 +209,7 @@ class PrinterCallback(TrainerCallback):
 
 def _text(shown: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as it is printed: `shown`, as the followed release does; of an observed run, for people."""
-    if not observed(getattr(args, "observe", False)):
+    if not read_observe(getattr(args, "observe", False)):
         return wrapped(str(shown), sys.stdout)
     width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
     kept = re.sub(r"(?<=\S) (?=\S)", "\xa0", readable(logs, state, width))  # a name and its value stay together

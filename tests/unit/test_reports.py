@@ -199,7 +199,7 @@ MISFITS = {
         lambda: {"compute_metrics": one, "include_for_metrics": ["inputs"]},
         "keeps the model's main input, 'input_ids', and the batch has only x, labels",
     ),
-    "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is a text: give a list"),
+    "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is text: use a list"),
     "smoothed numbers": (regression, "label_smoothing_factor=0.1 needs a class for each label"),
     "#9636, several sets": (
         lambda: {"data": {"train": plain_data(), "test": plain_data()}},
@@ -294,7 +294,7 @@ def test_names_of_logged_values(make_trainer, tmp_path, name):
 
 
 SEARCHED = {
-    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', and"),
+    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', but"),
     "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: pass a function of one argument"),
     "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: pass a function of one argument, the trial"),
     "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: pass a function of one argument"),

@@ -224,7 +224,7 @@ def test_documented_defaults(kind):
     assert given.keys() == left_out.keys()
     # The defaults that the classes have are these too, but for the ones that follow from others.
     assert set(documented) & {
-        name for name, about in old_fields.ARGUMENTS.items() if about.earlier and not about.until
+        name for name, about in old_fields.ARGUMENTS.items() if about.past_defaults and not about.until
     } == {"log_level_replica", "report_to"}
 
 

@@ -114,9 +114,9 @@ def test_install_follows_the_installed_release(version, release, monkeypatch, tm
 
 def test_explain_prints_what_is_in_force():
     newest = str(TrainingArguments().explain())
-    assert f"Behaves as transformers {NEWEST}, the newest release that is known." in newest
+    assert f"Behaves like transformers {NEWEST}, the newest known release." in newest
     explained = TrainingArguments(lightning_config={"behaviour": "4.57"}).explain()
-    assert f"Behaves as transformers 4.57, where it differs from {NEWEST}:" in str(explained)
+    assert f"Behaves like transformers 4.57, which differs from {NEWEST}:" in str(explained)
     assert "logged_loss: the loss is logged with four decimal places" in str(explained)
     assert "logs_rate_of_step" not in str(explained)
     shown = json.loads(explained.to_json())["behaviour"]

@@ -58,7 +58,7 @@ REFUSED = {
     "a method": (always(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
     "of the model": (always(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
     "no number": (always(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
-    "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: give a number of at least 1"),
+    "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: use a number of at least 1"),
     "nothing": ({"compute_objective": nothing}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda _: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
