@@ -30,7 +30,7 @@ from hftrainer.arguments.validation import (
 )
 from hftrainer.callbacks.handler import (
     EVENTS,
-    HOOKS_BY_MEANING,
+    HOOK_BY_EVENT,
     CallbackHandler,
     make_callback,
     pop_matching,
@@ -176,7 +176,7 @@ class TrainerSetup(Component):
         of_lightning = self.components.lightning_callbacks
         if _is_of_lightning(callback):
             of_lightning.append(make_callback(callback))
-            warn_of_misspelt_events(type(of_lightning[-1]), adapter().HOOKS, HOOKS_BY_MEANING)
+            warn_of_misspelt_events(type(of_lightning[-1]), adapter().HOOKS, HOOK_BY_EVENT)
         else:
             handler.add_callback(callback)
             added = handler.callbacks[-1]

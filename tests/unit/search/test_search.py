@@ -381,7 +381,7 @@ def test_a_dict_as_trial(tmp_path):
     assert given == [None, {"learning_rate": 0.25, "width": 3}]
     assert trainer.state.is_hyper_param_search and trainer.state.trial_params == given[1]
     assert (tmp_path / "checkpoint-2").is_dir()
-    with pytest.raises(InvalidArgument, match="trial=3: give a trial of Optuna, or a dict"):
+    with pytest.raises(InvalidArgument, match="trial=3: pass a trial of Optuna, or a dict"):
         trainer.train(trial=3)
 
 
