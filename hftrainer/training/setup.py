@@ -50,7 +50,7 @@ from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
-from hftrainer.releases.followed import older_than_followed
+from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
@@ -287,7 +287,7 @@ class TrainerSetup(Component):
             raise UnsupportedArgument("\n".join(found))
         for sentence in find_unused_settings(resolved):
             logger.warning(sentence)
-        if (older := older_than_followed(resolved.readable_config)) is not None:
+        if (older := describe_older_release(resolved.readable_config)) is not None:
             log_once(logger, older, logging.WARNING)
         if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(
