@@ -18,7 +18,7 @@ from hftrainer.arguments.choices import (
     ParallelMode as ParallelMode,
     SaveStrategy as SaveStrategy,
     SchedulerType as SchedulerType,
-    spelled as spelled,
+    as_text as as_text,
 )
 from hftrainer.checkpointing.folder import get_last_checkpoint as get_last_checkpoint
 from hftrainer.checkpointing.names import PREFIX_CHECKPOINT_DIR as PREFIX_CHECKPOINT_DIR

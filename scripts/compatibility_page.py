@@ -240,7 +240,7 @@ def page() -> str:
 
 def _argument(name: str, about: Argument) -> str:
     default = "[]" if about.default is list else repr(about.default)
-    before = f", {about.earlier_defaults}" if about.earlier else ""
+    before = f", {about.past_defaults_text}" if about.past_defaults else ""
     releases = about.since if about.until is None else f"{about.since} to {about.until}"
     here = f"{about.kind}: {about.detail}" if about.detail else about.kind
     return f"| `{name}` | {about.help} | `{default}`{before} | {releases} | {here} |\n"
@@ -271,9 +271,9 @@ def _attribute(row: dict[str, str]) -> str:
 
 
 def _handled(row: accelerate.Variable) -> str:
-    accepted = " or ".join(f"`{value}`" for value in row.accepted or () if value)
+    accepted = " or ".join(f"`{value}`" for value in row.accepted_values or () if value)
     others = f"; others than {accepted} are **refused**" if accepted else "; **refused**"
-    return row.effect + (f"{others}: {row.instead}" if row.instead else "")
+    return row.effect + (f"{others}: {row.remedy}" if row.remedy else "")
 
 
 def _linked(text: str) -> str:

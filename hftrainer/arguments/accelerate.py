@@ -1,4 +1,4 @@
-"""Variables of accelerate's launchers, and accelerate's global states, which we keep consistent with this run.
+"""Launcher variables of accelerate, and its global states, which we keep consistent with the run.
 
 accelerate's loggers and helpers (`gather`, `broadcast_object_list`, ...) read `PartialState` and `AcceleratorState`.
 Without these states, accelerate's helpers raise or do nothing. We fill them in directly: accelerate's own setup would
@@ -26,7 +26,7 @@ from hftrainer.parallel.processes import Processes
 
 
 def initialize_state(resolved: ResolvedArguments) -> None:
-    """Set up `PartialState` from the arguments, and reset the state of an earlier Trainer, as transformers does.
+    """Reset the state of an earlier Trainer, and set up `PartialState`, as transformers does.
 
     Until the process group starts, the state describes a single process, so that no collective waits for other ranks.
     """
@@ -38,13 +38,13 @@ def initialize_state(resolved: ResolvedArguments) -> None:
 
 
 def _distributed_type(resolved: ResolvedArguments) -> DistributedType:
-    """Accelerate's distributed type for this run; `NO` until the process group starts."""
-    kind, connected = resolved.device.type, torch.distributed.is_initialized()
+    """Accelerate's distributed type for this run. It is `NO` until the process group starts."""
+    kind, has_process_group = resolved.device.type, torch.distributed.is_initialized()
     if kind == "xla":
         return DistributedType.XLA
-    if connected and asks_for_deepspeed(resolved.args):
+    if has_process_group and asks_for_deepspeed(resolved.args):
         return DistributedType.DEEPSPEED
-    return DistributedType.of(kind, several=connected and resolved.rank_info.world_size > 1)
+    return DistributedType.of(kind, several=has_process_group and resolved.rank_info.world_size > 1)
 
 
 def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> None:
@@ -83,7 +83,7 @@ def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> 
 
 
 def get_partial_state(resolved: ResolvedArguments) -> Any:
-    """Accelerate's `PartialState`; without accelerate, an object with the same attributes."""
+    """Accelerate's `PartialState`, or without accelerate an object with the same attributes."""
     library = _library()
     if library is not None:
         return library.PartialState()
@@ -91,20 +91,20 @@ def get_partial_state(resolved: ResolvedArguments) -> Any:
 
 
 def find_device_mismatch(device: torch.device) -> str | None:
-    """Why a run on `device` cannot use the state that accelerate already has, or None."""
+    """The reason why a run on `device` cannot use accelerate's existing state, or None."""
     library = sys.modules.get("accelerate.state")
     if library is None or not library.PartialState._shared_state:
-        return "accelerate has no state yet. Please define this beforehand: make an Accelerator or a PartialState."
-    found = library.PartialState().device
-    if found.type != device.type:
-        return f"accelerate's state is on {found}, but the run would be on {device}; set use_cpu to match."
+        return "accelerate has no state yet. Please define this beforehand: create an Accelerator or a PartialState."
+    state_device = library.PartialState().device
+    if state_device.type != device.type:
+        return f"accelerate's state is on {state_device}, but the run would be on {device}: set use_cpu to match."
     return None
 
 
 def _library() -> Any:
-    """`accelerate.state`; None if accelerate is not installed, is blocked, or cannot be imported."""
-    blocked = sys.modules.get("accelerate", ...) is None
-    if blocked or ("accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None):
+    """The module `accelerate.state`, or None if accelerate is missing, blocked, or cannot be imported."""
+    is_blocked = sys.modules.get("accelerate", ...) is None
+    if is_blocked or ("accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None):
         return None
     try:
         return importlib.import_module("accelerate.state")
@@ -118,8 +118,8 @@ def _library() -> Any:
 
 def _fill_partial(library: Any, resolved: ResolvedArguments, kind: DistributedType) -> None:
     device, rank_info = resolved.device, resolved.rank_info
-    connected = rank_info.world_size > 1 and torch.distributed.is_initialized()
-    backend = torch.distributed.get_backend() if connected else None
+    has_process_group = rank_info.world_size > 1 and torch.distributed.is_initialized()
+    backend = torch.distributed.get_backend() if has_process_group else None
     library.PartialState._reset_state()
     library.PartialState._shared_state.update(
         _cpu=device.type == "cpu",
@@ -131,7 +131,8 @@ def _fill_partial(library: Any, resolved: ResolvedArguments, kind: DistributedTy
         process_index=rank_info.rank,
         local_process_index=rank_info.local_rank,
     )
-    library.PartialState()  # adds the values that it reads from the environment at each call
+    # The constructor adds the values that it reads from the environment at each call.
+    library.PartialState()
     if env_flag("ACCELERATE_CPU_AFFINITY"):
         importlib.import_module("accelerate.utils").set_numa_affinity(rank_info.local_rank)
 
@@ -145,7 +146,7 @@ def _check_configured(state: Any, accelerator: Any) -> None:
 
 
 def _dynamo(args: Any) -> Any:
-    """Accelerate's plugin for `torch.compile`; with its defaults if accelerate does not know the backend."""
+    """Accelerate's plugin for `torch.compile`, with its defaults if accelerate does not know the backend."""
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     backend = args.torch_compile_backend if args.torch_compile else None
@@ -163,19 +164,19 @@ class Variable:
 
     Attributes:
         effect: its effect in hftrainer.
-        accepted: the accepted values, in lower case; None accepts all.
-        instead: what to do if the value is not accepted.
+        accepted_values: the accepted values, in lower case; None accepts all.
+        remedy: what to do if the value is not accepted.
     """
 
     effect: str
-    accepted: tuple[str, ...] | None = None
-    instead: str = ""
+    accepted_values: tuple[str, ...] | None = None
+    remedy: str = ""
 
 
 _OFF = ("", *FALSE)
 #: Effect of the variables that only accelerate's own functions read.
-_ACCELERATE_ONLY = "of accelerate's own functions"
-_WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a file of one is given"
+_ACCELERATE_ONLY = "used only by accelerate's own functions"
+_WITH_DEEPSPEED = "in DeepSpeed's configuration, unless a configuration file is set"
 
 #: Name of a variable, or a prefix followed by '*' → how the variable is handled.
 VARIABLES = {
@@ -190,65 +191,65 @@ VARIABLES = {
     "ACCELERATE_DYNAMO_USE_DYNAMIC": Variable("how the model is compiled"),
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": Variable("how the model is compiled"),
     "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": Variable(
-        "nothing", _OFF, "launch without it, which compiles the whole model"
+        "nothing", _OFF, "launch without it, which compiles the complete model"
     ),
     "ACCELERATE_CPU_AFFINITY": Variable("binds each process to the CPU cores near its GPU"),
     "ACCELERATE_DEBUG_MODE": Variable("accelerate checks collective operations"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Variable("must be gradient_accumulation_steps, with DeepSpeed"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": Variable("must equal gradient_accumulation_steps with DeepSpeed"),
     "ACCELERATE_GRADIENT_CLIPPING": Variable(f"gradient_clipping {_WITH_DEEPSPEED}"),
-    "ACCELERATE_USE_DEEPSPEED": Variable("DeepSpeed, unless the argument deepspeed is given"),
-    "ACCELERATE_CONFIG_DS_FIELDS": Variable("names settings that contradict a DeepSpeed file, which are refused"),
+    "ACCELERATE_USE_DEEPSPEED": Variable("turns on DeepSpeed, unless the argument deepspeed is set"),
+    "ACCELERATE_CONFIG_DS_FIELDS": Variable("lists settings that contradict a DeepSpeed file; they are refused"),
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": Variable("the path of DeepSpeed's configuration"),
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": Variable(f"ZeRO's stage {_WITH_DEEPSPEED}"),
     "ACCELERATE_DEEPSPEED_OFFLOAD_*": Variable(f"devices and paths of offloaded states {_WITH_DEEPSPEED}"),
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable(f"whole weights in checkpoints {_WITH_DEEPSPEED}"),
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": Variable("nothing: models are partitioned with ZeRO-3, as by accelerate"),
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": Variable("classes of layers that ZeRO-3 gathers as one"),
-    "ACCELERATE_USE_FSDP": Variable("FSDP, unless the argument fsdp is given"),
-    "FSDP_*": Variable("settings of FSDP by their names in fsdp_config; unknown ones are refused by name"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": Variable("sizes of groups of processes, without parallelism_config"),
-    "PARALLELISM_CONFIG_*": Variable("those sizes; cp_size and sp_size above 1 are refused by name"),
-    "ACCELERATE_ALLOW_CP_STANDALONE": Variable("of cp_size, which is refused above 1"),
+    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": Variable(f"complete weights in checkpoints {_WITH_DEEPSPEED}"),
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": Variable("nothing: ZeRO-3 partitions models, as in accelerate"),
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": Variable("layer classes that ZeRO-3 gathers as a unit"),
+    "ACCELERATE_USE_FSDP": Variable("turns on FSDP, unless the argument fsdp is set"),
+    "FSDP_*": Variable("FSDP settings, named as in fsdp_config; an error names unknown ones"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": Variable("sizes of process groups, if parallelism_config is not set"),
+    "PARALLELISM_CONFIG_*": Variable("these sizes; an error names cp_size or sp_size above 1"),
+    "ACCELERATE_ALLOW_CP_STANDALONE": Variable("an option of cp_size, which is refused above 1"),
     "ACCELERATE_USE_MEGATRON_LM": Variable("nothing", _OFF, "launch with --use_fsdp or --use_deepspeed"),
     "MEGATRON_LM_*": Variable("settings of Megatron-LM, which is refused"),
-    "ACCELERATE_USE_SAGEMAKER": Variable("nothing: processes are found by the variables of their launcher"),
+    "ACCELERATE_USE_SAGEMAKER": Variable("nothing: ranks are read from the launcher's variables"),
     "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": Variable(
         "nothing", ("", "no"), "launch with 'NO', and start the processes with torchrun"
     ),
     "ACCELERATE_TORCH_DEVICE": Variable(
         "must be the device of the run", None, "select GPUs with CUDA_VISIBLE_DEVICES, or set use_cpu"
     ),
-    "ACCELERATE_IN_TPU_POD": Variable("of accelerate's launcher"),
-    "ACCELERATE_DEBUG_RDV_FILE": Variable("of accelerate's debug_launcher"),
+    "ACCELERATE_IN_TPU_POD": Variable("used by accelerate's launcher"),
+    "ACCELERATE_DEBUG_RDV_FILE": Variable("used by accelerate's debug_launcher"),
     "ACCELERATE_BYPASS_DEVICE_MAP": Variable(_ACCELERATE_ONLY),
     "ACCELERATE_INIT_INCLUDE_BUFFERS": Variable(_ACCELERATE_ONLY),
     "ACCELERATE_LOG_LEVEL": Variable(_ACCELERATE_ONLY),
     "ACCELERATE_ENABLE_RICH": Variable(_ACCELERATE_ONLY),
-    "ACCELERATE_NUM_PROCESSES": Variable("of accelerate's own tests"),
+    "ACCELERATE_NUM_PROCESSES": Variable("used by accelerate's own tests"),
 }
 
 
 def find_variable(name: str) -> Variable | None:
-    """How a variable is handled; None for one that is not in the table."""
+    """How a variable is handled, or None if the table does not list it."""
     rows = (row for key, row in VARIABLES.items() if key.endswith("*") and name.startswith(key[:-1]))
     return VARIABLES.get(name) or next(rows, None)
 
 
 def check_launch_variables(device: Any) -> Iterator[str]:
-    """A sentence for each setting of accelerate's launchers that a run on `device` does not support."""
+    """An error message for each setting of accelerate's launchers that a run on `device` does not support."""
     for name, row in VARIABLES.items():
         value = os.environ.get(name, "")
-        if row.accepted is not None and value.lower() not in row.accepted:
-            yield f"The launcher asks for {name}={value}, which is not supported: {row.instead}."
-    if given := os.environ.get("ACCELERATE_TORCH_DEVICE", ""):
+        if row.accepted_values is not None and value.lower() not in row.accepted_values:
+            yield f"The launcher asks for {name}={value}, which is not supported: {row.remedy}."
+    if device_name := os.environ.get("ACCELERATE_TORCH_DEVICE", ""):
         try:
-            asked = torch.device(given)
+            launcher_device = torch.device(device_name)
         except RuntimeError as error:
-            yield f"ACCELERATE_TORCH_DEVICE={given!r} is no device ({str(error).partition('.')[0]}): unset it."
+            yield f"ACCELERATE_TORCH_DEVICE={device_name!r} is not a device ({str(error).partition('.')[0]}): unset it."
         else:
-            if asked.type != device.type or asked.index not in (None, device.index):
-                instead = VARIABLES["ACCELERATE_TORCH_DEVICE"].instead
-                yield f"ACCELERATE_TORCH_DEVICE={given!r}, but the run is on {str(device)!r}: {instead}."
+            if launcher_device.type != device.type or launcher_device.index not in (None, device.index):
+                remedy = VARIABLES["ACCELERATE_TORCH_DEVICE"].remedy
+                yield f"ACCELERATE_TORCH_DEVICE={device_name!r}, but the run is on {str(device)!r}: {remedy}."
 
 
 def find_unknown_variables() -> list[str]:

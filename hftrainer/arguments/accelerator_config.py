@@ -26,7 +26,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a number of micro-batches, at least 1"),
     "dict[str, Any] | None": ((Mapping, type(None)), "a dict"),
 }
-#: Key that only a script that sets up accelerate's state itself gives. Arguments are serialized without it.
+#: Key for scripts that set up accelerate's state themselves. Arguments are serialized without it.
 CONSTRUCTION_KEY = "use_configured_state"
 
 
@@ -39,7 +39,7 @@ class AcceleratorConfig:
     Attributes:
         split_batches: split each batch of `per_device_train_batch_size` samples across the processes, instead of
             giving each process its own batches.
-        dispatch_batches: only the main process reads the data and sends it to the others; None does so for streams.
+        dispatch_batches: only the main process reads the data and sends it to the others; None: for streams only.
         even_batches: fill the last round of batches with samples from the beginning of the epoch.
         use_seedable_sampler: random orders depend on the seed and the epoch only.
         non_blocking: copy batches to the device while it computes; needs pinned memory.
@@ -73,79 +73,81 @@ class AcceleratorConfig:
         return {name: getattr(self, name) for name in names}
 
     def to_dict(self) -> dict[str, Any]:
-        """A copy of the keys and values; `use_configured_state` only if it is set, since it is used once."""
+        """A copy of the keys and values. `use_configured_state` is included only if set, since it is used once."""
         return {name: copy.deepcopy(value) for name, value in vars(self).items() if name != CONSTRUCTION_KEY or value}
 
     def pop(self, key: str, default: Any = None) -> Any:
-        """Reset an attribute to its default; returns its value, or `default` if it was popped before."""
+        """Reset an attribute and return its value, or `default` if it was popped before."""
         return vars(self).pop(key, default)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str]) -> AcceleratorConfig:
-        """The config from a JSON file; raises the same errors as `read`."""
+        """The config from a JSON file. Raises the same errors as `read`."""
         return cls.read(os.fspath(json_file))
 
     @classmethod
-    def read(cls, given: Any) -> AcceleratorConfig:
-        """A new config from None, a dict, the path of a JSON file, or an object of this or transformers' class.
+    def read(cls, value: Any) -> AcceleratorConfig:
+        """A new config from None, a dict, a JSON file's path, or a config object.
+
+        The object may be of this class or of transformers'.
 
         Raises:
             InvalidArgument: for unknown keys (the message suggests the nearest), for values of a wrong type, and for
                 files that are missing or malformed.
         """
-        keys = _keys(given)
+        keys = _keys(value)
         errors = _check("accelerator_config", keys, {field.name: str(field.type) for field in dataclasses.fields(cls)})
-        inner = keys.get("gradient_accumulation_kwargs")
-        if isinstance(inner, Mapping):
-            errors += _check("accelerator_config['gradient_accumulation_kwargs']", inner, _ACCUMULATION)
+        accumulation_kwargs = keys.get("gradient_accumulation_kwargs")
+        if isinstance(accumulation_kwargs, Mapping):
+            errors += _check("accelerator_config['gradient_accumulation_kwargs']", accumulation_kwargs, _ACCUMULATION)
         if errors:
             is_unknown = any(isinstance(error, UnknownKey) for error in errors)
             raise (UnknownKey if is_unknown else InvalidArgument)("\n".join(map(str, errors)))
         return cls(**keys)
 
 
-def as_accelerator_config(given: Any) -> Any:
-    """`accelerator_config` as an object with attributes; an object that has them already is returned unchanged.
+def as_accelerator_config(value: Any) -> Any:
+    """`accelerator_config` as an object with attributes. An object that already has them is returned unchanged.
 
     Raises:
         InvalidArgument: in the same cases as `AcceleratorConfig.read`.
     """
-    config = AcceleratorConfig.read(given)
-    return given if callable(getattr(given, "to_dict", None)) else config
+    config = AcceleratorConfig.read(value)
+    return value if callable(getattr(value, "to_dict", None)) else config
 
 
-def _keys(given: Any) -> dict[str, Any]:
-    if given is None or isinstance(given, Mapping):
-        return dict(given or {})
-    if isinstance(given, type):
+def _keys(value: Any) -> dict[str, Any]:
+    if value is None or isinstance(value, Mapping):
+        return dict(value or {})
+    if isinstance(value, type):
         raise NotAnObject(
-            f"Tried passing in a callable to `accelerator_config`, the class {given.__name__}: give an instance of it, "
-            "or a dict."
+            f"Tried passing in a callable to `accelerator_config`, the class {value.__name__}: pass an instance, or "
+            "a dict."
         )
-    if isinstance(given, AcceleratorConfig):
-        return copy.deepcopy(vars(given))
-    if callable(getattr(given, "to_dict", None)):
-        return given.to_dict()
-    if not isinstance(given, (str, os.PathLike)):
-        raise InvalidArgument(f"accelerator_config={given!r}: give a dict, or the path of a JSON file.")
+    if isinstance(value, AcceleratorConfig):
+        return copy.deepcopy(vars(value))
+    if callable(getattr(value, "to_dict", None)):
+        return value.to_dict()
+    if not isinstance(value, (str, os.PathLike)):
+        raise InvalidArgument(f"accelerator_config={value!r}: pass a dict or the path of a JSON file.")
     try:
-        return read_mapping(given, "JSON", "accelerator_config: ")
+        return read_mapping(value, "JSON", "accelerator_config: ")
     except OSError as error:
         kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
-        raise kind(f"accelerator_config={str(given)!r} cannot be read: {error.strerror}.") from error
+        raise kind(f"accelerator_config={str(value)!r} cannot be read: {error.strerror}.") from error
 
 
-def _check(where: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> list[InvalidArgument]:
-    """An error for each key that is unknown, and for each value of a wrong type."""
+def _check(location: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> list[InvalidArgument]:
+    """An error for each unknown key and each value of a wrong type."""
     errors: list[InvalidArgument] = []
     for name, value in keys.items():
         if name not in kinds:
-            hint = suggest(name, kinds, f": it takes {', '.join(sorted(kinds))}.")
-            errors.append(UnknownKey(f"{where} has no key {name!r}{hint}"))
+            hint = suggest(name, kinds, f": the keys are {', '.join(sorted(kinds))}.")
+            errors.append(UnknownKey(f"{location} has no key {name!r}{hint}"))
             continue
-        classes, expected = _KINDS[kinds[name]]
+        classes, expected_values = _KINDS[kinds[name]]
         if not isinstance(value, classes) or (kinds[name] == "int" and (type(value) is not int or value < 1)):
-            errors.append(InvalidArgument(f"{where}[{name!r}]={value!r}: give {expected}."))
+            errors.append(InvalidArgument(f"{location}[{name!r}]={value!r}: use {expected_values}."))
     return errors
 
 

@@ -29,12 +29,12 @@ from hftrainer.parallel.config_files import env_flag
 from hftrainer.parallel.environment import RankInfo
 from hftrainer.plugins import load
 
-_SHOWN = object()
-#: Arguments that the newest transformers does not have → the value at which `to_dict` leaves them out.
+_ALWAYS_SHOWN = object()
+#: Arguments that the newest transformers does not have → the value with which `to_dict` omits them.
 _EXTRA_ARGUMENT_DEFAULTS = {
-    name: about.default if about.neutral is None else about.neutral
-    for name, about in ARGUMENTS.items()
-    if about.until is not None or about.since == OURS
+    name: argument.default if argument.neutral_value is None else argument.neutral_value
+    for name, argument in ARGUMENTS.items()
+    if argument.until is not None or argument.since == OURS
 }
 
 
@@ -42,9 +42,9 @@ _EXTRA_ARGUMENT_DEFAULTS = {
 class BaseArguments(OldArguments):
     """The fields, and the values derived from them."""
 
-    #: Fields that accept a JSON object as text. Subclasses extend this list. Its name is that of transformers.
-    #: It has no annotation, so that it does not become a field.
-    _VALID_DICT_FIELDS = [name for name, about in ARGUMENTS.items() if about.json]
+    #: Fields that accept a JSON object as text. Subclasses extend this list. The name is that of transformers.
+    #: With an annotation, it would become a field.
+    _VALID_DICT_FIELDS = [name for name, argument in ARGUMENTS.items() if argument.json]
 
     # ---- Batch sizes -------------------------------------------------------------------------------------------
 
@@ -107,13 +107,13 @@ class BaseArguments(OldArguments):
     def _n_gpu(self, count: int) -> None:
         if count not in (0, 1):
             raise UnsupportedArgument(
-                f"_n_gpu={count!r}: several GPUs need one process each; start them with torchrun, for example."
+                f"_n_gpu={count!r}: several GPUs need one process each: start the processes with torchrun, for example."
             )
         vars(self)["_n_gpu"] = count
 
     @property
     def mixed_precision(self) -> str:
-        """'bf16', 'fp16' or 'no': set by a script, by the arguments or else by the launcher."""
+        """'bf16', 'fp16' or 'no', from a script, the arguments, or else the launcher."""
         return requested_precision(self)
 
     @mixed_precision.setter
@@ -156,16 +156,16 @@ class BaseArguments(OldArguments):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """Subclasses return False to keep the Trainer from moving the model; with None the Trainer decides."""
+        """None: the Trainer decides whether to move the model. Subclasses return False to prevent it."""
         return None
 
     @property
     def ddp_timeout_delta(self) -> datetime.timedelta:
-        """`ddp_timeout` as a timedelta, as `torch.distributed` takes it."""
+        """`ddp_timeout` as a timedelta, as `torch.distributed` needs it."""
         return datetime.timedelta(seconds=self.ddp_timeout)
 
     def get_process_log_level(self) -> int:
-        """The log level of this process, as a number: `log_level` if `should_log`, else `log_level_replica`."""
+        """Log level of this process as a number: `log_level` if `should_log`, else `log_level_replica`."""
         name = self.log_level if self.should_log else self.log_level_replica
         if name == "passive":
             return logging.getLogger("hftrainer").getEffectiveLevel()
@@ -186,27 +186,28 @@ class BaseArguments(OldArguments):
         """The fields as plain values. Enumerations and dtypes become strings; tokens become placeholders.
 
         Arguments that `transformers` does not have, ours and older ones, are included only if they are set. Objects
-        without a JSON form, in a subclass's fields, are kept as they are.
+        without a JSON form, in a subclass's fields, are not converted.
         """
-        own = legacy.redeclared_old_names(type(self)) | legacy.CURRENT_FIELDS
-        mirrors, silent = legacy.RENAMED.keys() - own, {**_EXTRA_ARGUMENT_DEFAULTS, **dict.fromkeys(own, _SHOWN)}
-        shown = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirrors]
-        values = {name: getattr(self, name) for name in shown}
+        declared_names = legacy.redeclared_old_names(type(self)) | legacy.CURRENT_FIELDS
+        mirror_names = legacy.RENAMED.keys() - declared_names
+        omitted_values = {**_EXTRA_ARGUMENT_DEFAULTS, **dict.fromkeys(declared_names, _ALWAYS_SHOWN)}
+        names = [field.name for field in dataclasses.fields(self) if field.init and field.name not in mirror_names]
+        values = {name: getattr(self, name) for name in names}
         return {
             name: f"<{name.upper()}>" if name.endswith("_token") else _to_plain_value(name, value)
             for name, value in values.items()
-            if name not in silent or value != silent[name]
+            if name not in omitted_values or value != omitted_values[name]
         }
 
     def to_json_string(self) -> str:
-        """The fields as an indented JSON object; values without a JSON form are written as text."""
+        """The fields as an indented JSON object. Values without a JSON form are written as text."""
         return json.dumps(self.to_dict(), indent=2, default=_to_json_value)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """The fields as numbers, booleans, strings and tensors only, as TensorBoard's hyperparameters need them."""
-        own = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
-        plain = (bool, int, float, str, torch.Tensor)
-        return {name: value if type(value) in plain else str(value) for name, value in own.items()}
+        """The fields as numbers, booleans, strings and tensors, as TensorBoard needs hyperparameters."""
+        values = {**self.to_dict(), "train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        plain_types = (bool, int, float, str, torch.Tensor)
+        return {name: value if type(value) in plain_types else str(value) for name, value in values.items()}
 
 
 #: Keys, at any depth, whose `torch.dtype` is written by name ('torch_dtype' until v4.55).
@@ -214,10 +215,10 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def _to_plain_value(name: str, value: Any) -> Any:
-    """The value of a field, or of a key in a field, in the form that `to_dict` returns.
+    """The value of a field, or of a key in one, as `to_dict` returns it.
 
-    Enumerations, dtypes and configurations are plain. Other objects are kept, so that arguments can be made from the
-    dict again, as in transformers.
+    Enumerations, dtypes and configurations are converted. Other objects are kept, so that the dict can be converted
+    back to arguments, as in transformers.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -240,7 +241,7 @@ _JSON_TYPES = (bool, int, float, str, list, dict, type(None))
 
 
 def _to_json_value(value: Any) -> Any:
-    """A value that JSON supports: an enumeration's value, a dtype's name, `to_dict()`, or else the text."""
+    """A value that JSON supports: an enumeration's value, a dtype's name, `to_dict()`, or the text."""
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, torch.dtype):

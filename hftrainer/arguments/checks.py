@@ -1,4 +1,4 @@
-"""Checks for combinations of arguments that the device or FSDP does not support, before anything runs."""
+"""Checks, before a run, for argument combinations that the device or FSDP does not support."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import distributed
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import suggest
 from hftrainer.parallel import devices
@@ -21,12 +21,12 @@ from hftrainer.plugins import load
 
 #: Devices that are not supported → why.
 _UNSUPPORTED_DEVICES = {
-    "hpu": "Gaudi needs replaced torch operators and mark_step calls in the loop; use optimum-habana",
+    "hpu": "Gaudi needs its own torch operators, and mark_step calls in the loop; use optimum-habana",
     "sdaa": "the Trainer of transformers does not use it either",
-    "neuron": "it compiles whole graphs, which the loop does not support; use optimum-neuron",
+    "neuron": "it compiles complete graphs, which the loop does not support; use optimum-neuron",
 }
 _NO_TORCH_XLA = f"torch_xla is missing: {devices.INSTALL_TORCH_XLA}"
-#: Documented backends → the devices that they connect, and where they come from.
+#: Documented backends → the devices that they connect, and their source.
 BACKENDS = {
     "nccl": (("cuda",), "it comes with torch for CUDA or ROCm"),
     "gloo": (("cpu", "cuda"), "it comes with torch"),
@@ -46,28 +46,28 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     args, kind, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
     if legacy.value(args, "use_mps_device") and kind != "mps":
-        yield f"use_mps_device=True, but {_explain_missing_mps(args)}: leave it out to train on {kind}."
-    found = [name for name in _UNSUPPORTED_DEVICES if hasattr(torch, name) and getattr(torch, name).is_available()]
-    if kind == "cpu" and found and not _asks_for_cpu(args):
+        yield f"use_mps_device=True, but {_explain_missing_mps(args)}: remove it to train on {kind}."
+    names = [name for name in _UNSUPPORTED_DEVICES if hasattr(torch, name) and getattr(torch, name).is_available()]
+    if kind == "cpu" and names and not _asks_for_cpu(args):
         yield (
-            f"torch.{found[0]} is available, but hftrainer cannot train on it: {_UNSUPPORTED_DEVICES[found[0]]}. Set "
-            "use_cpu=True to train on the CPU."
+            f"torch.{names[0]} is available, but hftrainer cannot train on it: {_UNSUPPORTED_DEVICES[names[0]]}. "
+            "Set use_cpu=True to train on the CPU."
         )
     elif kind == "cpu" and not _asks_for_cpu(args) and (reason := devices.unused_tpu_message()):
         yield reason
     if kind == "mps":
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
     elif kind in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
-        yield f"Sharding needs CUDA or the CPU, and this device is {kind}: remove fsdp and parallelism_config."
+        yield f"Sharding needs CUDA or the CPU, but this device is {kind}: remove fsdp and parallelism_config."
     if resolved.precision in TRUE_TYPES and (is_model_sharded or kind == "xla"):
         yield (
-            f"lightning_config['precision']={resolved.precision!r} is for a whole model on a CPU or GPU: load the "
-            "model in that type instead, as with dtype=torch.bfloat16."
+            f"lightning_config['precision']={resolved.precision!r} needs an unsharded model on a CPU or GPU: load "
+            "the model in that type instead, for example with dtype=torch.bfloat16."
         )
-    several = processes > 1 and kind not in ("mps", "xla")
-    if several and args.ddp_timeout <= 0:
-        yield f"ddp_timeout={args.ddp_timeout!r}: every operation would time out at once; give seconds above 0."
-    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, several)):
+    has_process_group = processes > 1 and kind not in ("mps", "xla")
+    if has_process_group and args.ddp_timeout <= 0:
+        yield f"ddp_timeout={args.ddp_timeout!r} would end every operation immediately: use more than 0 seconds."
+    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, has_process_group)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}"
 
 
@@ -80,39 +80,42 @@ def _explain_missing_mps(args: BaseArguments) -> str:
         return "use_cpu=True contradicts it"
     if not torch.backends.mps.is_built():
         return "this torch was built without MPS, Apple's GPU"
-    return "there is no Apple GPU, or macOS is too old for it"
+    return "this machine has no Apple GPU, or its macOS is too old"
 
 
 def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterator[str]:
     if processes > 1 or is_model_sharded:
-        what = f"{processes} processes are" if processes > 1 else "A sharded or split model is"
+        subject = f"{processes} processes are" if processes > 1 else "A sharded or split model is"
         yield (
-            f"{what} not possible on Apple's GPU: it is one device, and neither gloo nor nccl works on mps. Start one "
-            "process, without fsdp and devices; gradient_accumulation_steps makes larger batches. Or set use_cpu=True."
+            f"{subject} not supported on Apple's GPU, a single device on which neither gloo nor nccl works. Start one "
+            "process, without fsdp and devices, and raise gradient_accumulation_steps; or set use_cpu=True."
         )
-    if precision == "16-mixed" and torch.__version__ < "2.8":  # https://github.com/pytorch/pytorch/pull/150255
-        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler supports mps; this is {torch.__version__}."
+    # See https://github.com/pytorch/pytorch/pull/150255.
+    if precision == "16-mixed" and torch.__version__ < "2.8":
+        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler supports mps: upgrade {torch.__version__}."
     if precision == "64-true":
         yield "lightning_config['precision']='64-true': Apple's GPU has no float64. Set use_cpu=True."
     if precision == "bf16-mixed" and not torch.backends.mps.is_macos_or_newer(14, 0):
         yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
 
 
-def _check_backend(given: str, kind: str, several: bool) -> str | None:
-    """Why a backend, or one of a list such as 'cpu:gloo,cuda:nccl', cannot be used; None if it can."""
-    registered = distributed.Backend.backend_capability
-    known = {*registered, *BACKENDS}
-    serves: set[str] = set()
-    instead = f"use {native_backend(kind)!r}, or leave it out."
-    for part in given.split(","):
+def _check_backend(backends: str, kind: str, has_process_group: bool) -> str | None:
+    """Why a backend, or a list such as 'cpu:gloo,cuda:nccl', cannot be used, or None."""
+    registry = distributed.Backend.backend_capability
+    known_names = {*registry, *BACKENDS}
+    device_types: set[str] = set()
+    remedy = f"use {native_backend(kind)!r}, or remove the argument."
+    for part in backends.split(","):
         *device, name = part.split(":")
-        if name not in known:
-            return f": no backend is called {name!r}{suggest(name, known, f': {instead}')}"
-        if several and not distributed.is_backend_available(name):
+        if name not in known_names:
+            return f": no backend is called {name!r}{suggest(name, known_names, f': {remedy}')}"
+        if has_process_group and not distributed.is_backend_available(name):
             source = f" ({BACKENDS[name][1]})" if name in BACKENDS else ""
-            return f": this torch has no {name!r}{source}: {instead}"
-        serves.update(device or registered.get(name) or BACKENDS[name][0])
-    return f" does not connect processes on {kind}: {instead}" if several and kind not in serves else None
+            return f": this torch has no {name!r}{source}: {remedy}"
+        device_types.update(device or registry.get(name) or BACKENDS[name][0])
+    return (
+        f" does not connect processes on {kind}: {remedy}" if has_process_group and kind not in device_types else None
+    )
 
 
 def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
@@ -127,33 +130,33 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
     if cores is not None and cores != rank_info.local_world_size:
         yield (
             f"tpu_num_cores={cores}, but this run uses {rank_info.local_world_size} of this machine's cores: start "
-            "the script with python -m hftrainer run --tpu, which starts a process for each."
+            "the script with python -m hftrainer run --tpu, which starts a process for each core."
         )
     launched = rank_info.launcher == "xla" if kind == "xla" else devices.TPU_ADDRESSES in os.environ
     if rank_info.world_size > 1 and not launched:
         yield (
-            f"{rank_info.launcher!r} has started {rank_info.world_size} processes, which have no TPU core of their "
-            "own: start the script with python -m hftrainer run --tpu."
+            f"{rank_info.launcher!r} has started {rank_info.world_size} processes, but assigned no TPU core to any: "
+            "start the script with python -m hftrainer run --tpu."
         )
     if rank_info.launcher == "xla" and load("xla", "devices").cores_in_this_process() > 1:
         yield (
-            "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard over all "
-            "with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
+            "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard the "
+            "model over all cores with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
         )
     if args.fp16 or args.fp16_full_eval:
         yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
     if getattr(args, "checkpoint_format", None) == "dcp":
-        yield "checkpoint_format='dcp' is not supported on TPUs, whose checkpoints have their own parts: leave it out."
+        yield "checkpoint_format='dcp' is not supported on TPUs, whose checkpoints have another layout: remove it."
     if args.torch_compile and kind == "xla":
-        yield "torch_compile=True: XLA already compiles the whole step; leave it out."
+        yield "torch_compile=True is not needed, since XLA already compiles the complete step: remove it."
     elif args.torch_compile and args.torch_compile_backend == "inductor":
         yield "torch_compile=True: inductor does not compile for TPUs: set torch_compile_backend='tpu'."
 
 
-#: Parts of the names of optimizers whose states torch cannot shard, or that need whole weights.
-_NEEDS_WHOLE_PARAMETERS = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
+#: Name parts of optimizers whose states torch cannot shard, or that need unsharded weights.
+_NEED_UNSHARDED_PARAMETERS = ("bnb", "paged", "lion", "ademamix", "rmsprop_", "galore", "apollo", "lomo", "grokadamw")
 #: Optimizers that work with FSDP2 but not with FSDP1, which flattens parameters.
-_NEEDS_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
+_NEED_PARAMETER_SHAPES = ("adafactor", "adamw_hf", "stable_adamw")
 
 
 def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Iterator[str]:
@@ -167,16 +170,16 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
     # `check_device` reports devices that cannot shard.
     if settings is None or resolved.device.type in ("mps", *UNSUPPORTED_BY_LIGHTNING):
         return
-    asked = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
+    setting = f"fsdp={args.fsdp!r}" if args.fsdp else "ACCELERATE_USE_FSDP=true"
     if args.deepspeed:
         yield "fsdp and deepspeed both shard the model: use only one of them."
     if settings.xla is not None:
-        yield from _check_fsdp_of_xla(resolved, settings, settings.xla)
+        yield from _check_xla_fsdp(resolved, settings, settings.xla)
     elif resolved.device.type == "xla":
-        yield f"{asked} on a TPU uses torch_xla: also set fsdp_config={{'xla': True}}."
+        yield f"{setting} on a TPU uses torch_xla: also set fsdp_config={{'xla': True}}."
     elif world_size == 1 and resolved.rank_info.launcher == "lightning":
         yield (
-            f"{asked} shards the model over processes, but there is only one process: start the script with "
+            f"{setting} shards the model over processes, but there is only one process: start the script with "
             "torchrun, accelerate "
             "launch or python -m hftrainer run --nproc N, or set lightning_config={'devices': N}."
         )
@@ -194,50 +197,53 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
     yield from _check_saving(args)
 
 
-def _check_fsdp_of_xla(resolved: ResolvedArguments, settings: FsdpSettings, xla: XlaSettings) -> Iterator[str]:
+def _check_xla_fsdp(resolved: ResolvedArguments, settings: FsdpSettings, xla: XlaSettings) -> Iterator[str]:
     world_size = resolved.rank_info.world_size
     if resolved.device.type != "xla":
         reason = "training is on another device" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"fsdp_config['xla'] needs a TPU, but {reason}."
     if xla.spmd and world_size > 1:
         yield (
-            f"fsdp_config['xla_fsdp_v2'] drives all cores from one process, but there are {world_size}: start the "
+            f"fsdp_config['xla_fsdp_v2'] controls all cores from one process, but the run has {world_size}: start the "
             "script with plain python."
         )
     if not xla.spmd and getattr(resolved.args, "predict_with_generate", False):
-        yield "predict_with_generate bypasses the wrapper that gathers weights: set fsdp_config['xla_fsdp_v2'] too."
-    asked = {
+        yield "predict_with_generate bypasses the wrapper that gathers weights: also set fsdp_config['xla_fsdp_v2']."
+    fsdp_only_settings = {
         "activation_checkpointing": settings.activation_checkpointing,
         "cpu_offload": settings.cpu_offload,
         "state_dict_type": settings.state_dict_type != "FULL_STATE_DICT",
         "reshard_after_forward": settings.strategy not in ("full_shard", "shard_grad_op"),
         "cpu_ram_efficient_loading": settings.cpu_ram_efficient_loading,
     }
-    for name in (name for name, given in asked.items() if given):
-        instead = "set 'xla_fsdp_grad_ckpt' instead" if name == "activation_checkpointing" else "leave it out"
-        yield f"fsdp_config[{name!r}] has no effect with 'xla', where torch_xla shards the model: {instead}."
+    for name in (name for name, is_set in fsdp_only_settings.items() if is_set):
+        remedy = "set 'xla_fsdp_grad_ckpt' instead" if name == "activation_checkpointing" else "remove it"
+        yield f"fsdp_config[{name!r}] has no effect with 'xla', where torch_xla shards the model: {remedy}."
 
 
 def _check_optimizers(args: BaseArguments, settings: FsdpSettings, has_custom_optimizer: bool) -> Iterator[str]:
-    name = spelled(args.optim)
+    name = as_text(args.optim)
+    # With SPMD, parameters keep their shapes.
     if settings.xla is not None and settings.xla.spmd:
-        return  # with SPMD, parameters keep their shapes
-    needs_whole = name == "adamw_8bit" or any(part in name for part in _NEEDS_WHOLE_PARAMETERS)
-    if needs_whole and not name.startswith("adamw_torch"):
-        yield f"optim={name!r} needs whole parameters, but fsdp shards them: use 'adamw_torch' or its 8bit form."
-    elif settings.version == 1 and name in _NEEDS_SHAPES:
+        return
+    needs_unsharded = name == "adamw_8bit" or any(part in name for part in _NEED_UNSHARDED_PARAMETERS)
+    if needs_unsharded and not name.startswith("adamw_torch"):
+        yield (
+            f"optim={name!r} needs unsharded parameters, but fsdp shards them: use 'adamw_torch' or 'adamw_torch_8bit'."
+        )
+    elif settings.version == 1 and name in _NEED_PARAMETER_SHAPES:
         yield f"optim={name!r} needs the shapes of the parameters, but FSDP1 flattens them: use FSDP2."
     if has_custom_optimizer:
         yield (
-            "optimizers holds the parameters of the whole model, which fsdp replaces: pass optimizer_cls_and_kwargs, "
-            "or override create_optimizer."
+            "optimizers holds the parameters of the unsharded model, which fsdp replaces: pass "
+            "optimizer_cls_and_kwargs, or override create_optimizer."
         )
 
 
 def _check_saving(args: BaseArguments) -> Iterator[str]:
-    logged = os.environ.get("WANDB_LOG_MODEL", "false").lower()
-    if "wandb" in (args.report_to or ()) and logged not in ("", "false"):
+    log_model = os.environ.get("WANDB_LOG_MODEL", "false").lower()
+    if "wandb" in (args.report_to or ()) and log_model not in ("", "false"):
         yield (
-            f"WANDB_LOG_MODEL={logged} saves the model in the main process alone, but fsdp gathers it from all: unset "
-            "it, and log the files of save_model()."
+            f"WANDB_LOG_MODEL={log_model} saves the model in the main process only, but fsdp gathers it from all "
+            "processes: unset it, and log the files of save_model()."
         )

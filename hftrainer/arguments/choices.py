@@ -16,7 +16,7 @@ class ExplicitEnum(str, enum.Enum):
     """A string enumeration whose error names the allowed values and the nearest one.
 
     Members equal their plain string, and therefore the members of transformers' enumerations. `str()` of a member
-    contains the name of the class, as in transformers; `spelled` returns the string alone.
+    contains the name of the class, as in transformers; `as_text` returns only the string.
     """
 
     @classmethod
@@ -27,52 +27,52 @@ class ExplicitEnum(str, enum.Enum):
         )
 
 
-def spelled(choice: Any) -> str:
-    """The plain string of a member of an enumeration, ours or transformers'; any other value as text."""
+def as_text(choice: Any) -> str:
+    """A member of an enumeration, ours or transformers', or any other value, as a plain string."""
     return str(getattr(choice, "value", choice))
 
 
-#: What `observe` measures.
-OBSERVED = ("speed", "time", "memory", "mfu", "warnings", "journal")
+#: The measurements that `observe` selects.
+OBSERVE_PARTS = ("speed", "time", "memory", "mfu", "warnings", "journal")
 
 
-def observed_parts(value: Any) -> bool | list[str]:
-    """The value of `observe` in its normal form: True for all parts, False for none, or their names."""
+def normalize_observe(value: Any) -> bool | list[str]:
+    """`observe` in its normal form: True for all parts, False for none, or their names."""
     text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value or False)
     words = text.replace(",", " ").split()
     return words[0].lower() == "true" if len(words) == 1 and words[0].lower() in ("true", "false") else words
 
 
-def observed(value: Any) -> frozenset[str]:
-    """What `observe` names.
+def read_observe(value: Any) -> frozenset[str]:
+    """The parts that `observe` names.
 
     Raises:
-        InvalidArgument: for an unknown word.
+        InvalidArgument: for an unknown part.
     """
-    parts = observed_parts(value)
+    parts = normalize_observe(value)
     if isinstance(parts, bool):
-        return frozenset(OBSERVED if parts else ())
-    if unknown := [word for word in parts if word not in OBSERVED]:
-        hint = suggest(unknown[0], OBSERVED, f": it takes {', '.join(OBSERVED)}, or True.")
+        return frozenset(OBSERVE_PARTS if parts else ())
+    if unknown := [word for word in parts if word not in OBSERVE_PARTS]:
+        hint = suggest(unknown[0], OBSERVE_PARTS, f": use True for all, or some of {', '.join(OBSERVE_PARTS)}.")
         raise InvalidArgument(f"observe has no part {unknown[0]!r}{hint}")
     return frozenset(parts)
 
 
 def token_counting_mode(value: str | bool) -> str:
-    """Which tokens are counted: 'no', 'all' or 'non_padding'; the arguments of older releases hold True or False."""
+    """Which tokens are counted: 'no', 'all' or 'non_padding'. In older releases, the value is True or False."""
     return value if isinstance(value, str) else "all" if value else "no"
 
 
-def read_address(given: int | str) -> tuple[str, int]:
-    """The host and the port of `metrics_port`, such as 9400 or '0.0.0.0:9400'; without a host 127.0.0.1.
+def read_address(value: int | str) -> tuple[str, int]:
+    """Host and port of `metrics_port`, such as 9400 or '0.0.0.0:9400'. The default host is 127.0.0.1.
 
     Raises:
-        InvalidArgument: if it is neither.
+        InvalidArgument: if the value is not a port, with or without a host.
     """
-    host, _, port = str(given).rpartition(":")
+    host, _, port = str(value).rpartition(":")
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
         raise InvalidArgument(
-            f"metrics_port={given!r}: give a port from 1 to 65535, such as 9400, or an address and a port, such as "
+            f"metrics_port={value!r}: use a port from 1 to 65535, such as 9400, or an address and a port, such as "
             "'0.0.0.0:9400'."
         )
     return host.strip("[]") or "127.0.0.1", int(port)
@@ -87,7 +87,7 @@ class IntervalStrategy(ExplicitEnum):
 
 
 class SaveStrategy(ExplicitEnum):
-    """When a checkpoint is written; 'best' (since v4.47) saves at each new best metric."""
+    """When a checkpoint is written. 'best' (since v4.47) saves at each new best metric."""
 
     NO = "no"
     STEPS = "steps"

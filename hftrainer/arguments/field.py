@@ -11,7 +11,7 @@ from typing import Any
 
 from hftrainer.errors import InvalidArgument
 
-#: The release of arguments that no release of transformers has.
+#: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
 
 
@@ -25,18 +25,18 @@ class Argument:
         since: the first release of transformers that had it, among those listed in `fields`.
         kind: 'mapped' (to a Lightning setting), 'handled' (by hftrainer), 'inert' (accepted without effect), 'refused'
             (only its neutral value is accepted).
-        detail: the setting, the reason, or what to use instead; empty if `help` says it all.
+        detail: the setting, the reason, or what to use instead; empty if `help` is complete.
         until: the last release that had it; None for an argument of the newest one.
-        renamed: how it is translated to the current argument.
+        rename: how it is translated to the current argument.
         choices: its allowed values: a list, or an enumeration to which they are converted.
         minimum: the smallest allowed number.
-        below: allowed numbers are smaller than this.
+        upper_bound: allowed numbers are smaller than this.
         json: whether it accepts a JSON object as text.
         read_once: whether it is read when the Trainer is made, so that later changes have no effect.
-        neutral: the value that the default None stands for.
-        accepted: the values that are not refused; all if empty.
-        gone: a value whose feature no longer exists, and what happens instead.
-        earlier: the last release with an older default → that default, oldest first.
+        neutral_value: the value that the default None stands for.
+        accepted_values: the values that are not refused; all if empty.
+        removed_feature: a value whose feature no longer exists, and what happens instead.
+        past_defaults: the last release with an older default → that default, oldest first.
     """
 
     default: Any
@@ -45,38 +45,39 @@ class Argument:
     kind: str
     detail: str
     until: str | None = None
-    renamed: Rename | None = None
+    rename: Rename | None = None
     choices: Iterable[str] | type[enum.Enum] | None = None
     minimum: float | None = None
-    below: float | None = None
+    upper_bound: float | None = None
     json: bool = False
     read_once: bool = False
-    neutral: Any = None
-    accepted: tuple[str, ...] = ()
-    gone: tuple[Any, str] | None = None
-    earlier: Mapping[str, Any] | None = None
+    neutral_value: Any = None
+    accepted_values: tuple[str, ...] = ()
+    removed_feature: tuple[Any, str] | None = None
+    past_defaults: Mapping[str, Any] | None = None
 
     def is_neutral(self, value: Any, default: Any) -> bool:
-        """Whether a value changes nothing: it is the default, empty, or the value that None stands for.
+        """Whether a value changes nothing: the default, empty, or what None stands for.
 
         Args:
             value: the value.
             default: the default of the class; a subclass may have a different one.
         """
-        if self.neutral is not None or value == default:
-            return value in (None, self.neutral, default)
-        if type(value).__name__ == "AcceleratorConfig":  # ours or transformers', which fills in the defaults
+        if self.neutral_value is not None or value == default:
+            return value in (None, self.neutral_value, default)
+        # transformers' class, like ours, fills in the defaults.
+        if type(value).__name__ == "AcceleratorConfig":
             return bool(value == type(value)())
         return value in (None, "no", "none") or (not value and not isinstance(value, (bool, int, float)))
 
     def refuses(self, value: Any) -> bool:
         """Whether a value that is not neutral is refused."""
-        return self.kind == "refused" or bool(self.accepted and value not in (None, *self.accepted))
+        return self.kind == "refused" or bool(self.accepted_values and value not in (None, *self.accepted_values))
 
     @property
-    def earlier_defaults(self) -> str:
-        """The earlier defaults as text; empty if there are none."""
-        return ", ".join(f"{default!r} until v{release}" for release, default in (self.earlier or {}).items())
+    def past_defaults_text(self) -> str:
+        """The past defaults as text, or an empty string."""
+        return ", ".join(f"{default!r} until v{release}" for release, default in (self.past_defaults or {}).items())
 
 
 #: Field → its `Argument`. It is not in the field's metadata, since transformers' parser passes that to argparse.
@@ -84,7 +85,7 @@ _arguments: dict[dataclasses.Field[Any], Argument] = {}
 
 
 class _StoreListOrConst(argparse.Action):
-    """Stores the values of a flag as a list, or `const` if none follows.
+    """Stores the values of a flag as a list, or `const` if no value follows.
 
     Argparse supports `const` for one value only.
     """
@@ -96,7 +97,14 @@ class _StoreListOrConst(argparse.Action):
 
 
 def arg(
-    default: Any, help: str, since: str, kind: str = "handled", *, bare: Any = None, several: bool = False, **more: Any
+    default: Any,
+    help: str,
+    since: str,
+    kind: str = "handled",
+    *,
+    const: Any = None,
+    accepts_several: bool = False,
+    **attributes: Any,
 ) -> Any:
     """A dataclass field with its help text where `HfArgumentParser` reads it.
 
@@ -105,36 +113,36 @@ def arg(
         help: as in `Argument`; the releases are appended to it.
         since: as in `Argument`.
         kind: as in `Argument`; a colon and the detail may follow it.
-        bare: the value of the flag on the command line when no value follows it.
-        several: whether several values may follow it.
-        more: further attributes of `Argument`.
+        const: the value of the flag on the command line when no value follows it.
+        accepts_several: whether several values may follow it.
+        attributes: further attributes of `Argument`.
     """
     kind, _, detail = kind.partition(": ")
     # Mapped arguments are part of the plan, which is made once.
-    argument = Argument(default, help, since, kind, detail, **{"read_once": kind == "mapped", **more})
+    argument = Argument(default, help, since, kind, detail, **{"read_once": kind == "mapped", **attributes})
     if argument.until is not None:
         help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
     elif since != OURS:
-        default_before = f"; default {argument.earlier_defaults}" if argument.earlier else ""
-        help = f"{help} Since v{since}{default_before}."
+        past_defaults = f"; default {argument.past_defaults_text}" if argument.past_defaults else ""
+        help = f"{help} Since v{since}{past_defaults}."
     metadata: dict[str, Any] = {"help": help}
     if argument.choices is not None and not isinstance(argument.choices, type):
         metadata["choices"] = list(argument.choices)
-    if bare is not None:
-        metadata |= {"nargs": "*", "action": _StoreListOrConst} if several else {"nargs": "?"}
-        metadata["const"] = bare
-    made: Any = {"default_factory": list} if default is list else {"default": default}
-    field: Any = dataclasses.field(**made, metadata=metadata)
+    if const is not None:
+        metadata |= {"nargs": "*", "action": _StoreListOrConst} if accepts_several else {"nargs": "?"}
+        metadata["const"] = const
+    default_settings: Any = {"default_factory": list} if default is list else {"default": default}
+    field: Any = dataclasses.field(**default_settings, metadata=metadata)
     _arguments[field] = argument
     return field
 
 
-def old_name(default: Any, renamed: Rename, since: str, until: str, help: str = "", **more: Any) -> Any:
+def old_name(default: Any, rename: Rename, since: str, until: str, help: str = "", **attributes: Any) -> Any:
     """A dataclass field for an argument that a release has renamed."""
-    is_same = renamed.spelled == renamed.new
-    text = f"Old name of `{renamed.new}`." if is_same else f"Now `{renamed.spelled}`."
-    detail = f"old name of {renamed.new}" if is_same else renamed.spelled
-    return arg(default, help or text, since, f"handled: {detail}", until=until, renamed=renamed, **more)
+    is_same = rename.spelling == rename.new
+    text = f"Old name of `{rename.new}`." if is_same else f"Now `{rename.spelling}`."
+    detail = f"old name of {rename.new}" if is_same else rename.spelling
+    return arg(default, help or text, since, f"handled: {detail}", until=until, rename=rename, **attributes)
 
 
 def arguments_of(kind: Any) -> dict[str, Argument]:
@@ -157,60 +165,65 @@ class Rename:
 
     Attributes:
         new: the current argument.
-        spelled: the current spelling, as a warning shows it.
+        spelling: the current spelling, as a warning shows it.
         write: `(new value, old value) → new value`.
         read: `new value → old value`, for reading the old name.
-        merges: whether the old value is added to the new one, instead of replacing it.
-        takes_false: whether False counts as a given value; otherwise it means "not given".
+        is_merged: whether the old value is added to the new one, instead of replacing it.
+        accepts_false: whether False counts as a value; otherwise it means "not set".
     """
 
     new: str
-    spelled: str
+    spelling: str
     write: Callable[[Any, Any], Any]
     read: Callable[[Any], Any]
-    merges: bool = False
-    takes_false: bool = False
+    is_merged: bool = False
+    accepts_false: bool = False
 
 
-def same(new: str) -> Rename:
-    """A rename that changes the name alone, not the value."""
-    return Rename(new, new, lambda now, old: old, lambda now: now)
+def to_name(new: str) -> Rename:
+    """A rename that changes only the name, not the value."""
+    return Rename(new, new, lambda current_value, old_value: old_value, lambda current_value: current_value)
 
 
 def to_value(new: str, value: str, otherwise: str | None = None) -> Rename:
     """Renames a boolean to a value of the new argument. Without `otherwise`, False has no effect."""
 
-    def write(now: Any, old: Any) -> Any:
-        if old:
+    def write(current_value: Any, old_value: Any) -> Any:
+        if old_value:
             return value
-        return otherwise if otherwise is not None and now == value else now
+        return otherwise if otherwise is not None and current_value == value else current_value
 
-    return Rename(new, f"{new}={value!r}", write, lambda now: now == value)
+    return Rename(new, f"{new}={value!r}", write, lambda current_value: current_value == value)
 
 
 def to_item(new: str, value: str) -> Rename:
     """Renames a boolean to an item of the new argument's list."""
 
-    def write(now: Any, old: Any) -> Any:
-        others = [word for word in split_words(now) if word != value]
-        return [*others, value] if old else others
+    def write(current_value: Any, old_value: Any) -> Any:
+        others = [word for word in split_words(current_value) if word != value]
+        return [*others, value] if old_value else others
 
-    return Rename(new, f"{new}=[{value!r}]", write, lambda now: value in (now or ()), merges=True)
+    return Rename(
+        new, f"{new}=[{value!r}]", write, lambda current_value: value in (current_value or ()), is_merged=True
+    )
 
 
-def to_key(new: str, key: str, *, takes_false: bool = False) -> Rename:
+def to_key(new: str, key: str, *, accepts_false: bool = False) -> Rename:
     """Renames an argument to a key of the new one."""
 
-    def write(now: Any, old: Any) -> Any:
-        if isinstance(now, str):
-            raise InvalidArgument(f"{new} is the path of a file: set {key!r} there.")
-        keys = {**(now.to_dict() if hasattr(now, "to_dict") else now or {}), key: old}
+    def write(current_value: Any, old_value: Any) -> Any:
+        if isinstance(current_value, str):
+            raise InvalidArgument(f"{new} is the path of a file: set {key!r} in the file.")
+        keys = {
+            **(current_value.to_dict() if hasattr(current_value, "to_dict") else current_value or {}),
+            key: old_value,
+        }
         return {name: value for name, value in keys.items() if value is not None}
 
-    def read(now: Any) -> Any:
-        return now.get(key) if isinstance(now, dict) else getattr(now, key, None)
+    def read(current_value: Any) -> Any:
+        return current_value.get(key) if isinstance(current_value, dict) else getattr(current_value, key, None)
 
-    return Rename(new, f"{new}[{key!r}]", write, read, merges=True, takes_false=takes_false)
+    return Rename(new, f"{new}[{key!r}]", write, read, is_merged=True, accepts_false=accepts_false)
 
 
 def split_words(value: Any) -> list[Any]:

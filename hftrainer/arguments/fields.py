@@ -1,7 +1,7 @@
-"""The arguments of the newest release, and those that scripts pass by position, each with its metadata.
+"""Arguments of the newest release, and those that scripts pass by position, with metadata.
 
-The releases are those of v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be a little older
-than stated here. Old arguments have their exact releases.
+The stated releases are among v4.1, v4.15, v4.30, v4.40, v4.48, v4.57, v5.0 and v5.23, so an argument may be slightly
+older. Old arguments have their exact releases.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from hftrainer.arguments.field import OURS, arg, old_name, same
+from hftrainer.arguments.field import OURS, arg, old_name, to_name
 
 
 @dataclass
@@ -33,7 +33,7 @@ class CurrentArguments:
         "4.1",
         "mapped: default_root_dir",
         read_once=False,
-        neutral="trainer_output",
+        neutral_value="trainer_output",
     )
     overwrite_output_dir: bool = arg(
         False, "For your script; the Trainer does not read it.", "4.0", "inert: a switch for your script", until="4.57"
@@ -55,29 +55,29 @@ class CurrentArguments:
         8, "Samples per device in a training micro-batch.", "4.1", minimum=1, read_once=True
     )
     per_device_eval_batch_size: int = arg(8, "Samples per device in an evaluation batch.", "4.1", minimum=1)
-    per_gpu_train_batch_size: int | None = old_name(None, same("per_device_train_batch_size"), "4.0", "4.57")
-    per_gpu_eval_batch_size: int | None = old_name(None, same("per_device_eval_batch_size"), "4.0", "4.57")
+    per_gpu_train_batch_size: int | None = old_name(None, to_name("per_device_train_batch_size"), "4.0", "4.57")
+    per_gpu_eval_batch_size: int | None = old_name(None, to_name("per_device_eval_batch_size"), "4.0", "4.57")
     gradient_accumulation_steps: int = arg(
         1, "Micro-batches per optimizer step.", "4.1", "mapped: accumulate_grad_batches", minimum=1, read_once=False
     )
     eval_accumulation_steps: int | None = arg(
-        None, "Evaluation batches whose outputs stay on the device; None moves each at once.", "4.1"
+        None, "Evaluation batches whose outputs stay on the device; None moves each immediately.", "4.1"
     )
     _: KW_ONLY
 
     # ---- Length of training, and the learning-rate schedule ---------------------------------------------------------
 
-    num_train_epochs: float = arg(3.0, "Passes over the training data; the last may be a fraction.", "4.1")
-    max_steps: int = arg(-1, "Optimizer steps; above 0 it overrides `num_train_epochs`.", "4.1")
+    num_train_epochs: float = arg(3.0, "Epochs of training; the last may be a fraction.", "4.1")
+    max_steps: int = arg(-1, "Optimizer steps; a value above 0 overrides `num_train_epochs`.", "4.1")
     lr_scheduler_type: SchedulerType | str = arg(
         "linear", "Shape of the learning rate over the optimizer steps.", "4.15", choices=SchedulerType
     )
     lr_scheduler_kwargs: dict[str, Any] | str | None = arg(
-        None, "Further keywords of the scheduler, as a dict or as a JSON object.", "4.40", json=True
+        None, "Further keyword arguments of the scheduler, as a dict or a JSON object.", "4.40", json=True
     )
     warmup_steps: float = arg(
         0,
-        "Optimizer steps of linear warm-up from 0; below 1 a fraction of all steps.",
+        "Optimizer steps of linear warm-up from 0; a value below 1 is a fraction of all steps.",
         "4.1",
         minimum=0,
     )
@@ -91,28 +91,32 @@ class CurrentArguments:
         "Name of the optimizer (v4.0: always AdamW).",
         "4.30",
         choices=OptimizerNames,
-        earlier={"4.30": "adamw_hf", "4.53": "adamw_torch"},
+        past_defaults={"4.30": "adamw_hf", "4.53": "adamw_torch"},
     )
     optim_args: str | None = arg(None, "Further settings of the optimizer, as 'name=value,name=value'.", "4.30")
     optim_target_modules: None | str | list[str] = arg(
-        None, "Modules treated by GaLore or APOLLO, by name or regex.", "4.40"
+        None, "Modules whose gradients GaLore or APOLLO projects, by name or regular expression.", "4.40"
     )
-    weight_decay: float = arg(0.0, "Decoupled weight decay, not of biases and normalization layers.", "4.1", minimum=0)
-    adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", minimum=0, below=1)
-    adam_beta2: float = arg(0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", minimum=0, below=1)
+    weight_decay: float = arg(
+        0.0, "Decoupled weight decay, except for biases and normalization layers.", "4.1", minimum=0
+    )
+    adam_beta1: float = arg(0.9, "Decay of Adam's first moment, per optimizer step.", "4.1", minimum=0, upper_bound=1)
+    adam_beta2: float = arg(
+        0.999, "Decay of Adam's second moment, per optimizer step.", "4.1", minimum=0, upper_bound=1
+    )
     adam_epsilon: float = arg(1e-8, "Adam's epsilon.", "4.1", minimum=0)
     max_grad_norm: float = arg(
-        1.0, "Clip the gradient's 2-norm over all parameters to this; 0 or None disables it.", "4.1"
+        1.0, "Clip the 2-norm of all gradients to this value; 0 or None disables clipping.", "4.1"
     )
     average_tokens_across_devices: bool = arg(
-        True, "`num_items_in_batch` over all processes.", "4.48", earlier={"4.53": False}
+        True, "Count `num_items_in_batch` over all processes.", "4.48", past_defaults={"4.53": False}
     )
     label_smoothing_factor: float = arg(
         0.0,
         "Probability mass taken from the label, below 1.",
         "4.15",
         minimum=0,
-        below=1,
+        upper_bound=1,
         read_once=True,
     )
     neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise on the embeddings.", "4.40", read_once=True)
@@ -134,23 +138,23 @@ class CurrentArguments:
         read_once=True,
     )
     activation_checkpointing: bool | None = arg(
-        None, "Recompute activations to save memory (v5 name).", "5.23", bare=True, neutral=False
+        None, "Recompute activations to save memory (v5 name).", "5.23", const=True, neutral_value=False
     )
     activation_checkpointing_kwargs: dict[str, Any] | str | None = arg(
-        None, "Keywords for `activation_checkpointing`, as a dict or a JSON object.", "5.23", json=True
+        None, "Keyword arguments of `activation_checkpointing`, as a dict or a JSON object.", "5.23", json=True
     )
     gradient_checkpointing: bool | None = arg(
-        None, "Recompute activations to save memory (v4 name).", "4.15", bare=True, neutral=False
+        None, "Recompute activations to save memory (v4 name).", "4.15", const=True, neutral_value=False
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = arg(
-        None, "Keywords for `gradient_checkpointing`, as a dict or a JSON object.", "4.40", json=True
+        None, "Keyword arguments of `gradient_checkpointing`, as a dict or a JSON object.", "4.40", json=True
     )
     torch_compile: bool = arg(False, "Compile the model with `torch.compile`.", "4.30", read_once=True)
     torch_compile_backend: str | None = arg(
-        None, "Backend of `torch.compile`; giving it turns compilation on.", "4.30", read_once=True
+        None, "Backend of `torch.compile`; setting it turns compilation on.", "4.30", read_once=True
     )
     torch_compile_mode: str | None = arg(
-        None, "Mode of `torch.compile`; giving it turns compilation on.", "4.30", read_once=True
+        None, "Mode of `torch.compile`; setting it turns compilation on.", "4.30", read_once=True
     )
     use_liger_kernel: bool = arg(False, "Replace layers with Liger kernels.", "4.48")
     liger_kernel_config: dict[str, Any] | str | None = arg(
@@ -159,7 +163,7 @@ class CurrentArguments:
     use_cache: bool = arg(False, "The model's `config.use_cache` during training.", "5.0", read_once=True)
     torch_empty_cache_steps: int | None = arg(
         None,
-        "Empty the device's cache after every this many optimizer steps; None never does.",
+        "Optimizer steps after which the device's cache is emptied again; None never empties it.",
         "4.48",
     )
 
@@ -172,27 +176,25 @@ class CurrentArguments:
         minimum=0,
     )
     data_seed: int | None = arg(
-        None, "Seed of the data order; None: torch's seed when training starts.", "4.30", read_once=True
+        None, "Seed of the data order; None uses torch's seed when training starts.", "4.30", read_once=True
     )
     full_determinism: bool = arg(
-        False, "Deterministic torch kernels only; slower, for debugging.", "4.30", "mapped: deterministic"
+        False, "Use only torch's deterministic kernels, which are slower.", "4.30", "mapped: deterministic"
     )
     dataloader_drop_last: bool = arg(False, "Drop the last batch if it is not full.", "4.1")
     dataloader_num_workers: int = arg(
         0, "Loader workers per training process; 0 loads in the training process.", "4.1", minimum=0
     )
-    dataloader_pin_memory: bool = arg(
-        True, "Load batches into page-locked memory when there is an accelerator.", "4.15"
-    )
+    dataloader_pin_memory: bool = arg(True, "Load batches into pinned memory if the run uses an accelerator.", "4.15")
     dataloader_persistent_workers: bool = arg(False, "Keep the loader workers alive between epochs.", "4.40")
     dataloader_prefetch_factor: int | None = arg(None, "Batches prefetched per worker.", "4.40")
     dataloader_multiprocessing_context: str | None = arg(
         None, "Start method of the loader workers.", "5.23", choices=["fork", "spawn", "forkserver"]
     )
     dataloader_in_order: bool = arg(True, "Yield batches in the sampler's order, not as workers finish them.", "5.23")
-    remove_unused_columns: bool = arg(True, "Drop the columns that the model's `forward` does not take.", "4.1")
+    remove_unused_columns: bool = arg(True, "Drop the columns that the model's `forward` does not accept.", "4.1")
     label_names: list[str] | None = arg(
-        None, "Inputs that are labels; None finds them in `forward`.", "4.1", read_once=True
+        None, "Inputs that are labels; None finds them in the signature of `forward`.", "4.1", read_once=True
     )
     train_sampling_strategy: str = arg(
         "random",
@@ -207,7 +209,9 @@ class CurrentArguments:
     logging_strategy: IntervalStrategy | str = arg(
         "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", choices=IntervalStrategy
     )
-    logging_steps: float = arg(500, "Optimizer steps between two log lines; below 1 a fraction of all steps.", "4.1")
+    logging_steps: float = arg(
+        500, "Optimizer steps between two log lines; a value below 1 is a fraction of all steps.", "4.1"
+    )
     logging_first_step: bool = arg(False, "Also log the first optimizer step.", "4.1")
     logging_nan_inf_filter: bool = arg(
         True,
@@ -228,47 +232,47 @@ class CurrentArguments:
         "4.15",
         choices=LOG_LEVELS,
         read_once=True,
-        earlier={"4.15": "passive"},
+        past_defaults={"4.15": "passive"},
     )
     disable_tqdm: bool | None = arg(
         None,
-        "Print log lines, no progress bar; None: by the log level.",
+        "Print log lines instead of a progress bar; None decides by the log level.",
         "4.1",
         read_once=True,
-        neutral=False,
+        neutral_value=False,
     )
     include_num_input_tokens_seen: str | bool = arg("no", "Count input tokens: 'no', 'all' or 'non_padding'.", "4.40")
-    # transformers' parser knows no union with bool.
+    # transformers' parser does not support a union with bool.
     observe: None | str | Literal[True, False] | list[str] = arg(
         False,
-        "Measure the run: True, or some of 'speed' (tokens and samples a second, seconds of a step), 'time' (shares of "
-        "waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (of slow steps and slow data) and "
-        "'journal' (the file that `watch` reads). Log lines get the values of their interval.",
+        "Measure the run: True, or some of 'speed' (tokens and samples per second, seconds per step), 'time' (shares "
+        "of waiting for data, evaluations and saves), 'memory', 'mfu', 'warnings' (about slow steps and slow data) and "
+        "'journal' (the file that `watch` reads). Each log line has the values of its interval.",
         OURS,
-        bare=True,
-        several=True,
+        const=True,
+        accepts_several=True,
         read_once=True,
     )
     report_to: None | str | list[str] = arg(
-        "none", "Trackers to write to.", "4.15", read_once=True, earlier={"4.57": "all"}
+        "none", "Trackers to write to.", "4.15", read_once=True, past_defaults={"4.57": "all"}
     )
     run_name: str | None = arg(None, "Name of the run in the trackers.", "4.1")
     new_tracker_run: bool = arg(
         False,
-        "Begin new runs in the trackers when training resumes; otherwise those of the checkpoint go on.",
+        "Start new tracker runs when training resumes, instead of continuing those of the checkpoint.",
         OURS,
     )
     project: str = arg("huggingface", "Name of the project in Trackio.", "4.57")
     trackio_space_id: str | None = arg(
-        None, "Space that shows the Trackio dashboard.", "4.57", earlier={"5.5": "trackio"}
+        None, "Space that shows the Trackio dashboard.", "4.57", past_defaults={"5.5": "trackio"}
     )
     trackio_bucket_id: str | None = arg(None, "Bucket that stores the Trackio data.", "5.23")
     trackio_static_space_id: str | None | Literal[False] = arg(None, "Static Space for the Trackio dashboard.", "5.23")
 
     metrics_port: int | str | None = arg(
         None,
-        "Port of 127.0.0.1 where the first process of each node serves /metrics for Prometheus, and /health, which "
-        "names a rank that hangs; '0.0.0.0:9400' also gives the address.",
+        "Port of 127.0.0.1 on which the first process of each node serves /metrics for Prometheus, and /health, which "
+        "names a rank that hangs; '0.0.0.0:9400' also sets the address.",
         OURS,
     )
 
@@ -276,12 +280,10 @@ class CurrentArguments:
 
     eval_steps: float | None = arg(
         None,
-        "Optimizer steps between evaluations; below 1 a fraction of all; None: `logging_steps`.",
+        "Optimizer steps between evaluations; a value below 1 is a fraction of all steps; None uses `logging_steps`.",
         "4.1",
     )
-    eval_minutes: float | None = arg(
-        None, "Evaluate also when so many minutes have passed since the last evaluation.", OURS
-    )
+    eval_minutes: float | None = arg(None, "Also evaluate this many minutes after the last evaluation.", OURS)
     eval_delay: float = arg(
         0,
         "Epochs or optimizer steps (the unit of `eval_strategy`) before the first evaluation.",
@@ -295,12 +297,12 @@ class CurrentArguments:
     eval_memmap_dir: str | None = arg(
         None, "Folder of temporary memory-mapped files for predictions; only in hftrainer.", OURS
     )
-    include_for_metrics: list[str] = arg(list, "What `compute_metrics` gets too: 'inputs', 'loss'.", "4.48")
+    include_for_metrics: list[str] = arg(list, "Additional inputs of `compute_metrics`: 'inputs', 'loss'.", "4.48")
     batch_eval_metrics: bool = arg(False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48")
     metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.", "4.1")
     greater_is_better: bool | None = arg(
         None,
-        "Whether greater is better; None: unless its name ends in 'loss'.",
+        "Whether a greater metric is better; None means yes, unless its name ends in 'loss'.",
         "4.1",
     )
 
@@ -309,17 +311,21 @@ class CurrentArguments:
     save_strategy: SaveStrategy | str = arg(
         "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", choices=SaveStrategy
     )
-    save_steps: float = arg(500, "Optimizer steps between checkpoints; below 1 a fraction of all steps.", "4.1")
-    save_minutes: float | None = arg(None, "Save also when so many minutes have passed since the last save.", OURS)
-    save_total_limit: int | None = arg(
-        None, "Checkpoints to keep, the best and the newest always; None keeps all.", "4.1"
+    save_steps: float = arg(
+        500, "Optimizer steps between checkpoints; a value below 1 is a fraction of all steps.", "4.1"
     )
-    save_only_model: bool = arg(False, "Save no optimizer, scheduler and random states; not resumable.", "4.40")
-    save_on_each_node: bool = arg(False, "With several nodes, write on the disk of each node.", "4.15")
+    save_minutes: float | None = arg(None, "Also save this many minutes after the last save.", OURS)
+    save_total_limit: int | None = arg(
+        None, "Checkpoints to keep, always including the best and the newest; None keeps all.", "4.1"
+    )
+    save_only_model: bool = arg(
+        False, "Save no optimizer, scheduler or random states; such a run cannot resume.", "4.40"
+    )
+    save_on_each_node: bool = arg(False, "With several nodes, write to the disk of each node.", "4.15")
     storage_url: str | None = arg(
         None,
-        "URL for checkpoints and all else in output_dir, such as 's3://bucket/run': uploaded in the background, and "
-        "fetched to resume. A URL as output_dir means the same, with a folder of the cache for local files.",
+        "URL for all files of output_dir, such as 's3://bucket/run': uploaded in the background, and downloaded to "
+        "resume. A URL as output_dir has the same effect, with local files in a cache folder.",
         OURS,
         read_once=True,
     )
@@ -348,10 +354,10 @@ class CurrentArguments:
         None, "For your script to pass to `train()`; not read by the Trainer.", "4.15", "inert: for your script"
     )
     ignore_data_skip: bool = arg(
-        False, "On resume, begin the epoch's data again, without skipping used batches.", "4.1"
+        False, "On resume, restart the epoch's data, instead of skipping the batches already used.", "4.1"
     )
     restore_callback_states_from_checkpoint: bool = arg(
-        False, "On resume, restore the callbacks that export their state.", "4.48"
+        False, "On resume, restore callbacks that export their state.", "4.48"
     )
 
     # ---- The Hugging Face Hub ---------------------------------------------------------------------------------------
@@ -360,28 +366,30 @@ class CurrentArguments:
     hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15")
     hub_strategy: HubStrategy | str = arg(
         "every_save",
-        "'end', 'every_save', 'checkpoint' (also the last checkpoint at every save) or 'all_checkpoints' (also "
-        "every checkpoint).",
+        "When to upload: 'end', 'every_save', 'checkpoint' (also the last checkpoint at every save) or "
+        "'all_checkpoints' (also every checkpoint).",
         "4.15",
         choices=HubStrategy,
     )
     hub_token: str | None = arg(None, "Token for the upload; None uses the token of `hf auth login`.", "4.15")
-    hub_private_repo: bool | None = arg(None, "Whether a new repository is private.", "4.30", earlier={"4.40": False})
+    hub_private_repo: bool | None = arg(
+        None, "Whether a new repository is private.", "4.30", past_defaults={"4.40": False}
+    )
     hub_always_push: bool = arg(
         False,
-        "Wait for a running upload; otherwise a save during it is not uploaded.",
+        "Wait for a running upload; otherwise a save during an upload is not uploaded.",
         "4.40",
     )
     hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57")
 
     # ---- Devices and processes --------------------------------------------------------------------------------------
 
-    use_cpu: bool = arg(False, "Train on the CPU even where there is an accelerator.", "4.40", "mapped: accelerator")
+    use_cpu: bool = arg(False, "Train on the CPU even if an accelerator is available.", "4.40", "mapped: accelerator")
     local_rank: int = arg(
         -1,
         "Rank of this process on its node; launchers set it in the environment.",
         "4.1",
-        "inert: launchers give it; the rank is read from the environment",
+        "inert: launchers set it; the rank is read from the environment",
     )
     accelerator_config: dict[str, Any] | str | Any | None = arg(
         None,
@@ -416,7 +424,7 @@ class CurrentArguments:
         "FSDP options, separated by spaces.",
         "4.30",
         "mapped: strategy: FSDPStrategy or ModelParallelStrategy",
-        bare=True,
+        const=True,
     )
     fsdp_config: dict[str, Any] | str | None = arg(
         None,
@@ -427,9 +435,9 @@ class CurrentArguments:
     )
     lightning_config: dict[str, Any] | str | None = arg(
         None,
-        "Keywords of `lightning.Trainer`, as a dict, a JSON object, or the path of a JSON or YAML file.",
+        "Keyword arguments of `lightning.Trainer`, as a dict, a JSON object, or the path of a JSON or YAML file.",
         OURS,
-        "mapped: keywords of lightning.Trainer, which override the arguments, and of hftrainer",
+        "mapped: keyword arguments of lightning.Trainer, which override the arguments, and of hftrainer",
         json=True,
     )
     deepspeed: dict[str, Any] | str | None = arg(
@@ -447,7 +455,7 @@ class CurrentArguments:
         "",
         "Debugging aids, separated by spaces: 'underflow_overflow'.",
         "4.1",
-        bare=True,
-        several=True,
+        const=True,
+        accepts_several=True,
     )
     skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", read_once=True)

@@ -1,6 +1,6 @@
 """Arguments of other releases: old names are translated once, and stay readable.
 
-Under `install()`, arguments have the fields of the installed release, and the values that it gives them.
+Under `install()`, arguments have the fields of the installed release, and the values that it sets.
 """
 
 from __future__ import annotations
@@ -29,9 +29,13 @@ if TYPE_CHECKING:
     from hftrainer.arguments.base import BaseArguments
 
 #: Old name → how it is translated.
-RENAMED = {name: about.renamed for name, about in ARGUMENTS.items() if about.renamed is not None}
-#: Old arguments without a new name → their values when not given.
-KEPT = {name: about.neutral for name, about in ARGUMENTS.items() if about.until and about.neutral is not None}
+RENAMED = {name: argument.rename for name, argument in ARGUMENTS.items() if argument.rename is not None}
+#: Old arguments without a new name → their values when not set.
+KEPT = {
+    name: argument.neutral_value
+    for name, argument in ARGUMENTS.items()
+    if argument.until and argument.neutral_value is not None
+}
 #: Under install(): the old fields that the installed release still has, and our fields that it lacks.
 CURRENT_FIELDS: set[str] = set()
 HIDDEN_FIELDS: dict[str, Any] = {}
@@ -39,15 +43,22 @@ FIELDS = {name: field for name, field in OldArguments.__dataclass_fields__.items
 
 
 def value(args: Any, name: str) -> Any:
-    """The value of an old argument without a new name; its default if it is missing or a subclass's own field."""
-    found, default = getattr(args, name, None), KEPT.get(name, False)
-    return default if found is None or found == default or name in redeclared_old_names(type(args)) else found
+    """The value of an old argument without a new name.
+
+    If the argument is missing, or a subclass redeclares it, this is its default.
+    """
+    attribute, default = getattr(args, name, None), KEPT.get(name, False)
+    return (
+        default if attribute is None or attribute == default or name in redeclared_old_names(type(args)) else attribute
+    )
 
 
-def gone(args: Any) -> list[str]:
+def describe_removed_features(args: Any) -> list[str]:
     """A sentence for each argument whose value selects a removed feature."""
-    found = {name: about.gone for name, about in ARGUMENTS.items() if about.gone is not None}
-    return [f"{name}={old!r}: {instead}." for name, (old, instead) in found.items() if value(args, name) == old]
+    features = {
+        name: argument.removed_feature for name, argument in ARGUMENTS.items() if argument.removed_feature is not None
+    }
+    return [f"{name}={old!r}: {instead}." for name, (old, instead) in features.items() if value(args, name) == old]
 
 
 def redeclared_old_names(kind: type) -> frozenset[str]:
@@ -57,69 +68,77 @@ def redeclared_old_names(kind: type) -> frozenset[str]:
     """
     if not issubclass(kind, OldArguments):
         return frozenset()
-    theirs = kind.__dataclass_fields__
+    fields = kind.__dataclass_fields__
     return frozenset(
-        name for name in FIELDS.keys() - CURRENT_FIELDS if theirs.get(name, FIELDS[name]) is not FIELDS[name]
+        name for name in FIELDS.keys() - CURRENT_FIELDS if fields.get(name, FIELDS[name]) is not FIELDS[name]
     )
 
 
 def set_current(args: BaseArguments, name: str, value: Any) -> None:
-    """Set the current argument, after an old name was set to a value."""
+    """Set the current argument to a value that was set by its old name."""
     if name not in redeclared_old_names(type(args)) and not keeps_ratio(name):
         rename = RENAMED[name]
         setattr(args, rename.new, rename.write(getattr(args, rename.new), value))
 
 
 def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
-    """Copy values given by old names to the new names, with one FutureWarning for all of them.
+    """Copy values that are set by old names to the new names, with one FutureWarning.
 
-    An old name keeps the value that it was given; it does not follow the new one. `dataclasses.replace` passes both,
-    and the old one takes effect if they differ, as in the releases that had it.
+    An old name keeps its value, and does not follow the new one. `dataclasses.replace` passes both; if they differ, the
+    old one takes effect, as in the releases that had it.
 
     Args:
-        args: freshly initialized.
+        args: the arguments, just initialized.
         defaults: the fields' defaults.
 
     Raises:
-        InvalidArgument: if an old and a new name are given with different values.
+        InvalidArgument: if an old and a new name are set to different values.
     """
     vars(args)["_legacy_done"] = True
-    own = redeclared_old_names(type(args))
-    pending = _pop_hidden(args, own) | {name: vars(args)[name] for name in (RENAMED.keys() - own) & vars(args).keys()}
+    redeclared_names = redeclared_old_names(type(args))
+    old_values = _pop_hidden(args, redeclared_names) | {
+        name: vars(args)[name] for name in (RENAMED.keys() - redeclared_names) & vars(args).keys()
+    }
     # Only copies of existing arguments already have values for these.
     is_copy = all(getattr(args, name, None) is not None for name in KEPT)
-    given = []
+    translated_names = []
     for name, rename in RENAMED.items():
-        value = pending.get(name)
-        if not _is_given(name, value):
+        value = old_values.get(name)
+        if not _is_set(name, value):
             continue
-        now = getattr(args, rename.new)
-        if is_copy and (rename.read(now) == value or rename.write(now, value) == now):
+        current_value = getattr(args, rename.new)
+        if is_copy and (rename.read(current_value) == value or rename.write(current_value, value) == current_value):
             continue
-        _translate_one(args, name, value, now if is_copy else defaults[rename.new])
-        given.append(name)
+        _translate_one(args, name, value, current_value if is_copy else defaults[rename.new])
+        translated_names.append(name)
     for name, default in KEPT.items():
-        if getattr(args, name, default) is None and name not in own:
+        if getattr(args, name, default) is None and name not in redeclared_names:
             setattr(args, name, default)
-    now_named = [f"{name} is now {RENAMED[name].spelled}" for name in given if name not in CURRENT_FIELDS]
-    if vars(args)["debug"] is True:  # the only option until v4.5
+    descriptions = [
+        f"{name} is now {RENAMED[name].spelling}" for name in translated_names if name not in CURRENT_FIELDS
+    ]
+    # Until v4.5, True selected the only option.
+    if vars(args)["debug"] is True:
         args.debug = DebugOption.TPU_METRICS_DEBUG.value
-        now_named.append(f"debug=True is now debug={args.debug!r}")
-    sentences = [f"Old names of training arguments: {', '.join(now_named)}"] if now_named else []
+        descriptions.append(f"debug=True is now debug={args.debug!r}")
+    sentences = [f"Old names of training arguments: {', '.join(descriptions)}"] if descriptions else []
     if not is_copy:
-        sentences += gone(args)
+        sentences += describe_removed_features(args)
     if sentences:
         warnings.warn("\n".join(sentences), FutureWarning, stacklevel=5)
 
 
-def _pop_hidden(args: BaseArguments, own: Set[str]) -> dict[str, Any]:
-    """The values given by old names that the installed release lacks; values without a new name stay attributes."""
-    names = ((HIDDEN_FIELDS.keys() & FIELDS.keys()) - own) & vars(args).keys()
-    found = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_given", {})
-    fields = type(args).__dataclass_fields__  # a subclass defined before `install()` still has the old names
-    stay = {name for name, value in found.items() if value not in (None, HIDDEN_FIELDS[name].default)} - RENAMED.keys()
-    vars(args).update({name: value for name, value in found.items() if name in stay or name in fields})
-    return {name: value for name, value in found.items() if name in RENAMED}
+def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, Any]:
+    """The values of old names that the installed release lacks. Values without a new name stay attributes."""
+    names = ((HIDDEN_FIELDS.keys() & FIELDS.keys()) - redeclared_names) & vars(args).keys()
+    values = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_given", {})
+    # A subclass that was defined before `install()` still has the old names.
+    fields = type(args).__dataclass_fields__
+    attribute_names = {
+        name for name, value in values.items() if value not in (None, HIDDEN_FIELDS[name].default)
+    } - RENAMED.keys()
+    vars(args).update({name: value for name, value in values.items() if name in attribute_names or name in fields})
+    return {name: value for name, value in values.items() if name in RENAMED}
 
 
 def keeps_ratio(name: str) -> bool:
@@ -127,30 +146,31 @@ def keeps_ratio(name: str) -> bool:
     return name == "warmup_ratio" and "no_cuda" in CURRENT_FIELDS
 
 
-def _is_given(name: str, value: Any) -> bool:
+def _is_set(name: str, value: Any) -> bool:
+    # In v5.0 to v5.2, even 0.0 replaces `warmup_steps`.
     if name == "warmup_ratio" in CURRENT_FIELDS and not keeps_ratio(name):
-        return value is not None  # v5.0 to v5.2: even 0.0 replaces `warmup_steps`
-    return RENAMED[name].takes_false if value is False else value not in (None, False, "", [])
+        return value is not None
+    return RENAMED[name].accepts_false if value is False else value not in (None, False, "", [])
 
 
-def _translate_one(args: BaseArguments, name: str, value: Any, before: Any) -> None:
+def _translate_one(args: BaseArguments, name: str, value: Any, previous_value: Any) -> None:
     rename = RENAMED[name]
-    now = getattr(args, rename.new)
+    current_value = getattr(args, rename.new)
     if name == "warmup_ratio":
         if keeps_ratio(name) and 0 <= value <= 1:
             return
         if not 0 <= value < 1:
-            raise InvalidArgument(f"warmup_ratio={value!r}: give a fraction of all steps, at least 0 and below 1.")
+            raise InvalidArgument(f"warmup_ratio={value!r}: use a fraction of all steps, at least 0 and below 1.")
         # Documented since v4.2: warmup_steps overrides it. v5.0 to v5.2 do the reverse.
-        if name not in CURRENT_FIELDS and (now >= 1 or (now and now != before)):
+        if name not in CURRENT_FIELDS and (current_value >= 1 or (current_value and current_value != previous_value)):
             return
-    wanted = rename.write(now, value)
-    if not rename.merges and name != "warmup_ratio" and now not in (before, wanted):
+    new_value = rename.write(current_value, value)
+    if not rename.is_merged and name != "warmup_ratio" and current_value not in (previous_value, new_value):
         first, second = (
-            (name, rename.new) if name.endswith("_token") else (f"{name}={value!r}", f"{rename.new}={now!r}")
+            (name, rename.new) if name.endswith("_token") else (f"{name}={value!r}", f"{rename.new}={current_value!r}")
         )
-        raise InvalidArgument(f"{first} and {second}: the first is the old name of the second; give one of them.")
-    setattr(args, rename.new, wanted)
+        raise InvalidArgument(f"{first} and {second}: the first is the old name of the second: set only one.")
+    setattr(args, rename.new, new_value)
 
 
 # ---- The fields and values of the installed release ------------------------------------------------------------------
@@ -162,50 +182,56 @@ _undo = contextlib.ExitStack()
 
 
 def follow_fields(ours: Any, seq2seq_class: Any) -> None:
-    """Keep only the fields of the installed release, and our own, in our classes; no change without transformers.
+    """Limit the fields of our classes to those of the installed release and our own.
 
-    Hidden fields are still accepted as keywords, and on the command line.
+    Without transformers, nothing changes. Hidden fields are still accepted as keyword arguments, and on the command
+    line.
 
     Args:
         ours: our `TrainingArguments`.
         seq2seq_class: our `Seq2SeqTrainingArguments`.
     """
-    if not (wanted := _installed_fields()):
+    if not (installed_fields := _installed_fields()):
         return
-    known = ours.__dataclass_fields__
+    our_fields = ours.__dataclass_fields__
     _undo.callback(CURRENT_FIELDS.clear)
     _undo.callback(HIDDEN_FIELDS.clear)
-    CURRENT_FIELDS.update(FIELDS.keys() & wanted)
+    CURRENT_FIELDS.update(FIELDS.keys() & installed_fields)
     HIDDEN_FIELDS.update(
-        {name: field for name, field in known.items() if name not in wanted and ARGUMENTS[name].since != OURS}
+        {
+            name: field
+            for name, field in our_fields.items()
+            if name not in installed_fields and ARGUMENTS[name].since != OURS
+        }
     )
-    without_value = FIELDS.keys() & HIDDEN_FIELDS.keys()
+    removed_names = FIELDS.keys() & HIDDEN_FIELDS.keys()
     for kind in seq2seq_class.__mro__:
         if (fields := vars(kind).get("__dataclass_fields__")) is not None:
+            # `clear` is called before `update`, so that the original order is restored.
             _undo.callback(fields.update, dict(fields))
-            _undo.callback(fields.clear)  # called before `update`, so that the original order is restored
+            _undo.callback(fields.clear)
             for name in HIDDEN_FIELDS.keys() & fields.keys():
                 del fields[name]
-        for name in without_value & vars(kind).keys():
+        for name in removed_names & vars(kind).keys():
             _undo.callback(setattr, kind, name, vars(kind)[name])
             delattr(kind, name)
     for initialize in (ours.__init__, seq2seq_class.__init__):
         # Scripts inspect the signature.
         signature = inspect.signature(initialize)
-        shown = [each for name, each in signature.parameters.items() if name not in HIDDEN_FIELDS]
-        initialize.__signature__ = signature.replace(parameters=shown)
+        parameters = [parameter for name, parameter in signature.parameters.items() if name not in HIDDEN_FIELDS]
+        initialize.__signature__ = signature.replace(parameters=parameters)
         _undo.callback(delattr, initialize, "__signature__")
 
 
 def earlier_defaults() -> dict[str, Any]:
     """Argument → its default in the followed release, where it differs from ours."""
-    release, found = followed.from_config({}).release, {}
-    for name, about in ARGUMENTS.items():
-        for until, default in (about.earlier or {}).items():
+    release, defaults = followed.from_config({}).release, {}
+    for name, argument in ARGUMENTS.items():
+        for until, default in (argument.past_defaults or {}).items():
             if release <= Release.from_text(until):
-                found[name] = default
+                defaults[name] = default
                 break
-    return found
+    return defaults
 
 
 def restore_fields() -> None:
@@ -225,29 +251,33 @@ def _installed_fields() -> set[str]:
 
 
 def set_release_values(args: BaseArguments) -> None:
-    """Give new arguments the attributes and values that the installed release sets and ours do not need."""
+    """Set the attributes and values of new arguments that only the installed release sets."""
     if not HIDDEN_FIELDS:
         return
-    given = dict(vars(args))
+    initial_values = dict(vars(args))
     if is_before("5.10"):
         args.fsdp_config = dict(_FSDP_CONFIG) if args.fsdp_config is None else args.fsdp_config
         args.fsdp = args.fsdp or []  # type: ignore[assignment]
     if is_before("5.0"):
         args.local_rank = args.local_process_index
         vars(args)["framework"] = "pt"
-        now = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
-        args.logging_dir = value(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", now)
+        folder_name = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
+        args.logging_dir = value(args, "logging_dir") or os.path.join(str(args.output_dir), "runs", folder_name)
     if is_before("4.57"):
         args.lr_scheduler_kwargs = args.lr_scheduler_kwargs or {}
         if args.include_num_input_tokens_seen == "no":
             args.include_num_input_tokens_seen = False
     if is_before("4.54") and args.run_name is None:
         args.run_name = str(args.output_dir)
-    changed = {name: value for name, value in vars(args).items() if name in given and value is not given[name]}
-    vars(args)["_set_by_release"] = changed
+    release_values = {
+        name: value
+        for name, value in vars(args).items()
+        if name in initial_values and value is not initial_values[name]
+    }
+    vars(args)["_set_by_release"] = release_values
 
 
 def is_set_by_release(args: Any, name: str) -> bool:
-    """Whether an argument still has the value that `set_release_values` has given it."""
+    """Whether an argument still has the value from `set_release_values`."""
     values = vars(args).get("_set_by_release", {})
     return name in values and getattr(args, name) == values[name]

@@ -1,4 +1,4 @@
-"""Arguments that no release of transformers has, for the training data and its optimizer."""
+"""Arguments that no release of transformers has, for the training data and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hftrainer.arguments.fields import CurrentArguments
 
 @dataclass(kw_only=True)
 class OwnArguments(CurrentArguments):
-    """The arguments of training that are ours alone."""
+    """The arguments of training that only hftrainer has."""
 
     elastic: bool = arg(
         False,
         "Keep the samples of an optimizer step when a run resumes on another number of processes or with another "
-        "per_device_train_batch_size: gradient_accumulation_steps follows. The last step of an epoch is completed with "
-        "its first samples.",
+        "per_device_train_batch_size: gradient_accumulation_steps is adapted. The last step of an epoch is filled "
+        "with the epoch's first samples.",
         OURS,
     )
 
@@ -26,7 +26,7 @@ class OwnArguments(CurrentArguments):
     mixture_weights: dict[str, Any] | str | Any | None = arg(
         None,
         "With a dict of datasets as train_dataset, or mixture_column: the weight of each source in the samples, as a "
-        "dict, as a JSON object, or as a function of the optimizer step; None weighs by size.",
+        "dict, as a JSON object, or as a function of the optimizer step; None weighs sources by size.",
         OURS,
         json=True,
     )
@@ -41,15 +41,15 @@ class OwnArguments(CurrentArguments):
 
     param_groups: list[dict[str, Any]] | str | None = arg(
         None,
-        "Settings of the optimizer for parameters by name: a list of dicts, or the path of a JSON file with one. Each "
+        "Optimizer settings by parameter name: a list of dicts, or the path of a JSON file with one. Each dict "
         "has a `pattern`, and `lr`, `lr_scale`, `layer_decay`, `weight_decay` or other settings of a group.",
         OURS,
         json=True,
     )
     tokens_per_batch: int | None = arg(
         None,
-        "Most tokens, padding included, in a training micro-batch of one process; replaces "
-        "per_device_train_batch_size. Batches have samples of similar lengths.",
+        "Maximum number of tokens, including padding, in a training micro-batch of one process; replaces "
+        "per_device_train_batch_size. A batch has samples of similar lengths.",
         OURS,
     )
     flatten_batches: bool = arg(
@@ -68,13 +68,13 @@ class OwnArguments(CurrentArguments):
     divergence_threshold: float | None = arg(
         None,
         "With `on_divergence`: the loss of a step is a spike if it exceeds the mean of the last 100 by this many "
-        "standard deviations, such as 10; None for no spikes.",
+        "standard deviations, such as 10; None detects no spikes.",
         OURS,
     )
     max_rollbacks: int = arg(
         3,
-        "With `on_divergence='rollback'`: rollbacks after which the next divergence is an error; a resumed run goes on "
-        "counting.",
+        "With `on_divergence='rollback'`: rollbacks after which the next divergence is an error; a resumed run "
+        "continues the count.",
         OURS,
         minimum=0,
     )

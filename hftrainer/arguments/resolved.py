@@ -1,4 +1,4 @@
-"""Parsed training arguments: values that are parsed or looked up once per Trainer and once per trial."""
+"""Training arguments whose values are parsed once per Trainer and once per trial."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def asks_for_deepspeed(args: BaseArguments) -> bool:
 
 
 def set_up_deepspeed(args: BaseArguments) -> Any:
-    """Announce DeepSpeed's configuration for models that are made before the Trainer; None without DeepSpeed."""
+    """Set up DeepSpeed's configuration for models that are made before the Trainer, or return None."""
     return load("deepspeed", "settings").set_up_deepspeed(args) if asks_for_deepspeed(args) else None
 
 
@@ -42,7 +42,7 @@ class ResolvedArguments:
 
     Args:
         args: the training arguments.
-        model: the model, which may have been split while it was loaded; a Trainer sets it before it reads `layout`.
+        model: the model, which may have been split during loading; a Trainer sets it before it reads `layout`.
     """
 
     def __init__(self, args: BaseArguments, model: Any = None) -> None:
@@ -51,17 +51,17 @@ class ResolvedArguments:
 
     @classmethod
     def of(cls, args: BaseArguments) -> ResolvedArguments:
-        """The resolved arguments of the last Trainer made with `args`; otherwise new ones."""
+        """The resolved arguments of the last Trainer made with `args`, or new ones."""
         return vars(args).get("_resolved") or cls(args)
 
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
-        """The keywords in `lightning_config`."""
+        """The keyword arguments in `lightning_config`."""
         return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
     @functools.cached_property
     def readable_config(self) -> Mapping[str, Any]:
-        """The keywords in `lightning_config`; empty if it cannot be read, which the checks report."""
+        """The keyword arguments in `lightning_config`, or none if it cannot be read, which the checks report."""
         try:
             return self.lightning_config
         except (OSError, InvalidConfig):
@@ -100,7 +100,7 @@ class ResolvedArguments:
 
     @functools.cached_property
     def fsdp(self) -> FsdpSettings | None:
-        """FSDP's settings, from `fsdp` and `fsdp_config` or from the launcher; None without FSDP."""
+        """FSDP's settings, from `fsdp` and `fsdp_config` or from the launcher, or None without FSDP."""
         return read_fsdp(self.args.fsdp, self.args.fsdp_config)
 
     @property
@@ -110,7 +110,7 @@ class ResolvedArguments:
 
     @functools.cached_property
     def deepspeed(self) -> Any:
-        """DeepSpeed's configuration, completed from the arguments; None without DeepSpeed."""
+        """DeepSpeed's configuration, completed from the arguments, or None without DeepSpeed."""
         return load("deepspeed", "settings").configure(self.args) if asks_for_deepspeed(self.args) else None
 
     @functools.cached_property
@@ -118,13 +118,13 @@ class ResolvedArguments:
         """Lightning's precision, from DeepSpeed, `lightning_config`, the arguments or the launcher, in this order."""
         if self.deepspeed is not None:
             return self.deepspeed.precision
-        if (given := self.lightning_config.get("precision")) is not None:
-            return "32-true" if str(given) == "32" else str(given)
+        if (precision := self.lightning_config.get("precision")) is not None:
+            return "32-true" if str(precision) == "32" else str(precision)
         return {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(requested_precision(self.args), "32-true")
 
 
 def requested_precision(args: Any) -> str:
-    """'bf16', 'fp16' or 'no': set by a script on the arguments, by the arguments or else by the launcher."""
-    by_arguments = "fp16" if args.fp16 else "bf16" if args.bf16 else None
-    by_launcher = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return vars(args).get("_mixed_precision", by_arguments or by_launcher)
+    """'bf16', 'fp16' or 'no', from a script's `mixed_precision`, the arguments, or else the launcher."""
+    argument_precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
+    launcher_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return vars(args).get("_mixed_precision", argument_precision or launcher_precision)

@@ -14,12 +14,12 @@ Self = TypeVar("Self", bound="ChainingSetters")
 class ChainingSetters(BaseArguments):
     """Methods that set the arguments of one subject, and return the arguments object.
 
-    Each sets all arguments of its subject: those not given get the method's default. Contradictions between subjects
-    are found when the Trainer is built.
+    Each method sets all arguments of its subject, to the method's default if the caller does not pass one. The Trainer
+    reports contradictions between subjects when it is built.
     """
 
     def _set(self: Self, prefix: str, values: dict[str, Any], **names: str) -> Self:
-        """Set arguments from a method's parameters: `prefix` and the parameter's name, or its name in `names`."""
+        """Set arguments from a method's parameters, named by `prefix` and parameter, or by `names`."""
         for parameter, value in values.items():
             if parameter != "self":
                 setattr(self, names.get(parameter, prefix + parameter), value)
@@ -38,7 +38,7 @@ class ChainingSetters(BaseArguments):
         activation_checkpointing: bool = False,
         gradient_checkpointing: bool | None = None,
     ) -> Self:
-        """Set the main training arguments; batch size in samples per device, lengths in epochs or optimizer steps."""
+        """Set the main training arguments: batch size per device, lengths in epochs or optimizer steps."""
         self.do_train = True
         if gradient_checkpointing is None:
             gradient_checkpointing = activation_checkpointing
@@ -53,13 +53,13 @@ class ChainingSetters(BaseArguments):
         delay: float | None = None,
         loss_only: bool = False,
     ) -> Self:
-        """Set when and how to evaluate; `steps` are optimizer steps, `batch_size` samples per device."""
+        """Set when and how to evaluate. `steps` are optimizer steps, `batch_size` is in samples per device."""
         self.do_eval = IntervalStrategy(strategy) != IntervalStrategy.NO
         delay = delay or 0
         return self._set("eval_", locals(), batch_size="per_device_eval_batch_size", loss_only="prediction_loss_only")
 
     def set_testing(self: Self, batch_size: int = 8, loss_only: bool = False) -> Self:
-        """Set how to predict; `batch_size` in samples per device."""
+        """Set how to predict, with `batch_size` in samples per device."""
         self.do_predict = True
         return self._set("", locals(), batch_size="per_device_eval_batch_size", loss_only="prediction_loss_only")
 
@@ -103,7 +103,7 @@ class ChainingSetters(BaseArguments):
         always_push: bool = False,
         revision: str | None = None,
     ) -> Self:
-        """Turn uploads on, and set their repository and times."""
+        """Turn on uploads, and set their repository and when to upload."""
         self.push_to_hub = True
         return self._set("hub_", locals())
 
@@ -117,7 +117,7 @@ class ChainingSetters(BaseArguments):
         epsilon: float = 1e-8,
         args: str | None = None,
     ) -> Self:
-        """Set the optimizer; its default name differs from that of `TrainingArguments`, as in transformers."""
+        """Set the optimizer. Its default name differs from that of `TrainingArguments`, as in transformers."""
         return self._set(
             "",
             locals(),
@@ -136,9 +136,10 @@ class ChainingSetters(BaseArguments):
         warmup_steps: float = 0,
         warmup_ratio: float | None = None,
     ) -> Self:
-        """Set the schedule and its length; `warmup_ratio` is the name in v4, a fraction of all optimizer steps."""
+        """Set the schedule and its length. `warmup_ratio`, the name in v4, is a fraction of all optimizer steps."""
         warmup_steps = warmup_steps or warmup_ratio or 0
-        del warmup_ratio  # otherwise it is set too
+        # `_set` would set it too.
+        del warmup_ratio
         return self._set("", locals(), name="lr_scheduler_type", num_epochs="num_train_epochs")
 
     def set_dataloader(
@@ -156,7 +157,7 @@ class ChainingSetters(BaseArguments):
         ignore_data_skip: bool = False,
         sampler_seed: int | None = None,
     ) -> Self:
-        """Set the loaders; batch sizes in samples per device, `prefetch_factor` in batches per worker."""
+        """Set the loaders: batch sizes in samples per device, `prefetch_factor` in batches per worker."""
         return self._set(
             "dataloader_",
             locals(),

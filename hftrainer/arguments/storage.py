@@ -1,4 +1,4 @@
-"""`storage_url`, also given as `output_dir`."""
+"""`storage_url`, which may also be passed as `output_dir`."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ def separate_storage(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for two URLs, or one with a password.
     """
-    given = str(args.output_dir)
-    if re.match(r"[a-z][a-z0-9]+:/[^/]", given):
-        raise InvalidArgument(f"output_dir={given!r} is a URL with one slash: use {given.replace(':/', '://', 1)!r}.")
+    output_dir = str(args.output_dir)
+    if re.match(r"[a-z][a-z0-9]+:/[^/]", output_dir):
+        raise InvalidArgument(
+            f"output_dir={output_dir!r} is a URL with one slash: use {output_dir.replace(':/', '://', 1)!r}."
+        )
     if args.storage_url is not None:
         check_url("storage_url", args.storage_url)
-    if "://" in given:
-        check_url("output_dir", given)
-        if args.storage_url not in (None, given):
-            raise InvalidArgument(f"output_dir={given!r}, storage_url={args.storage_url!r}: set only one.")
-        args.storage_url = given
-        args.output_dir = staging_folder_of(given)
+    if "://" in output_dir:
+        check_url("output_dir", output_dir)
+        if args.storage_url not in (None, output_dir):
+            raise InvalidArgument(f"output_dir={output_dir!r}, storage_url={args.storage_url!r}: set only one.")
+        args.storage_url = output_dir
+        args.output_dir = staging_folder_of(output_dir)
     if args.storage_url is not None:
         args.storage_url = args.storage_url.rstrip("/")
 
 
 def check_url(argument: str, url: str) -> None:
-    """Raise `InvalidArgument` for what is no URL, and for one with credentials."""
+    """Raise `InvalidArgument` if `url` is not a URL, or contains credentials."""
     if "://" not in url:
-        raise InvalidArgument(f"{argument}={url!r}: give a URL, such as 's3://bucket/run'.")
+        raise InvalidArgument(f"{argument}={url!r}: use a URL, such as 's3://bucket/run'.")
     parts = urlsplit(url)
     if parts.password or parts.query:
         raise InvalidArgument(
-            f"{argument}: a password or a signature in a URL would be written into logs and checkpoints. Give the "
-            "credentials as the environment variables or the configuration file of the package for its kind of storage."
+            f"{argument}: a password or a signature in a URL would be written to logs and checkpoints. Set the "
+            "credentials in the environment variables or the configuration file of the package for that storage."
         )
 
 
-def why_no_local_folder(path: str) -> str | None:
-    """Why a command cannot read a path, if it is a URL."""
+def explain_unreadable_url(path: str) -> str | None:
+    """The reason why a command cannot read a path that is a URL, or None."""
     if "://" not in path:
         return None
     return f"a URL cannot be read here. On the machine that trains, the run's files are in {staging_folder_of(path)}"
@@ -58,5 +60,5 @@ def why_no_local_folder(path: str) -> str | None:
 def staging_folder_of(url: str) -> str:
     """The local folder for the files of a URL, in the cache of Hugging Face (HF_HOME)."""
     parts = urlsplit(url)
-    inside = os.path.normpath(f"/{parts.netloc.rpartition('@')[2]}/{parts.path}").lstrip("/")
-    return os.path.join(constants.HF_HOME, "hftrainer", parts.scheme, inside)
+    relative_path = os.path.normpath(f"/{parts.netloc.rpartition('@')[2]}/{parts.path}").lstrip("/")
+    return os.path.join(constants.HF_HOME, "hftrainer", parts.scheme, relative_path)

@@ -30,12 +30,12 @@ from hftrainer.releases.policy import ReleasePolicy
 
 logger = logging.getLogger(__name__)
 
-#: Keywords of `DistributedDataParallel` that are arguments with the prefix ddp_.
+#: Keyword arguments of `DistributedDataParallel` that are arguments with the prefix ddp_.
 _DDP = ("find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "static_graph")
 
 
-def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
-    """Argument → its value and metadata, for each value that is not neutral; without the user's own fields."""
+def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
+    """Argument → its value and metadata, for each value that is not neutral. The user's own fields are left out."""
     known = {**ARGUMENTS, **arguments_of(args)}
     ours = known.keys() - legacy.redeclared_old_names(type(args))
     hidden = [field for field in legacy.HIDDEN_FIELDS.values() if field.name in vars(args)]
@@ -43,47 +43,47 @@ def given_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]]:
     return {
         name: (value, known[name])
         for name, field in fields.items()
-        # Most arguments are left at their default.
+        # Compared first, since most arguments have their default.
         if (value := getattr(args, name)) != field.default
         and not known[name].is_neutral(value, field.default)
         and not legacy.is_set_by_release(args, name)
     }
 
 
-def refuse_unknown(called: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
-    """Raise `UnknownArgument` for keywords of a method that ends with `**unknown`; TrainingArguments may have them."""
-    known, found = list(inspect.signature(function).parameters)[1:-1], []
+def refuse_unknown(method_name: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
+    """Raise `UnknownArgument`, with suggestions, for the keyword arguments in a method's `**unknown`."""
+    parameters, errors = list(inspect.signature(function).parameters)[1:-1], []
     for name in unknown:
         of_arguments = suggest(name, BaseArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
-        found.append(f"{called} has no argument {name!r}{suggest(name, known, of_arguments)}")
-    if found:
-        raise UnknownArgument("; ".join(found))
+        errors.append(f"{method_name} has no argument {name!r}{suggest(name, parameters, of_arguments)}")
+    if errors:
+        raise UnknownArgument("; ".join(errors))
 
 
 def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool = False) -> list[str]:
     """Error messages for arguments that this release does not support.
 
     Args:
-        resolved: the training arguments, with the model if it exists: the way it was loaded is checked too.
+        resolved: the training arguments, with the model if it exists, since its loading is checked too.
         has_custom_optimizer: whether the script passes its own optimizer.
     """
     args = resolved.args
-    found = [
-        f"{name}={value!r} is not supported: {about.detail}."
-        for name, (value, about) in given_arguments(args).items()
-        if about.refuses(value)
+    errors = [
+        f"{name}={value!r} is not supported: {argument.detail}."
+        for name, (value, argument) in non_neutral_arguments(args).items()
+        if argument.refuses(value)
     ]
-    found += check_launch_variables(resolved.device)
+    errors += check_launch_variables(resolved.device)
     try:
-        found += _check_keywords(resolved.lightning_config)
-        found += check_fsdp(resolved, has_custom_optimizer)
+        errors += _check_keywords(resolved.lightning_config)
+        errors += check_fsdp(resolved, has_custom_optimizer)
         if resolved.deepspeed is not None:
-            found += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
-        found += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
-        found += check_device(resolved)
+            errors += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
+        errors += check_layout(resolved.layout, resolved.fsdp, resolved.rank_info.world_size)
+        errors += check_device(resolved)
     except InvalidConfig as error:
-        found.append(str(error))
-    return found + check_launch(resolved)
+        errors.append(str(error))
+    return errors + check_launch(resolved)
 
 
 def check_launch(resolved: ResolvedArguments) -> list[str]:
@@ -93,15 +93,17 @@ def check_launch(resolved: ResolvedArguments) -> list[str]:
 
 
 def process_group_backend(resolved: ResolvedArguments) -> str | None:
-    """The backend of the process group; with offloading, gradients are clipped in CPU memory, which needs gloo too."""
+    """The backend of the process group. With offloading, gradients are clipped on the CPU, which also needs gloo."""
     kind = resolved.device.type
     offloads = resolved.sharding is not None and resolved.sharding.cpu_offload and kind == "cuda"
-    own = "cpu:gloo,cuda:nccl" if offloads else native_backend(kind) if kind in UNSUPPORTED_BY_LIGHTNING else None
-    return own if resolved.args.ddp_backend is None else resolved.args.ddp_backend
+    default_backend = (
+        "cpu:gloo,cuda:nccl" if offloads else native_backend(kind) if kind in UNSUPPORTED_BY_LIGHTNING else None
+    )
+    return default_backend if resolved.args.ddp_backend is None else resolved.args.ddp_backend
 
 
 def make_plan(resolved: ResolvedArguments) -> LightningPlan:
-    """The plan for these arguments and the model, which may have been split while it was loaded."""
+    """The plan for these arguments and the model, which may already be split."""
     args, device, config = resolved.args, resolved.device, resolved.lightning_config
     return LightningPlan(
         accelerator=device.type,
@@ -122,37 +124,42 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         async_checkpoint=config.get("async_checkpoint", False) or _has_async_checkpoint_plugin(config.get("plugins")),
         stop_on_save_error=config.get("on_save_error") == "stop",
         read_once=MappingProxyType(
-            {name: copy.copy(getattr(args, name, None)) for name, about in ARGUMENTS.items() if about.read_once}
+            {name: copy.copy(getattr(args, name, None)) for name, argument in ARGUMENTS.items() if argument.read_once}
         ),
         config=MappingProxyType({name: value for name, value in config.items() if name in FORWARDED}),
     )
 
 
-def overridden(resolved: ResolvedArguments) -> list[str]:
+def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
     """Warnings for settings without effect: overridden by `lightning_config` or an argument, or unused."""
-    args, config, found = resolved.args, resolved.lightning_config, []
+    args, config, warnings = resolved.args, resolved.lightning_config, []
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:  # as transformers decides
-        found.append(
+    # transformers decides the same.
+    if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:
+        warnings.append(
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
         )
-    if unknown := find_unknown_variables():
-        found.append(f"{' and '.join(unknown)}: no release of accelerate that is known here reads that; no effect.")
+    if unknown_variables := find_unknown_variables():
+        warnings.append(
+            f"{' and '.join(unknown_variables)} will have no effect: no known release of accelerate reads it."
+        )
     gpus = 1 if "devices" in config else visible_device_count(resolved.device) or 1
     if gpus > resolved.rank_info.world_size == 1 and not can_rerun_script():
-        found.append(f"Only one of {gpus} GPUs is used: run a script or use a launcher to start one process per GPU.")
+        warnings.append(
+            f"Only one of {gpus} GPUs is used: run a script or use a launcher to start one process per GPU."
+        )
     if resolved.deepspeed is not None:
-        found += resolved.deepspeed.notes
+        warnings += resolved.deepspeed.notes
     if "tpu_metrics_debug" in (args.debug or ()) and resolved.device.type != "xla":
-        found.append(
+        warnings.append(
             f"debug='tpu_metrics_debug' prints nothing: training is on {resolved.device}, which is not an XLA device."
         )
     if args.fsdp_config and not args.fsdp and not legacy.is_set_by_release(args, "fsdp_config"):
-        found.append("fsdp_config has no effect without fsdp=True.")
-    if args.fsdp and (given := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
-        found.append(f"{' and '.join(given)} have no effect with fsdp, which does not use DDP.")
-    return found + [
+        warnings.append("fsdp_config has no effect without fsdp=True.")
+    if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
+        warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
+    return warnings + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in _OVERRIDDEN_ARGUMENTS.items()
         for argument in arguments
@@ -162,14 +169,14 @@ def overridden(resolved: ResolvedArguments) -> list[str]:
 
 # ---- lightning_config -----------------------------------------------------------------------------------------------
 
-#: Keywords that are forwarded to `lightning.Trainer` unchanged.
+#: Keyword arguments that are forwarded to `lightning.Trainer` unchanged.
 FORWARDED = frozenset(
     """
     benchmark detect_anomaly deterministic default_root_dir enable_autolog_hparams limit_predict_batches
     limit_test_batches limit_val_batches max_time model_registry plugins profiler
     """.split()
 )
-#: Keywords that the Trainer's own arguments set → what to use instead.
+#: Keyword arguments that the Trainer's own arguments set → what to use instead.
 RESERVED = {
     "accelerator": "use_cpu",
     "accumulate_grad_batches": "gradient_accumulation_steps",
@@ -194,7 +201,7 @@ RESERVED = {
     "use_distributed_sampler": "_get_train_sampler",
     "val_check_interval": "eval_strategy and eval_steps",
 }
-#: Other keywords → their allowed values. The last three keywords are hftrainer's, the others Lightning's.
+#: Other keyword arguments → their allowed values. The last three are hftrainer's, the others Lightning's.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "barebones": (False, None),
     "inference_mode": (True, False),
@@ -206,38 +213,38 @@ ALLOWED: dict[str, tuple[Any, ...]] = {
     "on_save_error": ("continue", "stop"),
 }
 _PROFILERS = ("simple", "advanced", "pytorch", "xla")
-#: Keywords that are checked elsewhere: the number of processes, and the release that is followed.
+#: Keyword arguments that are checked elsewhere: the number of processes, and the release that is followed.
 RELEASE_KEYWORDS = ("devices", "num_nodes", "behaviour")
-#: Keywords → the arguments that they override.
+#: Keyword arguments → the arguments that they override.
 _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
 def _check_keywords(config: Mapping[str, Any]) -> list[str]:
-    """Error messages for keywords that are unknown or not supported."""
+    """Error messages for keyword arguments that are unknown or not supported."""
     errors = list(check_launcher_config(config))
     for name, value in config.items():
         allowed = _PROFILERS if name == "profiler" and isinstance(value, str) else ALLOWED.get(name, (value,))
         if name in RESERVED:
-            errors.append(f"lightning_config[{name!r}]: the Trainer decides this; use {RESERVED[name]}.")
+            errors.append(f"lightning_config[{name!r}] is reserved for the Trainer: use {RESERVED[name]}.")
         elif value not in allowed:
             choices = " or ".join(map(repr, allowed))
             errors.append(f"lightning_config[{name!r}]={value!r} is not supported: it must be {choices}.")
         elif name not in FORWARDED and name not in ALLOWED and name not in RELEASE_KEYWORDS:
             hint = suggest(name, [*FORWARDED, *RESERVED, *ALLOWED, *RELEASE_KEYWORDS], ".")
-            errors.append(f"lightning_config[{name!r}]: lightning.Trainer has no such keyword{hint}")
+            errors.append(f"lightning_config[{name!r}]: lightning.Trainer has no such argument{hint}")
     return errors
 
 
 def _has_async_checkpoint_plugin(plugins: Any) -> bool:
-    """Whether Lightning's `AsyncCheckpointIO` is among the plugins; only possible if Lightning is imported."""
-    given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
-    return any(is_instance(plugin, "lightning.pytorch.plugins.io", "AsyncCheckpointIO") for plugin in given)
+    """Whether Lightning's `AsyncCheckpointIO` is among the plugins. Does not import Lightning."""
+    plugin_list = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
+    return any(is_instance(plugin, "lightning.pytorch.plugins.io", "AsyncCheckpointIO") for plugin in plugin_list)
 
 
 # ---- Changes after the Trainer is made ------------------------------------------------------------------------------
 
 #: Changing these raises an error, since most of the Trainer was built from them.
-_NEEDS_ANOTHER_TRAINER = ("lightning_config", "deepspeed")
+_NEED_NEW_TRAINER = ("lightning_config", "deepspeed")
 
 
 def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePolicy, *, has_custom_loader: bool) -> None:
@@ -255,36 +262,47 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
     Raises:
         InvalidArgument: for a change that needs another engine, and for numbers out of range.
     """
-    if wrong := list(check_ranges(args)):
-        raise InvalidArgument("\n".join(wrong))
-    again = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
-    once = {name: value for name, value in engine.plan.read_once.items() if name not in again}
-    now = {name: getattr(args, name, None) for name in once}
-    changed = {name: value for name, value in once.items() if value is not now[name] and value != now[name]}
-    if refused := _refused_changes(engine, args, changed):
+    if errors := list(check_ranges(args)):
+        raise InvalidArgument("\n".join(errors))
+    names_read_again = (
+        () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
+    )
+    first_values = {name: value for name, value in engine.plan.read_once.items() if name not in names_read_again}
+    current_values = {name: getattr(args, name, None) for name in first_values}
+    first_values_of_changed = {
+        name: value
+        for name, value in first_values.items()
+        if value is not current_values[name] and value != current_values[name]
+    }
+    if refused_changes := _refused_changes(engine, args, first_values_of_changed):
         raise InvalidArgument(
-            f"{', '.join(refused)} changed after the Trainer was made, which depends on it: make another Trainer."
+            f"{', '.join(refused_changes)} changed after the Trainer was made, which depends on it: make a new Trainer."
         )
-    if changed and changed != engine.ignored_changes:
+    if first_values_of_changed and first_values_of_changed != engine.ignored_changes:
         logger.warning(
-            "Changed after the Trainer was made, which reads it once, as in transformers: %s. The first value stays in "
-            "use; make another Trainer for the second.",
-            ", ".join(f"{name} ({_plain(value)!r} → {_plain(now[name])!r})" for name, value in changed.items()),
+            "Changed after the Trainer was made, which reads such arguments once, as in transformers: %s. The first "
+            "value stays in use; make a new Trainer to use the second.",
+            ", ".join(
+                f"{name} ({_plain_value(value)!r} → {_plain_value(current_values[name])!r})"
+                for name, value in first_values_of_changed.items()
+            ),
         )
-    engine.ignored_changes = changed
+    engine.ignored_changes = first_values_of_changed
     engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
 def _refused_changes(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
     plan, strategy = engine.plan, engine.strategy
-    refused = [name for name in _NEEDS_ANOTHER_TRAINER if name in changed]
+    refused_changes = [name for name in _NEED_NEW_TRAINER if name in changed]
     if str(args.device) != plan.device:
-        refused.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
-    before, now = plan.accumulate_grad_batches, args.gradient_accumulation_steps
-    if strategy.has_fixed_accumulation and now != before:
-        refused.append(f"gradient_accumulation_steps ({before} → {now}), which {strategy.argument} has read too,")
-    return refused
+        refused_changes.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
+    previous_steps, current_steps = plan.accumulate_grad_batches, args.gradient_accumulation_steps
+    if strategy.has_fixed_accumulation and current_steps != previous_steps:
+        refused_changes.append(
+            f"gradient_accumulation_steps ({previous_steps} → {current_steps}), which {strategy.argument} has read,"
+        )
+    return refused_changes
 
 
-def _plain(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     return getattr(value, "value", value)

@@ -1,4 +1,4 @@
-"""Normalizes and checks the values that users give."""
+"""Normalizes and checks the values of arguments."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hftrainer.arguments.choices import (
     DebugOption,
     IntervalStrategy,
     SaveStrategy,
-    observed,
-    observed_parts,
+    as_text,
+    normalize_observe,
     read_address,
-    spelled,
+    read_observe,
     token_counting_mode,
 )
 from hftrainer.arguments.old_fields import ARGUMENTS
@@ -49,23 +49,25 @@ _METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
 
 
 def normalize(args: BaseArguments) -> None:
-    """Convert the fields to their normal form: enums, parsed JSON, lists, and defaults that depend on other fields.
+    """Convert the fields to their normal form.
+
+    These are enums, parsed JSON, lists, and defaults that depend on other fields.
 
     Raises:
-        InvalidArgument: for values that cannot be converted; one error names them all, and those out of range.
+        InvalidArgument: for values that cannot be converted; the error also names those out of range.
     """
-    _make_whole(args)
+    _convert_whole_floats(args)
     # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
-    wrong = [*_parse_enums(args), *(problem for name in json_fields if (problem := _parse_json(args, name)))]
-    if wrong:
-        raise InvalidArgument("\n".join([*wrong, *check_ranges(args)]))
-    args.param_groups = param_groups.read(args.param_groups)
+    errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
+    if errors:
+        raise InvalidArgument("\n".join([*errors, *check_ranges(args)]))
+    args.param_groups = param_groups.read_entries(args.param_groups)
     if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
-        raise InvalidArgument(f"output_dir={args.output_dir!r}: give the path of a folder.")
+        raise InvalidArgument(f"output_dir={args.output_dir!r}: use the path of a folder.")
     args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
     separate_storage(args)
-    # push_to_hub_organization alone gives 'organization/'; add the folder's name.
+    # push_to_hub_organization alone sets 'organization/': add the folder's name.
     if args.hub_model_id and args.hub_model_id.endswith("/"):
         args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
     if args.disable_tqdm is None:
@@ -78,8 +80,9 @@ def normalize(args: BaseArguments) -> None:
     choose_start_method(args)
     args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
-    args.observe = observed_parts(args.observe)
-    if isinstance(args.metrics_port, str) and args.metrics_port.isdecimal():  # of a command line
+    args.observe = normalize_observe(args.observe)
+    # A command line passes text.
+    if isinstance(args.metrics_port, str) and args.metrics_port.isdecimal():
         args.metrics_port = int(args.metrics_port)
     for old, new in ALIASES.items():
         if getattr(args, new) is None:
@@ -101,11 +104,11 @@ def normalize(args: BaseArguments) -> None:
             setattr(args, name, int(value))
 
 
-def _make_whole(args: BaseArguments) -> None:
-    """Convert whole numbers with a point, as from YAML or a division, where only whole numbers make sense."""
-    for name, about in ARGUMENTS.items():
+def _convert_whole_floats(args: BaseArguments) -> None:
+    """Convert floats without a fraction, as from YAML or a division, where an argument is an integer."""
+    for name, argument in ARGUMENTS.items():
         value = getattr(args, name, None)
-        if about.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
+        if argument.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
             setattr(args, name, int(value))
 
 
@@ -115,22 +118,22 @@ def choose_start_method(args: BaseArguments) -> None:
         args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
 
 
-def add_missing_fields(args: BaseArguments, known: type[BaseArguments]) -> None:
-    """Set the fields that `args` lack, in place: from their older names, or else our defaults.
+def add_missing_fields(args: BaseArguments, our_class: type[BaseArguments]) -> None:
+    """Set the fields that `args` lack, from their older names or else to our defaults.
 
     Their own fields and the result of their `to_dict` do not change.
 
     Args:
-        args: the training arguments; instances of `known` lack nothing.
-        known: our class, with all fields.
+        args: the training arguments; instances of `our_class` lack nothing.
+        our_class: our class, with all fields.
     """
-    if isinstance(args, known):
+    if isinstance(args, our_class):
         return
-    for field in {**known.__dataclass_fields__, **legacy.HIDDEN_FIELDS}.values():
+    for field in {**our_class.__dataclass_fields__, **legacy.HIDDEN_FIELDS}.values():
         if field.name not in legacy.FIELDS and not hasattr(args, field.name):
             setattr(args, field.name, _value(args, field))
     choose_start_method(args)
-    if sentences := legacy.gone(args):
+    if sentences := legacy.describe_removed_features(args):
         warnings.warn("\n".join(sentences), FutureWarning, stacklevel=3)
 
 
@@ -151,16 +154,17 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
 
     Args:
         resolved: the arguments.
-        complete: whether they are final; if not, scripts and libraries may still fill in what a run needs.
+        complete: whether they are final; if not, scripts and libraries may still set what a run needs.
     """
     args = resolved.args
-    is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0  # transformers refuses it too
+    # transformers refuses a negative number too.
+    is_negative = isinstance(args.warmup_steps, (int, float)) and args.warmup_steps < 0
     return [
         *(_check_run(args) if complete or is_negative else ()),
         *check_own(args),
         *_check_loading(args),
         *_check_choices(args),
-        *param_groups.check(args.param_groups),
+        *param_groups.check_entries(args.param_groups),
         *_check_monitoring(args),
         *_check_intervals(args),
         *_check_best_model(args),
@@ -172,16 +176,16 @@ def check_values(resolved: ResolvedArguments, *, complete: bool = True) -> list[
 
 
 def _parse_enums(args: BaseArguments) -> Iterator[str]:
-    for name, about in ARGUMENTS.items():
-        if isinstance(about.choices, type):
+    for name, argument in ARGUMENTS.items():
+        if isinstance(argument.choices, type):
             try:
-                setattr(args, name, about.choices(getattr(args, name)))
+                setattr(args, name, argument.choices(getattr(args, name)))
             except InvalidArgument as error:
                 yield f"{name}: {error}"
 
 
 def _parse_json(args: BaseArguments, name: str) -> str | None:
-    """Parse a field that holds a JSON object; returns an error message, or None."""
+    """Parse a field that holds a JSON object, and return an error message, or None."""
     value = getattr(args, name)
     if not (isinstance(value, str) and value.lstrip().startswith("{")):
         return None
@@ -193,7 +197,7 @@ def _parse_json(args: BaseArguments, name: str) -> str | None:
 
 
 def _convert_strings(value: Any) -> Any:
-    """Convert numbers and booleans that are strings, as a command line gives them."""
+    """Convert numbers and booleans that are strings, as from a command line."""
     if isinstance(value, dict):
         # The release '5.10' is not a number.
         return {name: item if name == "behaviour" else _convert_strings(item) for name, item in value.items()}
@@ -206,11 +210,11 @@ def _convert_strings(value: Any) -> Any:
     return float(value) if value.replace(".", "", 1).isdigit() else value
 
 
-def _debug_options(given: Any) -> list[Any]:
-    """The options as members of their enumeration; unknown ones are kept, and `check_values` reports them."""
-    known = {option.value: option for option in DebugOption}
-    words = [word for part in ([given] if isinstance(given, str) else given or []) for word in spelled(part).split()]
-    return [known.get(word, word) for word in words]
+def _debug_options(value: Any) -> list[Any]:
+    """The options as members of their enumeration. Unknown ones are kept, and `check_values` reports them."""
+    members = {option.value: option for option in DebugOption}
+    words = [word for part in ([value] if isinstance(value, str) else value or []) for word in as_text(part).split()]
+    return [members.get(word, word) for word in words]
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
@@ -240,12 +244,12 @@ def set_accumulation_steps(resolved: ResolvedArguments) -> None:
 
 
 def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
-    """A sentence for each conflict of `accelerator_config` with another argument or with accelerate's state."""
+    """An error message for each conflict of `accelerator_config` with an argument or accelerate's state."""
     args, config = resolved.args, resolved.accelerator_config
     if config.num_steps is not None and args.gradient_accumulation_steps not in (1, config.num_steps):
         yield (
             f"gradient_accumulation_steps={args.gradient_accumulation_steps} and accelerator_config"
-            f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: give one. "
+            f"['gradient_accumulation_kwargs']['num_steps']={config.num_steps} contradict each other: set only one. "
             "The `AcceleratorConfig`'s `num_steps` is set but takes the argument's place only if that is 1."
         )
     if config.use_configured_state and (reason := find_device_mismatch(resolved.device)):
@@ -253,7 +257,7 @@ def check_accelerator_config(resolved: ResolvedArguments) -> Iterator[str]:
 
 
 def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
-    """Errors in `deepspeed` that can be found from the arguments alone."""
+    """Errors in `deepspeed` that only the arguments cause."""
     try:
         if (config := resolved.deepspeed) is not None:
             yield from load("deepspeed", "settings").check_deepspeed(resolved.args, config, resolved.readable_config)
@@ -262,19 +266,21 @@ def _check_deepspeed(resolved: ResolvedArguments) -> Iterator[str]:
 
 
 def check_ranges(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each number that is too small or too large, or is not a number."""
-    for name, about in ARGUMENTS.items():
-        if about.minimum is None:
+    """An error message for each number that is out of range, or is not a number."""
+    for name, argument in ARGUMENTS.items():
+        if argument.minimum is None:
             continue
         value = getattr(args, name)
-        is_large = about.below is not None and isinstance(value, (int, float)) and value >= about.below
-        if isinstance(value, (int, float)) and not (value < about.minimum or is_large):
+        is_large = (
+            argument.upper_bound is not None and isinstance(value, (int, float)) and value >= argument.upper_bound
+        )
+        if isinstance(value, (int, float)) and not (value < argument.minimum or is_large):
             continue
         if (reason := describe_text(value)) is not None:
             yield f"{name}={value!r} {reason}."
         else:
-            most = "" if about.below is None else f", and below {about.below:g}"
-            yield f"{name}={value!r}: give a number of at least {about.minimum:g}{most}. {about.help}"
+            limit = "" if argument.upper_bound is None else f" and below {argument.upper_bound:g}"
+            yield f"{name}={value!r}: use a number of at least {argument.minimum:g}{limit}. {argument.help}"
 
 
 #: The types of arguments, noted at import: transformers' HfArgumentParser later replaces them in the fields.
@@ -282,17 +288,17 @@ _TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseA
 
 
 def check_types(args: BaseArguments) -> Iterator[str]:
-    """A sentence for each number or boolean that is text, and each fraction where only whole numbers make sense."""
+    """An error message for each number or boolean that is text, and each fractional integer."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
         if isinstance(value, str) and kind in ("int", "float"):
-            yield f"{name}={value!r} {describe_text(value) or 'is text: give a number'}."
+            yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
         elif isinstance(value, float) and value % 1 and kind == "int":
-            yield f"{name}={value!r}: give a whole number."
+            yield f"{name}={value!r}: use a whole number."
         elif value is None and name in ("num_train_epochs", "max_steps"):
-            yield f"{name}=None: give a number."
+            yield f"{name}=None: use a number."
 
 
 def _check_run(args: BaseArguments) -> Iterator[str]:
@@ -313,28 +319,29 @@ def _check_loading(args: BaseArguments) -> Iterator[str]:
 
 
 def _check_choices(args: BaseArguments) -> Iterator[str]:
-    every = args.torch_empty_cache_steps
-    if every is not None and not (isinstance(every, int) and every > 0):
-        yield f"torch_empty_cache_steps={every!r}: give a whole number of optimizer steps, at least 1, or None."
-    for name, about in ARGUMENTS.items():
-        if about.choices is None or (value := getattr(args, name)) in list(about.choices):
+    interval = args.torch_empty_cache_steps
+    if interval is not None and not (isinstance(interval, int) and interval > 0):
+        yield f"torch_empty_cache_steps={interval!r}: use a whole number of optimizer steps, at least 1, or None."
+    for name, argument in ARGUMENTS.items():
+        if argument.choices is None or (value := getattr(args, name)) in list(argument.choices):
             continue
-        if about.default is None and not isinstance(value, str):  # None, or an object such as a multiprocessing context
+        # If the default is None, other objects are accepted, such as a multiprocessing context.
+        if argument.default is None and not isinstance(value, str):
             continue
-        yield f"{name}={value!r}: choose one of {', '.join(map(spelled, about.choices))}."
-    if unknown := [option for option in args.debug or () if option not in list(DebugOption)]:
+        yield f"{name}={value!r}: choose one of {', '.join(map(as_text, argument.choices))}."
+    if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
-        yield f"debug: unknown {sorted(map(str, unknown))}; it takes {allowed}."
+        yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."
     if isinstance(args.label_names, str):
-        yield f"label_names={args.label_names!r} is a text: give a list of names, [{args.label_names!r}]."
+        yield f"label_names={args.label_names!r} is text: use a list of names, [{args.label_names!r}]."
 
 
 def _check_monitoring(args: BaseArguments) -> Iterator[str]:
     for name in ("save_minutes", "eval_minutes"):
         if (minutes := getattr(args, name)) is not None and not (isinstance(minutes, (int, float)) and minutes > 0):
-            yield f"{name}={minutes!r}: give a number of minutes above 0, or None."
+            yield f"{name}={minutes!r}: use a number of minutes above 0, or None."
     try:
-        observed(args.observe)
+        read_observe(args.observe)
         if args.metrics_port is not None:
             read_address(args.metrics_port)
     except InvalidArgument as error:
@@ -349,36 +356,38 @@ def _check_intervals(args: BaseArguments) -> Iterator[str]:
         if not isinstance(steps, (int, float)) or not steps >= 0 or (steps == 0 and kind != "save"):
             yield f"{kind}_steps={steps!r}: {kind}_strategy='steps' needs a number above 0."
         elif steps > 1 and steps % 1:
-            yield f"{kind}_steps={steps!r}: give whole optimizer steps, or a fraction of all steps, below 1."
+            yield f"{kind}_steps={steps!r}: use whole optimizer steps, or a fraction of all steps below 1."
 
 
 def _check_best_model(args: BaseArguments) -> Iterator[str]:
     if not args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST:
         return
     if args.eval_strategy != args.save_strategy:
-        evaluation, saving = spelled(args.eval_strategy), spelled(args.save_strategy)
+        evaluation, saving = as_text(args.eval_strategy), as_text(args.save_strategy)
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={evaluation!r} and "
             f"save_strategy={saving!r} differ: "
             + (
                 f"set eval_strategy={saving!r}."
                 if evaluation == "no"
-                else "set both the same, or save_strategy='best'."
+                else "set both to the same value, or use save_strategy='best'."
             )
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but save_steps={args.save_steps} is not a "
-            f"multiple of eval_steps={args.eval_steps}: make it one."
+            f"multiple of eval_steps={args.eval_steps}: use a multiple."
         )
 
 
 def _is_multiple(args: BaseArguments) -> bool:
     save, evaluate = args.save_steps, args.eval_steps
     assert evaluate
+    # A fraction and a count are comparable only when the number of steps is known.
     if (save < 1) != (evaluate < 1):
-        return False  # a fraction and a count: comparable only when the number of steps is known
-    scale = 1_000_000 if save < 1 else 1  # whole numbers, since 0.6 % 0.2 is not 0 in floating point
+        return False
+    # Compare whole numbers, since 0.6 % 0.2 is not 0 in floating point.
+    scale = 1_000_000 if save < 1 else 1
     return round(save * scale) % round(evaluate * scale) == 0
 
 
@@ -387,6 +396,6 @@ def _check_precision(args: BaseArguments) -> Iterator[str]:
         if getattr(args, f"fp16{suffix}") and getattr(args, f"bf16{suffix}"):
             yield f"fp16{suffix} and bf16{suffix} are both set: choose one."
     if args.bf16 and args.device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        yield "bf16=True, but this GPU has no bfloat16: use fp16=True, or use_cpu=True."
+        yield "bf16=True, but this GPU does not support bfloat16: use fp16=True, or use_cpu=True."
     if args.lr_scheduler_type in _METRIC_BASED and args.eval_strategy == IntervalStrategy.NO:
-        yield f"lr_scheduler_type={spelled(args.lr_scheduler_type)!r} needs evaluation metrics: set eval_strategy."
+        yield f"lr_scheduler_type={as_text(args.lr_scheduler_type)!r} needs evaluation metrics: set eval_strategy."

@@ -14,20 +14,20 @@ logger = logging.getLogger(__name__)
 
 
 class DefaultFlowCallback(TrainerCallback):
-    """Requests logging, evaluation, saving and stopping by the arguments, as the followed release does."""
+    """Requests logging, evaluation, saving and stopping from the arguments, as the followed release does."""
 
     def on_step_end(self, args, state, control, **kwargs):
         """Decide what is due at this optimizer step."""
         step = state.global_step
         if (step == 1 and args.logging_first_step) or _is_due(args.logging_strategy, step, state.logging_steps):
             control.should_log = True
-        evaluates = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
-        control.should_evaluate |= evaluates and _is_due(args.eval_strategy, step, state.eval_steps)
+        can_evaluate = args.eval_strategy == IntervalStrategy.STEPS and args.eval_delay <= step
+        control.should_evaluate |= can_evaluate and _is_due(args.eval_strategy, step, state.eval_steps)
         control.should_save |= _is_due(args.save_strategy, step, state.save_steps)
         if step >= state.max_steps:
             control.should_training_stop = True
             policy = ResolvedArguments.of(args).policy
-            control.should_evaluate |= evaluates and policy.evaluates_last_step
+            control.should_evaluate |= can_evaluate and policy.evaluates_last_step
             control.should_save |= args.save_strategy in policy.saves_last_step_with
         return control
 
@@ -51,7 +51,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
     """Stops training when `metric_for_best_model` has stopped improving.
 
     Args:
-        early_stopping_patience: evaluations in a row without improvement before training stops.
+        early_stopping_patience: consecutive evaluations without improvement before training stops.
         early_stopping_threshold: smallest difference to the best value that counts as an improvement, in metric units.
     """
 
@@ -94,7 +94,8 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 control.should_training_stop = True
         elif not self.awaits_other_sets:
             logger.warning(
-                "early stopping required metric_for_best_model: %s is not among the metrics %s, so it is skipped.",
+                "early stopping required metric_for_best_model: %s is not among the metrics %s, so early "
+                "stopping is skipped.",
                 args.metric_for_best_model,
                 sorted(metrics or {}),
             )
@@ -106,7 +107,7 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
         return gain > 0 and gain > (self.early_stopping_threshold or 0.0)
 
     def state(self) -> dict[str, Any]:
-        """Patience, threshold and the count so far."""
+        """Patience, threshold and the current count."""
         return {
             "args": {
                 "early_stopping_patience": self.early_stopping_patience,
@@ -117,5 +118,5 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
 
 def evaluation_key(metric: str) -> str:
-    """The name under which evaluation reports a metric: with the prefix 'eval_'."""
+    """The name of a metric in the results of an evaluation, with the prefix 'eval_'."""
     return metric if metric.startswith("eval_") else f"eval_{metric}"

@@ -50,7 +50,8 @@ class CallbackHandler(TrainerCallback):
             NotACallback: for an object that handles none of the events.
         """
         kind = callback if isinstance(callback, type) else type(callback)
-        if issubclass(kind, nn.Module):  # LightningModules have hooks of the same names
+        # LightningModules have hooks with the names of events.
+        if issubclass(kind, nn.Module):
             raise TypeError(f"callbacks: {kind.__name__} is a module, not a callback.")
         if "pytorch_lightning" in map(defining_package, kind.__mro__):
             raise TypeError(
@@ -58,27 +59,27 @@ class CallbackHandler(TrainerCallback):
                 "lightning.pytorch."
             )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
-            given = f"{reprlib.repr(callback)} ({type(callback).__name__})"
+            description = f"{reprlib.repr(callback)} ({type(callback).__name__})"
             raise NotACallback(
-                f"callbacks: {given} handles no event, such as on_step_end: pass a TrainerCallback or a Lightning "
-                "callback"
+                f"callbacks: {description} handles no event, such as on_step_end: pass a TrainerCallback or a "
+                "Lightning callback."
             )
         if issubclass(kind, TrainerCallback):
-            warn_of_misspelt_events(kind, EVENTS, _EVENTS_BY_MEANING)
+            warn_of_misspelt_events(kind, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()
-        if type(instance) in {type(present) for present in self.callbacks}:
-            logger.warning("The callbacks contain a %s already: %s", type(instance).__name__, self.callback_list)
+        if type(instance) in {type(existing_callback) for existing_callback in self.callbacks}:
+            logger.warning("The callbacks already contain a %s: %s", type(instance).__name__, self.callback_list)
         self.callbacks.append(instance)
 
     def remove_progress_bars(self) -> bool:
-        """Remove the callbacks that show a progress bar; returns whether there were any."""
-        before = len(self.callbacks)
+        """Remove the callbacks that show a progress bar, and return whether any existed."""
+        count = len(self.callbacks)
         self.callbacks[:] = [
             callback for callback in self.callbacks if not is_instance_by_name(callback, *PROGRESS_BAR_CALLBACKS)
         ]
-        return len(self.callbacks) < before
+        return len(self.callbacks) < count
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback, by class or instance, and return it; None if not found."""
@@ -110,15 +111,16 @@ class CallbackHandler(TrainerCallback):
     def call_event(
         self, event: str, args: BaseArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        """Call an event of every callback; returns the control object after the last of them."""
+        """Call an event of every callback, and return the resulting control object."""
         for callback in self.callbacks:
             handler = getattr(callback, event, None)
             function = getattr(handler, "__func__", handler)
-            if handler is None or function is _NOTHING[event]:
+            if handler is None or function is _EMPTY_HANDLERS[event]:
                 continue
-            is_plain = isinstance(function, types.FunctionType)  # callables of other types may not be hashable
+            # Callables of other types may not be hashable.
+            is_plain = isinstance(function, types.FunctionType)
             needs_tokenizer = (_needs_tokenizer if is_plain else _needs_tokenizer.__wrapped__)(function)
-            given = {
+            arguments = {
                 "model": self.model,
                 "processing_class": self.processing_class,
                 # Other handlers must not get it: they may not accept a keyword that transformers does not pass.
@@ -130,42 +132,44 @@ class CallbackHandler(TrainerCallback):
                 **kwargs,
             }
             if is_plain:
-                given = accepted_by(handler, given)
-            result = handler(args, state, control, **given)
+                arguments = accepted_by(handler, arguments)
+            result = handler(args, state, control, **arguments)
             if result is None:
                 continue
             if not hasattr(result, "should_training_stop"):
                 name = f"{type(callback).__name__}.{event}"
-                raise NotACallback(f"{name} returned {reprlib.repr(result)}: return the control, or nothing.")
+                raise NotACallback(f"{name} returned {reprlib.repr(result)}: return the control object, or nothing.")
             control = result
         return control
 
 
-def warn_of_misspelt_events(kind: type, events: Collection[str], meant: Mapping[str, str]) -> None:
-    """Warn about the methods of a callback that have almost the name of an event, and that nothing in it calls.
+def warn_of_misspelt_events(kind: type, events: Collection[str], event_by_name: Mapping[str, str]) -> None:
+    """Warn about uncalled methods of a callback whose names nearly match an event.
 
     Args:
         kind: the class of the callback.
         events: the names of the methods that are called.
-        meant: further names, with those of the events that are meant by them.
+        event_by_name: further names → the events that they stand for.
     """
-    known = {**meant, **{name.replace("start", "begin"): name for name in events}}
+    candidates = {**event_by_name, **{name.replace("start", "begin"): name for name in events}}
     for name in dir(kind):
-        spelled = name.replace("start", "begin").replace("finish", "end")
+        normalized_name = name.replace("start", "begin").replace("finish", "end")
         if (
             name.startswith("on_")
             and name not in events
-            and (near := difflib.get_close_matches(spelled, known, 1, 0.9))
+            and (matches := difflib.get_close_matches(normalized_name, candidates, 1, 0.9))
             and name not in names_in_code(kind)
         ):
-            logger.warning("%s.%s is never called; did you mean %s?", kind.__name__, name, known[near[0]])
+            logger.warning("%s.%s is never called; did you mean %s?", kind.__name__, name, candidates[matches[0]])
 
 
-@functools.lru_cache(maxsize=256)  # called at every step
+# Cached, since it is called at every step.
+@functools.lru_cache(maxsize=256)
 def _needs_tokenizer(function: Any) -> bool:
     """Whether a function has a parameter `tokenizer` (the name before v4.46), or reads `kwargs["tokenizer"]`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:  # a C function, or a callable object
+    # C functions and callable objects have no code.
+    if code is None:
         return False
     parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return "tokenizer" in parameters or bool(code.co_flags & inspect.CO_VARKEYWORDS and "tokenizer" in code.co_consts)
@@ -173,8 +177,8 @@ def _needs_tokenizer(function: Any) -> bool:
 
 def is_instance_by_name(callback: Any, *names: str) -> bool:
     """Whether the callback is an instance of a class with one of these names, ours or transformers'."""
-    named = [kind for kind in type(callback).__mro__ if kind.__name__ in names]
-    return any(defining_package(kind) in ("hftrainer", "transformers") for kind in named)
+    kinds = [kind for kind in type(callback).__mro__ if kind.__name__ in names]
+    return any(defining_package(kind) in ("hftrainer", "transformers") for kind in kinds)
 
 
 def defining_package(kind: type) -> str:
@@ -182,21 +186,21 @@ def defining_package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
 
 
-def _is_wanted(present: Any, wanted: Any) -> bool:
-    if not isinstance(wanted, type):
-        return bool(present == wanted)
+def _matches(callback: Any, target: Any) -> bool:
+    if not isinstance(target, type):
+        return bool(callback == target)
     # A script that names transformers' ProgressCallback means ours.
-    is_theirs = defining_package(wanted) == "transformers"
-    return isinstance(present, wanted) or (is_theirs and is_instance_by_name(present, wanted.__name__))
+    is_theirs = defining_package(target) == "transformers"
+    return isinstance(callback, target) or (is_theirs and is_instance_by_name(callback, target.__name__))
 
 
 def pop_matching(callbacks: list[Any], callback: Any) -> Any:
-    """Remove and return the first of `callbacks` that is `callback` or an instance of it; None if not found.
+    """Remove and return the first match of `callback`, or return None if not found.
 
-    A class of transformers also matches ours of the same name.
+    A match is `callback` itself or an instance of it. A class of transformers also matches ours of the same name.
     """
-    for number, present in enumerate(callbacks):
-        if _is_wanted(present, callback):
+    for number, candidate in enumerate(callbacks):
+        if _matches(candidate, callback):
             return callbacks.pop(number)
     return None
 
@@ -237,7 +241,7 @@ def _make_event_method(event: str):
 PROGRESS_BAR_CALLBACKS = ("ProgressCallback", "NotebookProgressCallback")
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
 #: Hook of Lightning, with 'begin' for 'start' → the event.
-_EVENTS_BY_MEANING = {
+_EVENT_BY_HOOK = {
     "on_fit_begin": "on_train_begin",
     "on_fit_end": "on_train_end",
     "on_train_epoch_begin": "on_epoch_begin",
@@ -248,8 +252,8 @@ _EVENTS_BY_MEANING = {
     "on_validation_end": "on_evaluate",
     "on_save_checkpoint": "on_save",
 }
-#: Event → the hook of Lightning that is meant by it in one of Lightning's callbacks.
-HOOKS_BY_MEANING = {event: hook.replace("begin", "start") for hook, event in _EVENTS_BY_MEANING.items()}
+#: Event → the Lightning hook that it stands for in a Lightning callback.
+HOOK_BY_EVENT = {event: hook.replace("begin", "start") for hook, event in _EVENT_BY_HOOK.items()}
 #: Event → the control flags that are cleared before it is called.
 CLEARED_FLAGS = {
     "on_train_begin": ("should_training_stop",),
@@ -257,8 +261,8 @@ CLEARED_FLAGS = {
     "on_step_begin": ("should_log", "should_evaluate", "should_save"),
     "on_save": ("should_save",),
 }
-#: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs a step.
-_NOTHING = {event: getattr(TrainerCallback, event) for event in EVENTS}
+#: The base class's empty handlers: a callback that inherits one is not called, which saves a few µs per step.
+_EMPTY_HANDLERS = {event: getattr(TrainerCallback, event) for event in EVENTS}
 for _event in EVENTS:
     if _event not in vars(CallbackHandler):
         setattr(CallbackHandler, _event, _make_event_method(_event))

@@ -6,7 +6,7 @@ from hftrainer.callbacks.progress import ProgressCallback
 
 
 def _find_callback() -> type[Any]:
-    """Transformers' callback, which shows a table of losses and metrics, or our bar if it cannot be imported."""
+    """Transformers' callback with a table of metrics, or our bar if it cannot be imported."""
     try:
         from transformers.utils.notebook import NotebookProgressCallback
     except ImportError:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TextIO, cast
 
 from hftrainer.arguments.base import BaseArguments
-from hftrainer.arguments.choices import observed
+from hftrainer.arguments.choices import read_observe
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
@@ -21,7 +21,7 @@ from hftrainer.compat.overrides import has_length, is_measurement
 
 
 def is_in_notebook() -> bool:
-    """Whether this runs in the kernel of a notebook: Jupyter, Colab, VS Code, Databricks, marimo."""
+    """Whether this process is a notebook kernel: Jupyter, Colab, VS Code, Databricks, marimo."""
     if "marimo" in sys.modules:
         return importlib.util.find_spec("IPython") is not None
     get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", None)
@@ -30,7 +30,7 @@ def is_in_notebook() -> bool:
 
 
 def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
-    """The progress callback for a Trainer; None if `callbacks` has one."""
+    """The progress callback for a Trainer, or None if `callbacks` has one."""
     names = ("PrinterCallback",) if args.disable_tqdm else PROGRESS_BAR_CALLBACKS
     if any(is_instance_by_name(callback, *names) for callback in callbacks):
         return None
@@ -47,14 +47,14 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
 
 
 class ProgressCallback(TrainerCallback):
-    """A progress bar in optimizer steps, one in evaluation batches below it, and the log lines above both.
+    """A progress bar of optimizer steps, an evaluation bar below, and log lines above.
 
     Args:
         max_str_len: length of the longest string shown in a log line, in characters.
     """
 
-    #: What shows the script's lines above the bar.
-    _stdout: _AboveBars | None = None
+    #: Writes the script's lines above the bar.
+    _stdout: _StdoutAboveBars | None = None
 
     def __init__(self, max_str_len: int = 100) -> None:
         self.training_bar: Any = None
@@ -67,7 +67,7 @@ class ProgressCallback(TrainerCallback):
         if state.is_world_process_zero:
             self.training_bar = _bar(total=state.max_steps)
             if not self.training_bar.disable and _is_terminal(sys.stdout):
-                self._stdout = _AboveBars.install() or self._stdout
+                self._stdout = _StdoutAboveBars.install() or self._stdout
         self.current_step = 0
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -77,7 +77,7 @@ class ProgressCallback(TrainerCallback):
             self.current_step = state.global_step
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        """Advance the evaluation bar, opening it at the first batch; without a length it only counts."""
+        """Advance the evaluation bar, which opens at the first batch. Without a length, it only counts."""
         if not state.is_world_process_zero:
             return
         if self.prediction_bar is None:
@@ -96,13 +96,13 @@ class ProgressCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
         if self.training_bar is not None:
-            shown = _format_logs(logs, args, above_bar=True)
-            shown = {name: self._shortened(value) for name, value in shown.items()}
-            if "loss" in (logs or {}) and observed(getattr(args, "observe", False)):
+            values = _format_logs(logs, args, above_bar=True)
+            values = {name: self._shorten(value) for name, value in values.items()}
+            if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
                 self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
-            self.training_bar.write(_text(shown, logs or {}, args, state))
+            self.training_bar.write(_text(values, logs or {}, args, state))
 
-    def _shortened(self, value: Any) -> Any:
+    def _shorten(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
             return f"[{len(value)} characters, more than max_str_len={self.max_str_len}]"
         return value
@@ -117,19 +117,19 @@ class ProgressCallback(TrainerCallback):
             self.training_bar.close()
             self.training_bar = None
         if self._stdout is not None:
-            self._stdout.end()
+            self._stdout.uninstall()
             self._stdout = None
 
 
 def close_bars(callbacks: list[Any]) -> None:
-    """Close the bar of a run that ends early; otherwise Python redraws it at exit, below the last message."""
+    """Close the bar of a run that ends early. Otherwise Python redraws it at exit, below the last message."""
     for callback in callbacks:
         if isinstance(callback, ProgressCallback):
             callback.close()
 
 
-class _AboveBars:
-    """`sys.stdout` while a terminal shows a bar: lines that a script prints are above it."""
+class _StdoutAboveBars:
+    """A `sys.stdout` that writes a script's lines above the bars of a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         from tqdm import tqdm
@@ -137,53 +137,55 @@ class _AboveBars:
         self.stream = stream
         self._tqdm = tqdm
         self._pid = os.getpid()
-        self._begun = ""
-        self._is_ended = False
+        self._partial_line = ""
+        self._is_uninstalled = False
 
     @classmethod
-    def install(cls) -> _AboveBars | None:
-        """Take the place of `sys.stdout`; None if one does it already, as for a training around this one."""
-        before: Any = sys.stdout
-        if isinstance(before, cls):
-            if not before._is_ended:
+    def install(cls) -> _StdoutAboveBars | None:
+        """Replace `sys.stdout`, or return None if an instance already does, as in a nested training."""
+        stream: Any = sys.stdout
+        if isinstance(stream, cls):
+            if not stream._is_uninstalled:
                 return None
-            before = before.stream  # a script has put it back after a training
-        made = cls(before)
-        sys.stdout = cast("TextIO", made)
-        return made
+            # A script has restored it after a training.
+            stream = stream.stream
+        instance = cls(stream)
+        sys.stdout = cast("TextIO", instance)
+        return instance
 
-    def end(self) -> None:
-        """Give `sys.stdout` back. What still holds this object, such as a script's own stream, writes through it."""
+    def uninstall(self) -> None:
+        """Restore `sys.stdout`. Streams of a script that still hold this object write through it."""
         self.flush()
-        self._is_ended = True
+        self._is_uninstalled = True
         if cast("Any", sys.stdout) is self:
             sys.stdout = self.stream
 
     @property
-    def _passes(self) -> bool:
-        """Also in a worker of a loader, which has copies of the bars and of their lock."""
-        return self._is_ended or os.getpid() != self._pid
+    def _is_passed_through(self) -> bool:
+        """Whether text is passed through, as in a loader worker, which has copies of the bars and their lock."""
+        return self._is_uninstalled or os.getpid() != self._pid
 
     def __getattr__(self, name: str) -> Any:
-        if name == "stream":  # of a copy that is being made
+        # A copy has no attributes while it is made.
+        if name == "stream":
             raise AttributeError(name)
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write whole lines, and keep the beginning of another."""
-        if self._passes:
+        """Write complete lines, and keep an incomplete one."""
+        if self._is_passed_through:
             return self.stream.write(text)
         with self._tqdm.get_lock():
-            lines, newline, self._begun = (self._begun + text).rpartition("\n")
+            lines, newline, self._partial_line = (self._partial_line + text).rpartition("\n")
             self._show(lines + newline)
         return len(text)
 
     def flush(self) -> None:
-        """Write the beginning of a line too."""
-        if not self._passes:
+        """Also write an incomplete line."""
+        if not self._is_passed_through:
             with self._tqdm.get_lock():
-                begun, self._begun = self._begun, ""
-                self._show(begun)
+                text, self._partial_line = self._partial_line, ""
+                self._show(text)
         self.stream.flush()
 
     def _show(self, text: str) -> None:
@@ -194,7 +196,7 @@ class _AboveBars:
 
 
 class PrinterCallback(TrainerCallback):
-    """Prints the log lines; the Trainer uses it instead of the progress bar with `disable_tqdm`."""
+    """Prints the log lines. With `disable_tqdm`, the Trainer uses it instead of the progress bar."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line, above Lightning's progress bar if it shows one."""
@@ -204,13 +206,14 @@ class PrinterCallback(TrainerCallback):
             tqdm.write(_text(_format_logs(logs, args), logs or {}, args, state))
 
 
-def _text(shown: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
-    """A log line as it is printed: `shown`, as the followed release does; of an observed run, for people."""
-    if not observed(getattr(args, "observe", False)):
-        return wrapped(str(shown), sys.stdout)
+def _text(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
+    """A log line as printed: `values` as text, or a human-readable line for an observed run."""
+    if not read_observe(getattr(args, "observe", False)):
+        return wrapped(str(values), sys.stdout)
     width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
-    kept = re.sub(r"(?<=\S) (?=\S)", "\xa0", readable(logs, state, width))  # a name and its value stay together
-    return wrapped(kept, sys.stdout).replace("\xa0", " ")
+    # Keep a name and its value together.
+    line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
+    return wrapped(line, sys.stdout).replace("\xa0", " ")
 
 
 def _is_terminal(stream: Any) -> bool:
@@ -221,13 +224,13 @@ def _rate(unit: str) -> Callable[[float], str]:
     return lambda value: (f"{value:>6,.0f}" if value >= 100 else f"{value:>6.3g}") + f" {unit}"
 
 
-#: Value of an observed run → how a line for people shows it.
-_READABLE: dict[str, Callable[[float], str]] = {
+#: Value of an observed run → its format in a human-readable line.
+_VALUE_FORMATS: dict[str, Callable[[float], str]] = {
     "grad_norm": "grad {:<5.3g}".format,
     "learning_rate": "lr {:.1e}".format,
 }
-#: Measurements likewise, which may have a prefix like `eval_`. A narrow terminal leaves out the last of them.
-_MEASURED: dict[str, Callable[[float], str]] = {
+#: Measurement, which may have a prefix like `eval_` → its format. A narrow terminal leaves out the last ones.
+_MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
     "runtime": "{:.3g} s".format,
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
@@ -242,7 +245,7 @@ _MEASURED: dict[str, Callable[[float], str]] = {
 }
 
 
-def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
+def format_log_line(logs: Mapping[str, Any], state: TrainerState, width: int | None = None) -> str:
     """A human-readable log line: the step first, values rounded and aligned. `log_history` keeps the numbers.
 
     Args:
@@ -254,33 +257,33 @@ def readable(logs: Mapping[str, Any], state: TrainerState, width: int | None = N
     parts = [f"{state.global_step:>{digits},}/{state.max_steps:,}"]
     if "epoch" in logs:
         parts.append(f"ep {logs['epoch']:<5.2f}")
-    measured = {_measurement(name): value for name, value in logs.items()}
-    special = (*_READABLE, "epoch", "total_flos")
-    for name in [name for name in logs if _measurement(name) is None and name not in special]:
+    measurements = {_measurement(name): value for name, value in logs.items()}
+    special_names = (*_VALUE_FORMATS, "epoch", "total_flos")
+    for name in [name for name in logs if _measurement(name) is None and name not in special_names]:
         value = logs[name]
         parts.append(f"{name} {value:<6.4g}" if isinstance(value, (int, float)) else f"{name} {value}")
-    parts += [show(logs[name]) for name, show in _READABLE.items() if name in logs]
-    shown = [name for name in _MEASURED if name in measured]
-    shown = [name for name in shown if not name.endswith("_share") or measured[name] >= 0.005]
-    ends = [_MEASURED[name](measured[name]) for name in shown]
-    while ends and width is not None and len("  ".join([*parts, *ends])) > width:
-        ends.pop()
-    return "  ".join([*parts, *ends]).rstrip()
+    parts += [format_value(logs[name]) for name, format_value in _VALUE_FORMATS.items() if name in logs]
+    names = [name for name in _MEASUREMENT_FORMATS if name in measurements]
+    names = [name for name in names if not name.endswith("_share") or measurements[name] >= 0.005]
+    measurement_parts = [_MEASUREMENT_FORMATS[name](measurements[name]) for name in names]
+    while measurement_parts and width is not None and len("  ".join([*parts, *measurement_parts])) > width:
+        measurement_parts.pop()
+    return "  ".join([*parts, *measurement_parts]).rstrip()
 
 
 def _measurement(name: str) -> str | None:
-    """The key of `_MEASURED` for an entry of a log line; None if it is no measurement."""
-    if name in _MEASURED:
+    """The key in `_MEASUREMENT_FORMATS` of a log entry, or None if it is not a measurement."""
+    if name in _MEASUREMENT_FORMATS:
         return name
     if not is_measurement(name):
         return None
-    return next((key for key in _MEASURED if name.endswith(f"_{key}")), None)
+    return next((key for key in _MEASUREMENT_FORMATS if name.endswith(f"_{key}")), None)
 
 
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
     """A log line as the followed release prints it, without `total_flos`."""
-    shown = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-    return ResolvedArguments.of(args).policy.printed(shown, above_bar=above_bar)
+    values = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
+    return ResolvedArguments.of(args).policy.printed(values, above_bar=above_bar)
 
 
 def _bar(**kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ from hftrainer.compat.reading import check_fields, fitting
 from hftrainer.errors import InvalidArgument
 
 #: Required fields of `trainer_state.json`.
-_NEVER_NULL = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
-_COUNTED = {"global_step", "epoch", "logging_steps", "eval_steps", "save_steps", "num_input_tokens_seen"}
+_REQUIRED_FIELDS = {"global_step", "max_steps", "num_train_epochs", "total_flos"}
+_COUNT_FIELDS = {"global_step", "epoch", "logging_steps", "eval_steps", "save_steps", "num_input_tokens_seen"}
 #: A larger number is an error in the file, and would take very long to count to.
 _MAX_COUNT = 10**18
 
@@ -108,17 +108,18 @@ class ExportableState:
 class TrainerState:
     """The progress of a training run; the contents of `trainer_state.json`.
 
-    A step is an optimizer step, for any number of micro-batches.
+    A step is an optimizer step, whatever its number of micro-batches.
 
     Attributes:
-        epoch: passes over the data done so far, with the fraction of the current one.
-        global_step: optimizer steps done.
-        max_steps: optimizer steps that the whole run will do.
-        logging_steps, eval_steps, save_steps: optimizer steps between two of each; fractions are already resolved.
+        epoch: epochs completed, including the fraction of the current one.
+        global_step: optimizer steps completed.
+        max_steps: optimizer steps of the complete run.
+        logging_steps, eval_steps, save_steps: optimizer steps between two log lines, evaluations or saves; no
+            longer fractions.
         train_batch_size: samples in a micro-batch of one process.
-        num_train_epochs: passes over the data that the run begins; the last may be incomplete.
-        num_input_tokens_seen: input tokens over all processes, when they are counted.
-        total_flos: floating-point operations done.
+        num_train_epochs: epochs that the run begins; the last may be incomplete.
+        num_input_tokens_seen: input tokens over all processes, if they are counted.
+        total_flos: floating-point operations so far.
         log_history: every log line, in order.
         best_metric, best_global_step, best_model_checkpoint: value, step and folder of the best model so far.
         stateful_callbacks: states of the callbacks that export one, by class name.
@@ -146,7 +147,8 @@ class TrainerState:
     stateful_callbacks: Any = None
 
     def __post_init__(self) -> None:
-        if self.log_history is None:  # as in files written by v4
+        # Files of v4 may have null.
+        if self.log_history is None:
             self.log_history = []
         if not isinstance(self.stateful_callbacks, dict):
             self.stateful_callbacks = export_states(self.stateful_callbacks or [])
@@ -165,31 +167,34 @@ class TrainerState:
 
     def _log_lines_as_json(self) -> list[str]:
         """Each log line as JSON, from a cache. Changed and new lines are serialized again."""
-        known, self._log_texts = iter(self._log_texts), []
+        cache, self._log_texts = iter(self._log_texts), []
         for line in self.log_history:
-            before, text = next(known, (None, ""))
-            plain = line if is_plain(line) else as_json(line, "log_history")
-            if plain != before:
-                text = json.dumps(plain, indent=2, sort_keys=True).replace("\n", "\n    ")
-            self._log_texts.append((dict(plain), text))
+            cached_line, text = next(cache, (None, ""))
+            plain_line = line if is_plain(line) else as_json(line, "log_history")
+            if plain_line != cached_line:
+                text = json.dumps(plain_line, indent=2, sort_keys=True).replace("\n", "\n    ")
+            self._log_texts.append((dict(plain_line), text))
         return [text for _, text in self._log_texts]
 
     @classmethod
     def load_from_json(cls, json_path: str) -> TrainerState:
-        """Read a state; unknown fields, written by other releases, are ignored."""
+        """Read a state. Unknown fields, which other releases write, are ignored."""
         with open(json_path, encoding="utf-8") as file:
             values = json.load(file)
-        known = {field.name for field in dataclasses.fields(cls)}
+        field_names = {field.name for field in dataclasses.fields(cls)}
         with fitting(json_path):
             if not isinstance(values, dict):
                 raise TypeError(f"it is {reprlib.repr(values)}")
             # Files of v4 have null for unset intervals: use the default.
-            given = {name: value for name, value in values.items() if value is not None or name in _NEVER_NULL}
-            check_fields(given, cls)
-            for name in _COUNTED & given.keys():
-                if not 0 <= given[name] <= _MAX_COUNT:  # also rejects NaN
-                    raise ValueError(f"{name} is {given[name]}")
-            return cls(**{name: value for name, value in given.items() if name in known})
+            fields_with_values = {
+                name: value for name, value in values.items() if value is not None or name in _REQUIRED_FIELDS
+            }
+            check_fields(fields_with_values, cls)
+            for name in _COUNT_FIELDS & fields_with_values.keys():
+                # This also rejects NaN.
+                if not 0 <= fields_with_values[name] <= _MAX_COUNT:
+                    raise ValueError(f"{name} is {fields_with_values[name]}")
+            return cls(**{name: value for name, value in fields_with_values.items() if name in field_names})
 
     def compute_steps(self, args: BaseArguments, max_steps: int) -> None:
         """Convert intervals that are fractions of `max_steps` into optimizer steps."""
@@ -225,11 +230,11 @@ def drop_from_json(path: str, name: str) -> None:
 
 
 def export_states(callbacks: Sequence[Any]) -> dict[str, Any]:
-    """States of the callbacks by class name; several of one class become a list."""
+    """States of the callbacks by class name. Several of one class become a list."""
     states: dict[str, list[Any]] = {}
     for callback in callbacks:
         states.setdefault(type(callback).__name__, []).append(callback.state())
-    return {name: several if len(several) > 1 else several[0] for name, several in states.items()}
+    return {name: group if len(group) > 1 else group[0] for name, group in states.items()}
 
 
 def is_exportable(callback: Any) -> bool:
@@ -276,10 +281,10 @@ def hyperparameters(trial: Any) -> Mapping[str, Any]:
     Raises:
         InvalidArgument: if `trial` is neither a trial nor a mapping.
     """
-    chosen = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
-    if not isinstance(chosen, Mapping):
-        raise InvalidArgument(f"trial={trial!r}: give a trial of Optuna, or a dict of hyperparameters.")
-    return chosen
+    values = trial if isinstance(trial, Mapping) else getattr(trial, "params", None)
+    if not isinstance(values, Mapping):
+        raise InvalidArgument(f"trial={trial!r}: pass a trial of Optuna, or a dict of hyperparameters.")
+    return values
 
 
 logger = logging.getLogger(__name__)
@@ -299,14 +304,15 @@ def as_json(value: Any, name: str) -> Any:
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
-        return {_as_key(key): as_json(each, f"{name}[{key!r}]") for key, each in value.items()}
+        return {_as_json_key(key): as_json(item, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
         value = sorted(value, key=repr)
     if isinstance(value, (list, tuple)):
-        return [as_json(each, name) for each in value]
+        return [as_json(item, name) for item in value]
     if isinstance(value, torch.Tensor):
         value = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-    elif callable(getattr(value, "toarray", None)):  # scipy's sparse arrays
+    elif callable(getattr(value, "toarray", None)):
+        # scipy's sparse arrays have this method.
         value = value.toarray()
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
@@ -317,10 +323,10 @@ def as_json(value: Any, name: str) -> Any:
 
 
 def is_plain(line: Mapping[str, Any]) -> bool:
-    """Whether all values of a log line are numbers or text already, and all names text."""
+    """Whether all values of a log line are numbers, text or None, and all names text."""
     return all(type(name) is str and type(value) in _PLAIN for name, value in line.items())
 
 
-def _as_key(key: Any) -> str:
+def _as_json_key(key: Any) -> str:
     """A key as JSON writes it, since keys of mixed types cannot be sorted."""
     return key if isinstance(key, str) else json.dumps(key) if isinstance(key, _PLAIN) else str(key)

@@ -31,12 +31,12 @@ def add(commands: Any) -> None:
 
 
 def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
-    from hftrainer.arguments.storage import why_no_local_folder
+    from hftrainer.arguments.storage import explain_unreadable_url
     from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
     folder = options.folder
-    if (reason := why_no_local_folder(folder)) is not None:
+    if (reason := explain_unreadable_url(folder)) is not None:
         parser.fail(f"{folder}: {reason}.")
     if (reason := CheckpointFolder(folder).why_no_checkpoint) is not None:
         newest = next(checkpoints_newest_first(folder), None) if os.path.isdir(folder) else None

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.choices import ParallelMode, spelled
+from hftrainer.arguments.choices import ParallelMode, as_text
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import is_measurement
 
@@ -151,7 +151,7 @@ def _batches(components: Components) -> dict[str, Any]:
     train, evaluation = args.tokens_per_batch or components.run.train_batch_size, args.eval_batch_size
     name = "train_batch_size" if args.tokens_per_batch is None else "tokens_per_batch"
     found: dict[str, Any] = {name: train, "eval_batch_size": evaluation}
-    if spelled(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
+    if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
         strategy = f" ({components.strategy.card})" if components.strategy.card else ""
         found["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
@@ -174,7 +174,7 @@ def _optimizer(components: Components) -> str:
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
         return _format_settings(kind.__name__, settings)
-    name, settings = spelled(args.optim), {}
+    name, settings = as_text(args.optim), {}
     if "adam" in name:
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}
     return _format_settings(name, {**settings, **({"optim_args": args.optim_args} if args.optim_args else {})})
@@ -191,7 +191,7 @@ def _schedule(components: Components) -> dict[str, Any]:
     length = {"training_steps": args.max_steps} if args.max_steps != -1 else {"num_epochs": args.num_train_epochs}
     if own_schedule is not None:
         return {"lr_scheduler_type": type(own_schedule).__name__, **length}
-    found: dict[str, Any] = {"lr_scheduler_type": spelled(args.lr_scheduler_type)}
+    found: dict[str, Any] = {"lr_scheduler_type": as_text(args.lr_scheduler_type)}
     if args.lr_scheduler_kwargs:
         found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if args.warmup_steps:

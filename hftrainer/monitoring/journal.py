@@ -21,7 +21,7 @@ import os
 import time
 from typing import Any
 
-from hftrainer.arguments.storage import why_no_local_folder
+from hftrainer.arguments.storage import explain_unreadable_url
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def check_folder(folder: str) -> None:
     """Raise `InvalidArgument` for what is no folder."""
     if not os.path.isdir(folder):
         reason = "is not a folder" if os.path.exists(folder) else "the folder does not exist"
-        reason = why_no_local_folder(folder) or reason
+        reason = explain_unreadable_url(folder) or reason
         raise InvalidArgument(
             f"{folder}: {reason}; give the output_dir of a run, which holds its checkpoint-xxx folders, and with "
             "observe=True a journal."

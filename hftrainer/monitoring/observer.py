@@ -59,7 +59,7 @@ class Observer(TrainerCallback):
     """Measures the intervals between log lines. A callback of the run; the loop reports micro-batches and phases to it.
 
     Args:
-        what: what to observe, of `OBSERVED`.
+        what: what to observe, of `OBSERVE_PARTS`.
         measured: what is measured elsewhere.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
         flops: counts the operations of the first micro-batch; None where the peak of the hardware is unknown.

@@ -1,6 +1,6 @@
 """The table of releases: a subclass of `ReleasePolicy` for each release after which `transformers` changed.
 
-Each has the behaviour that its release was the last to have. To drop releases, delete the last subclasses.
+Each has the behaviour that changed after its release. To drop releases, delete the last subclasses.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class EarlierSchedule(NamedTuple):
     max_steps: int
 
     @classmethod
-    def of(cls, schedule: Any, *, epoch_based: bool, sized: bool) -> EarlierSchedule:
+    def from_schedule(cls, schedule: Any, *, epoch_based: bool, has_length: bool) -> EarlierSchedule:
         """The same lengths in the earlier order."""
         values = schedule._asdict()
         del values["total_train_batch_size"], values["steps_in_epoch"]
-        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if sized else None, **values)
+        return cls(epoch_based=epoch_based, len_dataloader=schedule.steps_in_epoch if has_length else None, **values)
 
 
-class Until5_22(ReleasePolicy):
+class PolicyUntil5_22(ReleasePolicy):
     """Differences of releases up to and including 5.22."""
 
     until = Release(5, 22)
@@ -51,13 +51,13 @@ class Until5_22(ReleasePolicy):
     skips_logits = False
 
 
-class Until5_18(Until5_22):
+class PolicyUntil5_18(PolicyUntil5_22):
     """Differences of releases up to and including 5.18."""
 
     until = Release(5, 18)
     changes = {
-        "averages_train_loss_over_call": "train_loss of a resumed run is the sum of this call over all steps, also "
-        "those before the checkpoint",
+        "averages_train_loss_over_call": "train_loss of a resumed run is the loss sum of this call divided by all "
+        "steps, including those before the checkpoint",
         "num_items": "num_items_in_batch is an integer",
     }
     averages_train_loss_over_call = False
@@ -66,7 +66,7 @@ class Until5_18(Until5_22):
         return count
 
 
-class Until5_17(Until5_18):
+class PolicyUntil5_17(PolicyUntil5_18):
     """Differences of releases up to and including 5.17."""
 
     until = Release(5, 17)
@@ -77,7 +77,7 @@ class Until5_17(Until5_18):
     aligns_only_set_tokens = False
 
 
-class Until5_15(Until5_17):
+class PolicyUntil5_15(PolicyUntil5_17):
     """Differences of releases up to and including 5.15."""
 
     until = Release(5, 15)
@@ -90,7 +90,7 @@ class Until5_15(Until5_17):
         return None
 
 
-class Until5_14(Until5_15):
+class PolicyUntil5_14(PolicyUntil5_15):
     """Differences of releases up to and including 5.14."""
 
     until = Release(5, 14)
@@ -101,7 +101,7 @@ class Until5_14(Until5_15):
     smooths_over_items = False
 
 
-class Until5_9(Until5_14):
+class PolicyUntil5_9(PolicyUntil5_14):
     """Differences of releases up to and including 5.9."""
 
     until = Release(5, 9)
@@ -114,7 +114,7 @@ class Until5_9(Until5_14):
         return batch["labels"]
 
 
-class Until5_5(Until5_9):
+class PolicyUntil5_5(PolicyUntil5_9):
     """Differences of releases up to and including 5.5."""
 
     until = Release(5, 5)
@@ -124,7 +124,7 @@ class Until5_5(Until5_9):
         return int(args.gradient_accumulation_steps)
 
 
-class Until5_3(Until5_5):
+class PolicyUntil5_3(PolicyUntil5_5):
     """Differences of releases up to and including 5.3."""
 
     until = Release(5, 3)
@@ -135,7 +135,7 @@ class Until5_3(Until5_5):
     evaluates_last_step = False
 
 
-class Until5_2(Until5_3):
+class PolicyUntil5_2(PolicyUntil5_3):
     """Differences of releases up to and including 5.2."""
 
     until = Release(5, 2)
@@ -156,7 +156,7 @@ class Until5_2(Until5_3):
     returns_steps_in_epoch = False
 
 
-class Until5_1(Until5_2):
+class PolicyUntil5_1(PolicyUntil5_2):
     """Differences of releases up to and including 5.1."""
 
     until = Release(5, 1)
@@ -165,7 +165,7 @@ class Until5_1(Until5_2):
     gradient_divisor = ReleasePolicy.gradient_divisor
 
 
-class Until5_0(Until5_1):
+class PolicyUntil5_0(PolicyUntil5_1):
     """Differences of releases up to and including 5.0."""
 
     until = Release(5, 0)
@@ -176,7 +176,7 @@ class Until5_0(Until5_1):
     calls_create_scheduler = False
 
 
-class Until4_57(Until5_0):
+class PolicyUntil4_57(PolicyUntil5_0):
     """Differences of releases up to and including 4.57."""
 
     until = Release(4, 57)
@@ -196,7 +196,7 @@ class Until4_57(Until5_0):
         return logs | {"epoch": round(logs["epoch"], 2)} if above_bar and "epoch" in logs else logs
 
 
-class Until4_56(Until4_57):
+class PolicyUntil4_56(PolicyUntil4_57):
     """Differences of releases up to and including 4.56."""
 
     until = Release(4, 56)
@@ -206,7 +206,7 @@ class Until4_56(Until4_57):
     divides_eval_loss_by_items = False
 
 
-class Until4_55(Until4_56):
+class PolicyUntil4_55(PolicyUntil4_56):
     """Differences of releases up to and including 4.55."""
 
     until = Release(4, 55)
@@ -214,7 +214,7 @@ class Until4_55(Until4_56):
     aligns_special_tokens = False
 
 
-class Until4_54(Until4_55):
+class PolicyUntil4_54(PolicyUntil4_55):
     """Differences of releases up to and including 4.54."""
 
     until = Release(4, 54)
@@ -224,14 +224,15 @@ class Until4_54(Until4_55):
         return int(args.gradient_accumulation_steps)
 
 
-class Until4_52(Until4_54):
+class PolicyUntil4_52(PolicyUntil4_54):
     """Differences of releases up to and including 4.52."""
 
     until = Release(4, 52)
     changes = {
         "decay_parameter_names": "weight decay excludes the layers in ALL_LAYERNORM_LAYERS, but not those that are "
         "named norm (transformers#38922)",
-        "divides_uncounted_loss": "the loss of a model that takes num_items_in_batch is never divided for accumulation",
+        "divides_uncounted_loss": "the loss of a model that accepts num_items_in_batch is never divided for "
+        "accumulation",
     }
     divides_uncounted_loss = False
 
@@ -239,7 +240,7 @@ class Until4_52(Until4_54):
         return get_parameter_names(model, peers.normalization_layers(), ["bias", "layernorm", "rmsnorm"])
 
 
-class Until4_51(Until4_52):
+class PolicyUntil4_51(PolicyUntil4_52):
     """Differences of releases up to and including 4.51."""
 
     until = Release(4, 51)
@@ -256,7 +257,7 @@ class Until4_51(Until4_52):
         return max(1, micro_batches // accumulation)
 
 
-class Until4_50(Until4_51):
+class PolicyUntil4_50(PolicyUntil4_51):
     """Differences of releases up to and including 4.50."""
 
     until = Release(4, 50)
@@ -268,13 +269,14 @@ class Until4_50(Until4_51):
     logs_rate_of_step = False
 
 
-class Until4_49(Until4_50):
+class PolicyUntil4_49(PolicyUntil4_50):
     """Differences of releases up to and including 4.49."""
 
     until = Release(4, 49)
     changes = {
         "num_items": "num_items_in_batch is a Python int",
-        "records_best_step": "no best_global_step; best_model_checkpoint is set at the evaluation, saved or not",
+        "records_best_step": "best_global_step is not set; best_model_checkpoint is set at the evaluation, even "
+        "without a save",
         "saves_last_step_with": "with save_strategy='epoch' too, the last step is saved at once, and again at the end "
         "of the epoch",
         "saves_tokenizer_of_collator": "without a processing class, the tokenizer of the data collator is not saved",
@@ -287,7 +289,7 @@ class Until4_49(Until4_50):
         return int(count)
 
 
-class Until4_48(Until4_49):
+class PolicyUntil4_48(PolicyUntil4_49):
     """Differences of releases up to and including 4.48."""
 
     until = Release(4, 48)
@@ -304,5 +306,5 @@ class Until4_48(Until4_49):
         return [name for name in names if "bias" not in name]
 
 
-#: From the oldest release to the newest.
-POLICIES: tuple[type[ReleasePolicy], ...] = Until4_48.__mro__[:-1]
+#: The policies, from the oldest release to the newest.
+POLICIES: tuple[type[ReleasePolicy], ...] = PolicyUntil4_48.__mro__[:-1]

@@ -51,19 +51,19 @@ class EarlierMethods:
             UnsupportedArgument: for `auto_find_batch_size`, as for the argument of that name.
         """
         if not self.is_deepspeed_enabled or self.is_in_train:
-            reason = "is for before training" if self.is_deepspeed_enabled else "needs the argument deepspeed"
+            reason = "works only before training" if self.is_deepspeed_enabled else "needs the argument deepspeed"
             raise InvalidSetup(f"propagate_args_to_deepspeed() {reason}.")
         if auto_find_batch_size:
             raise UnsupportedArgument(
                 "propagate_args_to_deepspeed(auto_find_batch_size=True): DeepSpeed's engine cannot be restarted with "
-                "other batches: set per_device_train_batch_size, and 'auto' in the configuration."
+                "another batch size: set per_device_train_batch_size, and 'auto' in the configuration."
             )
         self._hftrainer.setup.rebuild_from_arguments()
 
     # ---- Evaluation --------------------------------------------------------------------------------------------
 
     def _nested_gather(self, tensors: Any, name: str | None = None) -> Any:
-        """Rows gathered from all ranks (until v5.0); None for None.
+        """Rows gathered from all ranks, or None for None (until v5.0).
 
         Args:
             tensors: tensors in nested containers.
@@ -82,16 +82,16 @@ class EarlierMethods:
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def _rotate_checkpoints(self, use_mtime: bool = False, output_dir: str | None = None) -> None:
-        """Delete checkpoints beyond `save_total_limit` (until v5.0). The Trainer calls it only if it is overridden.
+        """Delete checkpoints beyond `save_total_limit` (until v5.0). The Trainer calls only an override.
 
         Args:
-            use_mtime: order by time of writing, rather than by steps.
-            output_dir: the folder of the checkpoints; default `args.output_dir`.
+            use_mtime: whether to order by modification time, rather than by steps.
+            output_dir: the folder of the checkpoints; None means `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         newest, best = self._hftrainer.run.checkpoints_written[-1:], self.state.best_model_checkpoint
-        found = self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder)
-        rotate_checkpoints(folder, self.args.save_total_limit, best, newest, found)
+        checkpoints = self._sorted_checkpoints(use_mtime=use_mtime, output_dir=folder)
+        rotate_checkpoints(folder, self.args.save_total_limit, best, newest, checkpoints)
 
     def _sorted_checkpoints(
         self,
@@ -101,5 +101,5 @@ class EarlierMethods:
     ) -> list[str]:
         """The checkpoint folders, oldest first (until v5.0); the arguments are those of `_rotate_checkpoints`."""
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        found = sort_checkpoints(folder) if use_mtime else list(checkpoints_newest_first(folder))[::-1]
-        return [path for path in found if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]
+        checkpoints = sort_checkpoints(folder) if use_mtime else list(checkpoints_newest_first(folder))[::-1]
+        return [path for path in checkpoints if os.path.basename(path).startswith(f"{checkpoint_prefix}-")]

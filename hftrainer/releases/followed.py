@@ -19,7 +19,7 @@ from hftrainer.releases.policy import NEWEST, RELEASES, Release, ReleasePolicy
 
 logger = logging.getLogger(__name__)
 
-#: The policy of the Trainers of this process whose arguments choose no release.
+#: The policy of Trainers whose arguments select no release.
 _default = ReleasePolicy()
 
 
@@ -29,7 +29,7 @@ def make_policy(release: Release) -> ReleasePolicy:
 
 
 def from_text(text: Any) -> ReleasePolicy:
-    """The policy of a release; that of the newest known one for a later release.
+    """The policy of a release, or of the newest known one for a later release.
 
     Args:
         text: a release or a version, such as '4.57' or '4.57.6'.
@@ -38,39 +38,39 @@ def from_text(text: Any) -> ReleasePolicy:
         ValueError: if the release is not known; the message names the known ones.
     """
     if isinstance(text, (int, float)):
-        raise ValueError(f"{text!r}: give the release as text: the number 5.10 would be read as 5.1.")
+        raise ValueError(f"{text!r} is a number, and 5.10 would be read as 5.1: write the release as text.")
     if not isinstance(text, str):
-        raise ValueError(f"{text!r}: give a release as text, such as '{NEWEST}'.")
-    given = Release.from_text(text) if re.fullmatch(r"\d+\.\d+(\..*)?", text) else None
-    if given is None or (given not in RELEASES and given < NEWEST):
+        raise ValueError(f"{text!r} is not text: write a release as text, such as '{NEWEST}'.")
+    release = Release.from_text(text) if re.fullmatch(r"\d+\.\d+(\..*)?", text) else None
+    if release is None or (release not in RELEASES and release < NEWEST):
         raise ValueError(
             f"{text!r} is not a release of transformers whose behaviour is known, from {RELEASES[0]} to {NEWEST}"
-            + (f"; the nearest is '{_nearest(given)}'." if given else ".")
+            + (f"; the nearest is '{_nearest_known(release)}'." if release else ".")
         )
     _log_info_once(describe_newer_release(text))
-    return make_policy(_nearest(given))
+    return make_policy(_nearest_known(release))
 
 
 def describe_newer_release(version: str) -> str | None:
-    """A sentence about a version of transformers later than the newest known release; None for others."""
+    """A sentence about a version of transformers after the newest known release, or None."""
     if Release.from_text(version) <= NEWEST:
         return None
     return (
-        f"transformers {version} is newer than {NEWEST}, the newest release that this hftrainer knows: what changed "
-        f"since then is not followed. Upgrade with pip install --upgrade hftrainer."
+        f"transformers {version} is newer than {NEWEST}, the newest release that this hftrainer knows: later changes "
+        f"are not followed. Upgrade with pip install --upgrade hftrainer."
     )
 
 
-def older_than_followed(config: Mapping[str, Any]) -> str | None:
-    """A sentence about an installed transformers older than the release that a Trainer follows by default."""
+def describe_older_release(config: Mapping[str, Any]) -> str | None:
+    """A sentence about an installed transformers older than the default release, or None."""
     if "behaviour" in config or (transformers := sys.modules.get("transformers")) is None:
         return None
     installed = Release.from_text(transformers.__version__)
     if installed >= _default.release:
         return None
     return (
-        f"transformers {installed} is installed, and this Trainer has the numbers of {_default.release}. To keep those "
-        f"of {installed}, use python -m hftrainer run or hftrainer.install(); "
+        f"transformers {installed} is installed, but this Trainer follows {_default.release}. To follow "
+        f"{installed}, use python -m hftrainer run or hftrainer.install(); "
         f"lightning_config={{'behaviour': '{_default.release}'}} turns this message off."
     )
 
@@ -80,8 +80,8 @@ def _log_info_once(sentence: str | None) -> None:
         log_once(logger, sentence, logging.INFO)
 
 
-def _nearest(release: Release) -> Release:
-    """The latest known release up to another; the first known one if all are later."""
+def _nearest_known(release: Release) -> Release:
+    """The latest known release that is not after another, or else the first one."""
     return max((known for known in RELEASES if known <= release), default=RELEASES[0])
 
 
@@ -114,10 +114,10 @@ def follow(release: Release) -> None:
 
 
 def installed_release() -> Release:
-    """The known release nearest to the installed transformers; the newest if none is installed."""
+    """The known release nearest to the installed transformers, or the newest if none is installed."""
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         return NEWEST
     _log_info_once(describe_newer_release(version))
-    return _nearest(Release.from_text(version))
+    return _nearest_known(Release.from_text(version))

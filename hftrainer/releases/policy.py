@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Release(NamedTuple):
-    """A release of transformers; `str()` gives '4.57'."""
+    """A release of transformers, which `str()` writes as '4.57'."""
 
     major: int
     minor: int
@@ -33,10 +33,10 @@ NEWEST = RELEASES[-1]
 
 
 class ReleasePolicy:
-    """The behaviour of the newest release; `earlier.py` describes the effect of each value and method.
+    """The behaviour of the newest release. `earlier.py` describes the effect of each value and method.
 
     Args:
-        release: the release that is followed.
+        release: the followed release.
 
     Attributes:
         until: the last release with this behaviour.
@@ -51,11 +51,12 @@ class ReleasePolicy:
 
     def differences(self) -> dict[str, str]:
         """Name of a value or method → the followed release's behaviour, where the newest release differs."""
-        changed: dict[str, str | None] = {}
+        texts: dict[str, str | None] = {}
         kinds: Any = type(self).__mro__[:-2]
-        for kind in kinds:  # those of an earlier release hide those of a later one
-            changed = {name: kind.changes.get(name) for name in vars(kind)} | changed
-        return {name: text for name, text in changed.items() if text is not None}
+        # The text of an earlier release hides that of a later one.
+        for kind in kinds:
+            texts = {name: kind.changes.get(name) for name in vars(kind)} | texts
+        return {name: text for name, text in texts.items() if text is not None}
 
     # ---- The loss and its divisor ------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ class ReleasePolicy:
     smooths_over_items = True
 
     def counted_labels(self, batch: Any, *, shifts: bool) -> Any:
-        """The labels of a batch that count for its loss: a causal model never predicts the first one.
+        """The labels that count for the loss of a batch. A causal model never predicts the first one.
 
         Args:
             batch: the batch.
@@ -102,7 +103,7 @@ class ReleasePolicy:
         return math.ceil(micro_batches / accumulation)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names of the parameters that weight decay applies to: not biases and norms, by class or name."""
+        """Names of the parameters with weight decay: all but biases and norms, by class or name."""
         norms = (r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
         return get_parameter_names(model, [nn.LayerNorm], [r"bias", *norms])
 
@@ -120,7 +121,7 @@ class ReleasePolicy:
         return mean
 
     def printed(self, logs: dict[str, Any], *, above_bar: bool = False) -> dict[str, Any]:
-        """A log line as printed: its numbers have four digits.
+        """A log line as printed, with numbers of four significant digits.
 
         Args:
             logs: the log line.
@@ -138,7 +139,7 @@ class ReleasePolicy:
     loads_best_after_logging = True
 
     def evaluation_generator(self, seed: int) -> torch.Generator | None:
-        """The generator from which an evaluation grouped by length draws its order; None for torch's."""
+        """The generator from which an evaluation grouped by length draws its order, or None for torch's."""
         return torch.Generator().manual_seed(seed)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class ReleasePolicy:
 def get_parameter_names(
     model: nn.Module, forbidden_layer_types: Sequence[type], forbidden_layer_names: Sequence[str] | None = None
 ) -> list[str]:
-    """Names of the parameters that are outside given types of layers and match none of the given patterns.
+    """Names of the parameters outside the given layer types that match none of the patterns.
 
     Args:
         model: the model.
@@ -167,14 +168,14 @@ def get_parameter_names(
     """
     patterns = [re.compile(pattern) for pattern in forbidden_layer_names or ()]
 
-    def allowed(name: str) -> bool:
+    def is_allowed(name: str) -> bool:
         return not any(pattern.search(name.lower()) for pattern in patterns)
 
     def walk(module: nn.Module) -> list[str]:
-        found = []
+        names = []
         for child_name, child in module.named_children():
             if not isinstance(child, tuple(forbidden_layer_types)):
-                found += [name for below in walk(child) if allowed(name := f"{child_name}.{below}")]
-        return found + [name for name in module._parameters if allowed(name)]
+                names += [name for inner_name in walk(child) if is_allowed(name := f"{child_name}.{inner_name}")]
+        return names + [name for name in module._parameters if is_allowed(name)]
 
     return walk(model)

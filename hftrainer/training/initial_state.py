@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.state import export_states
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -29,7 +29,7 @@ class InitialStateSnapshot:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        if (optim := spelled(trainer.args.optim)) in ("lomo", "adalomo"):
+        if (optim := as_text(trainer.args.optim)) in ("lomo", "adalomo"):
             raise InvalidArgument(
                 f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
                 "set per_device_train_batch_size yourself rather than auto_find_batch_size, and no on_divergence."

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hftrainer import trainer_optimizer
-from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.choices import as_text
 from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import peers
 from hftrainer.compat.messages import tell
@@ -209,7 +209,7 @@ class ModelSetup(Component):
             if is_factory or own:
                 given = self.trainer.optimizer_cls_and_kwargs is not None
                 raise InvalidArgument(
-                    f"param_groups: {'optimizer_cls_and_kwargs' if given else f'optim={spelled(args.optim)!r}'} makes "
+                    f"param_groups: {'optimizer_cls_and_kwargs' if given else f'optim={as_text(args.optim)!r}'} makes "
                     "its own groups of parameters: use another, such as optim='adamw_torch', or leave param_groups out."
                 )
             return self._create_with_groups(model, decayed, kind, kwargs)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.arguments.choices import SaveStrategy, observed
+from hftrainer.arguments.choices import SaveStrategy, read_observe
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.observer import Measured, Observer
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, plan = components.trainer, components.engine.plan
-    what = observed(getattr(trainer.args, "observe", False))
+    what = read_observe(getattr(trainer.args, "observe", False))
     if not what:
         return None
     loop.reader.time_collator()

@@ -54,7 +54,7 @@ class Planner(Component):
         )
         if self.components.policy.returns_steps_in_epoch:
             return schedule
-        return EarlierSchedule.of(schedule, epoch_based=args.max_steps < 0, sized=sized)
+        return EarlierSchedule.from_schedule(schedule, epoch_based=args.max_steps < 0, has_length=sized)
 
     def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
         """Make a new state, or load the checkpoint's; returns finished epochs, and finished micro-batches of the next.

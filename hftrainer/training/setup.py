@@ -17,11 +17,11 @@ from torch.utils.data import IterableDataset
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
-from hftrainer.arguments.choices import spelled
+from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
-from hftrainer.arguments.support import apply_argument_changes, check_supported, make_plan, overridden
+from hftrainer.arguments.support import apply_argument_changes, check_supported, find_unused_settings, make_plan
 from hftrainer.arguments.validation import (
     check_accelerator_config,
     check_types,
@@ -30,7 +30,7 @@ from hftrainer.arguments.validation import (
 )
 from hftrainer.callbacks.handler import (
     EVENTS,
-    HOOKS_BY_MEANING,
+    HOOK_BY_EVENT,
     CallbackHandler,
     make_callback,
     pop_matching,
@@ -50,7 +50,7 @@ from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import adapter
-from hftrainer.releases.followed import older_than_followed
+from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
@@ -176,7 +176,7 @@ class TrainerSetup(Component):
         of_lightning = self.components.lightning_callbacks
         if _is_of_lightning(callback):
             of_lightning.append(make_callback(callback))
-            warn_of_misspelt_events(type(of_lightning[-1]), adapter().HOOKS, HOOKS_BY_MEANING)
+            warn_of_misspelt_events(type(of_lightning[-1]), adapter().HOOKS, HOOK_BY_EVENT)
         else:
             handler.add_callback(callback)
             added = handler.callbacks[-1]
@@ -285,9 +285,9 @@ class TrainerSetup(Component):
         resolved.model = self.trainer.model
         if found := check_supported(resolved, has_custom_optimizer=self.trainer.optimizer is not None):
             raise UnsupportedArgument("\n".join(found))
-        for sentence in overridden(resolved):
+        for sentence in find_unused_settings(resolved):
             logger.warning(sentence)
-        if (older := older_than_followed(resolved.readable_config)) is not None:
+        if (older := describe_older_release(resolved.readable_config)) is not None:
             log_once(logger, older, logging.WARNING)
         if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(
@@ -325,7 +325,7 @@ class TrainerSetup(Component):
             raise InvalidArgument("\n".join(found))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
-                f"eval_strategy={spelled(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
+                f"eval_strategy={as_text(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
             )
         self._check_optimizer()
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
@@ -339,9 +339,9 @@ class TrainerSetup(Component):
         chosen = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
         default = TrainingArguments.__dataclass_fields__["optim"].default
         for name, given in chosen.items():
-            if given is not None and spelled(args.optim) not in (default, "adamw_torch"):
+            if given is not None and as_text(args.optim) not in (default, "adamw_torch"):
                 raise InvalidArgument(
-                    f"optim={spelled(args.optim)!r} and {name} both set the optimizer: use only one of them."
+                    f"optim={as_text(args.optim)!r} and {name} both set the optimizer: use only one of them."
                 )
         if trainer.optimizer is not None:
             _warn_of_ignored(args, trainer.optimizer)

@@ -150,7 +150,7 @@ def test_arguments_of_transformers():
     make_trainer(args)
     assert args.gradient_accumulation_steps == 3
     args.gradient_accumulation_steps = 2
-    with pytest.raises(InvalidArgument, match="contradict each other: give one"):
+    with pytest.raises(InvalidArgument, match="contradict each other: set only one"):
         make_trainer(args)
 
 
@@ -282,16 +282,16 @@ def test_moving_beside_the_computation_needs_pinned_memory(caplog):
 
 WRONG = [
     ({"split_batch": True}, "has no key 'split_batch'; did you mean 'split_batches'?"),
-    ({"zzz": True}, "has no key 'zzz': it takes dispatch_batches"),
-    ({"split_batches": "yes"}, "['split_batches']='yes': give True or False"),
-    ({"split_batches": None}, "['split_batches']=None: give True or False"),
-    ({"gradient_accumulation_kwargs": 3}, "['gradient_accumulation_kwargs']=3: give a dict"),
+    ({"zzz": True}, "has no key 'zzz': the keys are dispatch_batches"),
+    ({"split_batches": "yes"}, "['split_batches']='yes': use True or False"),
+    ({"split_batches": None}, "['split_batches']=None: use True or False"),
+    ({"gradient_accumulation_kwargs": 3}, "['gradient_accumulation_kwargs']=3: use a dict"),
     ({"gradient_accumulation_kwargs": {"num_step": 3}}, "did you mean 'num_steps'?"),
-    ({"gradient_accumulation_kwargs": {"num_steps": 0}}, "['num_steps']=0: give a number of micro-batches"),
-    ({"gradient_accumulation_kwargs": {"num_steps": True}}, "['num_steps']=True: give a number of micro-batches"),
-    ({"gradient_accumulation_kwargs": {"sync_each_batch": 1}}, "['sync_each_batch']=1: give True or False"),
-    (TheirConfig, "callable to `accelerator_config`, the class AcceleratorConfig: give an instance of it"),
-    (7, "accelerator_config=7: give a dict, or the path of a JSON file"),
+    ({"gradient_accumulation_kwargs": {"num_steps": 0}}, "['num_steps']=0: use a number of micro-batches"),
+    ({"gradient_accumulation_kwargs": {"num_steps": True}}, "['num_steps']=True: use a number of micro-batches"),
+    ({"gradient_accumulation_kwargs": {"sync_each_batch": 1}}, "['sync_each_batch']=1: use True or False"),
+    (TheirConfig, "callable to `accelerator_config`, the class AcceleratorConfig: pass an instance"),
+    (7, "accelerator_config=7: pass a dict or the path of a JSON file"),
     ("missing.json", "accelerator_config='missing.json' cannot be read: No such file"),
     ("list.json", "must hold keys and values"),
     ("cut.json", "is not valid JSON"),

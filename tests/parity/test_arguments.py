@@ -244,7 +244,7 @@ def test_warning_of_changes_without_effect(tmp_path, caplog, name):
         trainer.train()
         trainer.train()
         trainer.evaluate()
-    (message,) = [record.message for record in caplog.records if "reads it once" in record.message]
+    (message,) = [record.message for record in caplog.records if "reads such arguments once" in record.message]
     assert f"{name} (" in message
 
 
@@ -273,7 +273,7 @@ def test_old_names_of_checkpointing(tmp_path):
 def test_numbers_out_of_range(tmp_path):
     trainer = make_trainer(tmp_path)
     trainer.args.gradient_accumulation_steps = 0
-    with pytest.raises(InvalidArgument, match="gradient_accumulation_steps=0: give a number of at least 1"):
+    with pytest.raises(InvalidArgument, match="gradient_accumulation_steps=0: use a number of at least 1"):
         trainer.train()
 
 

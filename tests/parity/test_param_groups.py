@@ -56,7 +56,7 @@ def test_of_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
-        (5, ["param_groups=5: give a list of dicts"]),
+        (5, ["param_groups=5: use a list of dicts"]),
         ("absent.json", ["cannot be read (", "path of a JSON file"]),
         (["*"], ["param_groups[0] is '*'"]),
         ([{"lr": -1.0}], ["param_groups[0] has no pattern", "param_groups[0]: lr=-1.0 is not a number of at least 0"]),

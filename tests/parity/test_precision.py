@@ -127,5 +127,5 @@ def test_types_of_lightning(tmp_path, precision, dtype):
 
 def test_types_of_lightning_are_for_whole_models(tmp_path):
     settings = {"fsdp": "full_shard", "lightning_config": {"precision": "bf16-true"}}
-    with pytest.raises(UnsupportedArgument, match=r"\['precision'\]='bf16-true' is for a whole model"):
+    with pytest.raises(UnsupportedArgument, match=r"\['precision'\]='bf16-true' needs an unsharded model"):
         build("hftrainer", "plain", tmp_path, **settings)

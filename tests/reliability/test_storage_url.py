@@ -394,7 +394,7 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"storage_url": "bucket/run"}, InvalidArgument, "give a URL, such as 's3://bucket/run'"),
+        ({"storage_url": "bucket/run"}, InvalidArgument, "use a URL, such as 's3://bucket/run'"),
         ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
         ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),
         ({"storage_url": "nosuch://bucket"}, InvalidArgument, "Protocol not known: nosuch"),

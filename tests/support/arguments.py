@@ -283,7 +283,7 @@ CASES: dict[str, Case] = {
     "overwrite_output_dir": _alone(True, f"{_HERE}inert"),
     "jit_mode_eval": _alone(True, f"{_HERE}inert", STEPS),
     "use_ipex": _alone(True, f"{_HERE}inert", STEPS),
-    "fp16_opt_level": _refused("O2", r"O1 \(or 01\): .*leave it out, or load the model with dtype=torch.bfloat16"),
+    "fp16_opt_level": _refused("O2", r"O1 \(or 01\): .*remove.* or load the model with dtype=torch.bfloat16"),
     "mp_parameters": _refused(
         "ddp=True", "SageMaker's .*use fsdp, and start the job with torchrun, as .*torch_distributed"
     ),

@@ -199,7 +199,7 @@ MISFITS = {
         lambda: {"compute_metrics": one, "include_for_metrics": ["inputs"]},
         "keeps the model's main input, 'input_ids', but the batch has only x, labels",
     ),
-    "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is a text: give a list"),
+    "peft#782, a text": (lambda: {"label_names": "labels"}, r"label_names='labels' is text: use a list"),
     "smoothed numbers": (regression, "label_smoothing_factor=0.1 needs a class for each label"),
     "#9636, several sets": (
         lambda: {"data": {"train": plain_data(), "test": plain_data()}},

@@ -103,10 +103,10 @@ def test_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        *(({name: 1}, rf"\['{name}'\]: the Trainer decides this; use ") for name in sorted(RESERVED)),
+        *(({name: 1}, rf"\['{name}'\] is reserved for the Trainer: use ") for name in sorted(RESERVED)),
         ({"strategy": "fsdp"}, r"\['strategy'\]='fsdp' is not supported: it must be 'auto' or 'ddp'"),
         ({"precision": "16-true"}, r"\['precision'\]='16-true' is not supported: it must be '32-true' or"),
-        ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such keyword; did you mean 'profiler'"),
+        ({"profilr": "simple"}, r"\['profilr'\]: lightning.Trainer has no such argument; did you mean 'profiler'"),
         ("absent.json", "the file does not exist"),
         ("a.json", r"a.json is not valid JSON: .*line 1 column 14"),
         ("a.yaml", r"a.yaml is not valid YAML: (.|\n)*line 1"),

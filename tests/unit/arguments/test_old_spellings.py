@@ -110,7 +110,7 @@ def test_positions_of_a_subclass():
     ],
 )
 def test_apex_is_autocast(tmp_path, settings):
-    with pytest.warns(FutureWarning, match="backend='apex': apex.amp is gone.* torch's float16 autocast") as caught:
+    with pytest.warns(FutureWarning, match="backend='apex': NVIDIA Apex has .* torch's float16 autocast") as caught:
         args = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True, **settings)
     assert files_of(caught, "apex") == [__file__]
     assert not check_supported(ResolvedArguments(args))

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 import hftrainer
 from hftrainer import ProgressCallback, Trainer, TrainerControl, TrainerState, TrainingArguments
 from hftrainer.callbacks.notebook import _find_callback
-from hftrainer.callbacks.progress import readable
+from hftrainer.callbacks.progress import format_log_line
 from tests.support.parity import comparable
 from tests.support.tiny import make_plain, plain_data
 
@@ -95,7 +95,7 @@ def script(folder):
     ],
 )
 def test_lines_of_an_observed_run(logs, line):
-    assert readable(logs, TrainerState(global_step=20, max_steps=1000)) == line
+    assert format_log_line(logs, TrainerState(global_step=20, max_steps=1000)) == line
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_lines_of_an_observed_run(logs, line):
 )
 def test_a_narrow_terminal_shows_fewer_measurements(width, shown):
     logs = {"loss": 1.0, "grad_norm": 0.5, "learning_rate": 5e-5, "peak_memory_mb": 382.0, "tokens_per_second": 12345.6}
-    assert readable(logs, TrainerState(global_step=20, max_steps=40), width) == shown
+    assert format_log_line(logs, TrainerState(global_step=20, max_steps=40), width) == shown
 
 
 def make_trainer(tmp_path, *callbacks, **settings):

@@ -57,17 +57,15 @@ def test_wrong_values_are_refused_once(explain):
     done = explain("--learning_rate=-1", "--max_steps", "3", "--mp_parameters", "a=b")
     assert done.returncode == 1
     handled, refused = done.stdout.split("Refused\n")
-    assert handled.startswith("Done by hftrainer\n  max_steps=3: ") and "learning_rate" not in handled
-    assert refused.startswith(
-        "  learning_rate=-1.0: give a number of at least 0. Peak learning rate.\n  mp_parameters="
-    )
+    assert handled.startswith("Handled by hftrainer\n  max_steps=3: ") and "learning_rate" not in handled
+    assert refused.startswith("  learning_rate=-1.0: use a number of at least 0. Peak learning rate.\n  mp_parameters=")
     assert "A Trainer refuses learning_rate, mp_parameters, for" in refused
 
 
 @pytest.mark.parametrize("words", [("--json", "--max_steps", "3"), ("--max_steps", "3", "--json")])
 def test_json(words, explain):
     done = explain(*words)
-    detail = "Optimizer steps; above 0 it overrides `num_train_epochs`."
+    detail = "Optimizer steps; a value above 0 overrides `num_train_epochs`."
     assert json.loads(done.stdout)["arguments"] == [
         {"argument": "max_steps", "value": 3, "kind": "handled", "detail": detail}
     ]

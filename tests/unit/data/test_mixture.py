@@ -239,7 +239,7 @@ def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
         (make_sources(), {"mixture_weights": {"code": 1, "chat": -1}}, "at least 0"),
         (make_sources(), {"mixture_weights": {"code": 0, "chat": 0}}, "one of them above 0"),
         (make_sources(), {"mixture_weights": str}, "must be a dict"),
-        (make_sources(), {"mixture_weights": 3}, "give a dict"),
+        (make_sources(), {"mixture_weights": 3}, "use a dict"),
         (make_sources(), {"mixture_weights": lambda step: WEIGHTS}, "cannot be pickled"),
         (make_sources(), {"mixture_temperature": 2}, "choose one"),
         (make_sources(), {"mixture_temperature": 0, "mixture_weights": None}, "above 0"),

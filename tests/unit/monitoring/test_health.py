@@ -103,7 +103,7 @@ def test_a_run_without_it(tmp_path):
 
 @pytest.mark.parametrize("value", [0, 70000, -1, "http", True, 94.5, "0.0.0.0", "0.0.0.0:", "host:99999"])
 def test_wrong_values(tmp_path, value):
-    with pytest.raises(InvalidArgument, match=r"metrics_port=.*: give a port from 1 to 65535"):
+    with pytest.raises(InvalidArgument, match=r"metrics_port=.*: use a port from 1 to 65535"):
         make_trainer(tmp_path, metrics_port=value)
 
 

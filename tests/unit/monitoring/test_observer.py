@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_collator
-from hftrainer.arguments.choices import OBSERVED, observed
+from hftrainer.arguments.choices import OBSERVE_PARTS, read_observe
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import Journal, goodput, read_events, without_undone
 from hftrainer.training import observation
@@ -64,13 +64,13 @@ def of_lines(trainer):
 
 
 def test_values_of_the_argument():
-    assert observed(True) == observed(["True"]) == observed("true") == frozenset(OBSERVED)
-    assert observed(False) == observed(None) == observed("False") == observed([]) == frozenset()
-    assert observed("speed,memory") == observed(["speed", "memory"]) == frozenset({"speed", "memory"})
+    assert read_observe(True) == read_observe(["True"]) == read_observe("true") == frozenset(OBSERVE_PARTS)
+    assert read_observe(False) == read_observe(None) == read_observe("False") == read_observe([]) == frozenset()
+    assert read_observe("speed,memory") == read_observe(["speed", "memory"]) == frozenset({"speed", "memory"})
     with pytest.raises(InvalidArgument, match="observe has no part 'sped'; did you mean 'speed'"):
         Trainer(make_plain(), TrainingArguments("unused", observe="sped"))
     for name in ("save_minutes", "eval_minutes"):
-        with pytest.raises(InvalidArgument, match=f"{name}=0: give a number of minutes above 0"):
+        with pytest.raises(InvalidArgument, match=f"{name}=0: use a number of minutes above 0"):
             Trainer(make_plain(), TrainingArguments("unused", **{name: 0}))
 
 
@@ -83,7 +83,7 @@ def test_what_log_lines_get(tmp_path, observe, names):
     assert [line.keys() - {"loss", "grad_norm", "learning_rate", "epoch", "step"} for line in of_lines(trainer)] == [
         names
     ] * 3
-    assert (tmp_path / "journal.jsonl").exists() == ("journal" in observed(observe))
+    assert (tmp_path / "journal.jsonl").exists() == ("journal" in read_observe(observe))
     assert not [each for each in trainer.callback_handler.callbacks if type(each).__name__ == "Observer"]
 
 

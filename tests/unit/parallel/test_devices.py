@@ -62,7 +62,7 @@ def test_lightning_gets_mps(mac, monkeypatch):
 def test_use_mps_device_where_it_is_not(monkeypatch, built, settings, reason):
     monkeypatch.setattr(torch.backends.mps, "is_built", lambda: built)
     (message,) = problems(use_mps_device=True, **settings)
-    assert message.startswith("use_mps_device=True, but ") and reason in message and "leave it out" in message
+    assert message.startswith("use_mps_device=True, but ") and reason in message and "remove it to train" in message
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), FLOAT16])

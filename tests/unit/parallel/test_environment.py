@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.support import overridden
+from hftrainer.arguments.support import find_unused_settings
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.changes import compile_model
 from hftrainer.parallel.environment import LAUNCHERS, first_host, tasks_per_node
@@ -158,7 +158,7 @@ def test_notebooks_use_one(make, gpus, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     args = make(use_cpu=False)
     assert args.world_size == 1
-    assert "Only one of 4 GPUs is used" in overridden(ResolvedArguments(args))[0]
+    assert "Only one of 4 GPUs is used" in find_unused_settings(ResolvedArguments(args))[0]
     several = problems(lightning_config={"devices": 2}, use_cpu=True)
     assert_refused(several, "['devices']=2 needs a script that can be started once per device")
 

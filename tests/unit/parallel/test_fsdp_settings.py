@@ -137,7 +137,7 @@ def test_optimizers_that_can_be_sharded(optim):
     args = make(use_cpu=True, fsdp=True, lightning_config={"devices": 2}, optim=optim)
     assert not check_supported(ResolvedArguments(args))
     found = check_supported(ResolvedArguments(args), has_custom_optimizer=True)
-    assert_refused(found, "optimizers holds the parameters of the whole model")
+    assert_refused(found, "optimizers holds the parameters of the unsharded model")
 
 
 def test_state_dict_type_may_change():

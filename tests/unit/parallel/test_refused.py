@@ -8,7 +8,7 @@ from tests.support.checks import assert_refused, plan_of, problems
 
 CPU, TWO = {"use_cpu": True}, {"lightning_config": {"devices": 2}}
 START = "start the script with python -m hftrainer run --tpu"
-NOT_ON_MPS = "not possible on Apple's GPU"
+NOT_ON_MPS = "not supported on Apple's GPU"
 XLA = {"fsdp": True, "fsdp_config": {"xla": True}}
 SPMD = {"fsdp": True, "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
 TWICE = {"activation_checkpointing": True, "fsdp_config": {"activation_checkpointing": True}}
@@ -28,12 +28,12 @@ CASES = {
         ({**CPU, "fsdp": True}, "fsdp=True shards the model over processes, but there is only one"),
         ({**CPU, "fsdp": True, "deepspeed": True}, "fsdp and deepspeed both shard the model"),
         ({**CPU, "fsdp": "full_shrd"}, "did you mean 'full_shard'"),
-        (sharded(optim="lomo"), "optim='lomo' needs whole parameters"),
-        (sharded(optim="adamw_bnb_8bit"), "optim='adamw_bnb_8bit' needs whole parameters"),
+        (sharded(optim="lomo"), "optim='lomo' needs unsharded parameters"),
+        (sharded(optim="adamw_bnb_8bit"), "optim='adamw_bnb_8bit' needs unsharded parameters"),
         (sharded(optim="adafactor", fsdp_config={"version": 1}), "FSDP1 flattens them: use FSDP2"),
         (sharded(bf16_full_eval=True), "bf16_full_eval=True would round sharded weights"),
         (sharded(**TWICE), "a third time"),
-        (sharded(report_to="wandb"), "WANDB_LOG_MODEL=end saves the model in the main process alone"),
+        (sharded(report_to="wandb"), "WANDB_LOG_MODEL=end saves the model in the main process only"),
         (layout(dp_shard_size=2, dp_replicate_size=2), "needs 4 processes, but there are 1"),
         (layout(tp_sizes=2), "did you mean 'tp_size'?"),
         (layout(dp_shard_size=0), "parallelism_config['dp_shard_size']=0: it must be a positive number of processes"),
@@ -47,16 +47,22 @@ CASES = {
     ],
     "mac": [({}, None), ({"use_mps_device": True}, None), (TWO, NOT_ON_MPS), ({"fsdp": True}, NOT_ON_MPS)],
     "mac two_processes": [
-        ({}, "2 processes are not possible on Apple's GPU: it is one device, and neither gloo nor nccl"),
+        ({}, "2 processes are not supported on Apple's GPU, a single device on which neither gloo nor nccl"),
         (CPU, None),
     ],
     "xpu two_processes every_backend": [
         ({}, None),
-        ({"fsdp": True}, "Sharding needs CUDA or the CPU, and this device is xpu: remove fsdp"),
-        ({**CPU, "ddp_backend": "nccl"}, "'nccl' does not connect processes on cpu: use 'gloo', or leave it out."),
+        ({"fsdp": True}, "Sharding needs CUDA or the CPU, but this device is xpu: remove fsdp"),
+        (
+            {**CPU, "ddp_backend": "nccl"},
+            "'nccl' does not connect processes on cpu: use 'gloo', or remove",
+        ),
         ({**CPU, "ddp_backend": "mpi"}, None),
         ({"ddp_backend": "xccl"}, None),
-        ({"ddp_backend": "gloo"}, "ddp_backend='gloo' does not connect processes on xpu: use 'xccl', or leave it out."),
+        (
+            {"ddp_backend": "gloo"},
+            "ddp_backend='gloo' does not connect processes on xpu: use 'xccl', or remove",
+        ),
     ],
     "two_processes a_backend_called_smoke": [({**CPU, "ddp_backend": "smoke"}, None)],
     "on_xla": [
@@ -67,13 +73,13 @@ CASES = {
         ({"tpu_num_cores": 8}, f"this run uses 1 of this machine's cores: {START}"),
         ({"fp16": True}, "TPUs, which compute in bfloat16"),
         ({"checkpoint_format": "dcp"}, "checkpoint_format='dcp' is not supported on TPUs"),
-        ({"torch_compile": True}, "XLA already compiles the whole step"),
+        ({"torch_compile": True}, "XLA already compiles the complete step"),
         ({"fsdp": True}, "uses torch_xla: also set fsdp_config={'xla': True}"),
         ({"fsdp": True, "fsdp_config": {"xla": True, "cpu_offload": True}}, "fsdp_config['cpu_offload']"),
         ({**XLA, "predict_with_generate": True}, "xla_fsdp_v2"),  # generation needs whole weights
     ],
     # torchrun's processes would all take the same core.
-    "on_xla two_processes": [({}, "run --tpu"), (SPMD, "drives all cores from one process")],
+    "on_xla two_processes": [({}, "run --tpu"), (SPMD, "controls all cores from one process")],
     "on_torch_tpu": [
         ({}, None),
         ({"bf16": True, "tpu_num_cores": 1}, None),
@@ -114,7 +120,7 @@ def test_refused(request, put, fixtures, settings, message):
         ("gloo", None),
         ("GLOO", None),
         ("cpu:gloo", None),
-        ("mpi", "has no 'mpi' (it needs torch built from source with MPI): use 'gloo', or leave it out."),
+        ("mpi", "has no 'mpi' (it needs torch built from source with MPI): use 'gloo', or remove"),
         ("nccl", "has no 'nccl' (it comes with torch for CUDA or ROCm): use 'gloo'"),
         ("cpu:gloo,cuda:nccl", "has no 'nccl'"),
         ("xccl", "has no 'xccl' (it comes with torch for Intel GPUs)"),

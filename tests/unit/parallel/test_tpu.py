@@ -9,7 +9,7 @@ import torch
 
 from hftrainer import Trainer, __main__ as command
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.support import overridden
+from hftrainer.arguments.support import find_unused_settings
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import devices
 from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
@@ -113,7 +113,7 @@ def test_run_without_torch_xla(no_torch_xla, capsys):
 
 def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
     """torchrun alone lacks what all processes of torch_tpu have to know."""
-    assert_refused(problems(), "no TPU core of their own: start the script with python -m hftrainer run --tpu")
+    assert_refused(problems(), "assigned no TPU core to any: start the script with python -m hftrainer run --tpu")
     monkeypatch.setenv(devices.TPU_ADDRESSES, "localhost:8070,localhost:8071")
     assert not problems()
     assert plan_of().process_group_backend == "tpu_dist"
@@ -129,7 +129,7 @@ def test_two_cores_in_a_process(on_xla, monkeypatch):
 
 
 def test_metrics_of_no_tpu():
-    said = overridden(ResolvedArguments(make(debug="tpu_metrics_debug", use_cpu=True)))
+    said = find_unused_settings(ResolvedArguments(make(debug="tpu_metrics_debug", use_cpu=True)))
     assert said == ["debug='tpu_metrics_debug' prints nothing: training is on cpu, which is not an XLA device."]
 
 

@@ -10,7 +10,7 @@ import pytest
 from hftrainer import TrainingArguments, install, uninstall
 from hftrainer.errors import InvalidArgument
 from hftrainer.releases import followed
-from hftrainer.releases.earlier import POLICIES, Until4_48
+from hftrainer.releases.earlier import POLICIES, PolicyUntil4_48
 from hftrainer.releases.policy import NEWEST, RELEASES, ReleasePolicy
 from tests.support.arguments import make_trainer
 
@@ -26,7 +26,7 @@ def test_a_class_describes_what_it_changes(kind):
 
 
 @pytest.mark.parametrize(
-    ("release", "kind"), [("5.24", ReleasePolicy), ("5.23", ReleasePolicy), ("5.3", "5.3"), ("4.48", Until4_48)]
+    ("release", "kind"), [("5.24", ReleasePolicy), ("5.23", ReleasePolicy), ("5.3", "5.3"), ("4.48", PolicyUntil4_48)]
 )
 def test_the_policy_of_a_release(release, kind):
     policy = followed.from_text(release)
@@ -60,8 +60,8 @@ def test_a_release_is_chosen_once_for_a_trainer(tmp_path):
         ),
         ("4.58", "the nearest is '4.57'."),
         ("newest", "from 4.48 to 5.24."),
-        (5.10, "give the release as text: the number 5.10 would be read as 5.1"),
-        (None, "give a release as text"),
+        (5.10, "5.10 would be read as 5.1: write the release as text"),
+        (None, "write a release as text"),
     ],
 )
 def test_unknown_releases_are_refused(given, message):
@@ -84,8 +84,8 @@ def test_a_release_that_is_newer_than_known_follows_the_newest(tmp_path, caplog)
 )
 def test_numbers_of_a_newer_release_than_the_installed_one(version, config, is_told, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(__version__=version))
-    sentence = followed.older_than_followed(config) or ""
-    assert (f"transformers 5.2 is installed, and this Trainer has the numbers of {NEWEST}" in sentence) == is_told
+    sentence = followed.describe_older_release(config) or ""
+    assert (f"transformers 5.2 is installed, but this Trainer follows {NEWEST}" in sentence) == is_told
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_install_follows_the_installed_release(version, release, monkeypatch, tm
 
 def test_explain_prints_what_is_in_force():
     newest = str(TrainingArguments().explain())
-    assert f"Behaves as transformers {NEWEST}, the newest release that is known." in newest
+    assert f"Behaves like transformers {NEWEST}, the newest known release." in newest
     explained = TrainingArguments(lightning_config={"behaviour": "4.57"}).explain()
-    assert f"Behaves as transformers 4.57, where it differs from {NEWEST}:" in str(explained)
+    assert f"Behaves like transformers 4.57, which differs from {NEWEST}:" in str(explained)
     assert "logged_loss: the loss is logged with four decimal places" in str(explained)
     assert "logs_rate_of_step" not in str(explained)
     shown = json.loads(explained.to_json())["behaviour"]

@@ -58,7 +58,7 @@ REFUSED = {
     "a method": (always(to_dict=1), UnknownArgument, "has no argument 'to_dict'"),
     "of the model": (always(zebras=1), UnknownArgument, r"'zebras'; suggest hyperparameters of the model in model_in"),
     "no number": (always(num_train_epochs="many"), InvalidArgument, "num_train_epochs='many' is not of type float"),
-    "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: give a number of at least 1"),
+    "out of range": (always(gradient_accumulation_steps=0), InvalidArgument, "=0: use a number of at least 1"),
     "nothing": ({"compute_objective": nothing}, InvalidArgument, "returned None: it must return"),
     "two for one": ({"compute_objective": lambda _: (1, 2)}, InvalidArgument, r"returned \(1, 2\): .* a number"),
     "one for two": ({"direction": ["minimize"] * 2}, InvalidArgument, "it must return 2 numbers, one per direction"),
@@ -381,7 +381,7 @@ def test_a_dict_as_trial(tmp_path):
     assert given == [None, {"learning_rate": 0.25, "width": 3}]
     assert trainer.state.is_hyper_param_search and trainer.state.trial_params == given[1]
     assert (tmp_path / "checkpoint-2").is_dir()
-    with pytest.raises(InvalidArgument, match="trial=3: give a trial of Optuna, or a dict"):
+    with pytest.raises(InvalidArgument, match="trial=3: pass a trial of Optuna, or a dict"):
         trainer.train(trial=3)
 
 
