@@ -14,11 +14,11 @@ import torch
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
+from hftrainer.monitoring.health import NoProgress, Progress
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
-    from hftrainer.monitoring.health import Progress
     from hftrainer.training.divergence import SkippedSamples
     from hftrainer.training.initial_state import InitialStateSnapshot
     from hftrainer.training.loop import TrainingLoop
@@ -79,7 +79,7 @@ class Run:
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
-    health: Progress | None = None
+    health: Progress = field(default_factory=NoProgress)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
     skipped: SkippedSamples | None = None

@@ -280,7 +280,7 @@ class TrainingRunner(Component):
             if self.run.loop is not None:
                 is_stopped = trainer.state.global_step < trainer.state.max_steps
                 self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
-            self.run.past = self.run.loop = self.run.health = self.run.skipped = self.run.start = None
+            self.run.past = self.run.loop = self.run.skipped = self.run.start = None
             trainer.is_in_train = False
             if watcher is not None:
                 watcher.remove()
@@ -334,8 +334,7 @@ class TrainingRunner(Component):
                     find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
                     sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
                 )
-        if self.run.health is not None:
-            self.run.health.enter_phase("ended")
+        self.run.health.enter_phase("ended")
         return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
 
     def _make_loop(
@@ -436,8 +435,8 @@ class TrainingRunner(Component):
         seconds = {"waiting for data": waited, "in evaluations": evaluating, "saving": run.seconds.get("saving", 0.0)}
         for sentence in summary.finished(state, metric, metrics, seconds, steps, share):
             tell(sentence)
-        if loop.observer is not None:
-            for line in summary.time_table(float(metrics["train_runtime"]), seconds, loop.observer.goodput()):
+        if (observer := loop.watch.observer) is not None:
+            for line in summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput()):
                 tell(line)
         if checkpoint := summary.make_resume_hint(
             run.checkpoints_written, is_complete=state.global_step >= state.max_steps

@@ -208,12 +208,12 @@ class CheckpointSaver(Component):
             loss=self.run.loss.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources={} if loop.sources is None else loop.sources.state_dict(),
+            sources={} if loop.watch.sources is None else loop.watch.sources.state_dict(),
             grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
             learning_rate=loop.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else loop.reader.state_dict(),
-            since_evaluation=0.0 if loop.requests is None else loop.requests.since_evaluation,
+            since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
             recent_losses=list(loop.divergence.recent),
             tracker_runs=ids_of_open_runs(
                 self.trainer.callback_handler.callbacks, self.components.storage.place(loop.trial)

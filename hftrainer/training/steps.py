@@ -140,8 +140,7 @@ class TrainingSteps(Component):
             step = trainer.state.global_step + 1
             add_note(error, f"This happened in training step {step}, with the batch {shapes(inputs)}.")
             raise
-        if self.run.health is not None:
-            self.run.health.note_sign()
+        self.run.health.note_sign()
         every = trainer.args.torch_empty_cache_steps
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()
