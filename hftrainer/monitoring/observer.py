@@ -56,7 +56,7 @@ class Measured:
 
 
 class Observer(TrainerCallback):
-    """Measures the intervals between log lines. A callback of the run; `RunWatch` reports micro-batches and phases to it.
+    """Measures the intervals between log lines. A callback; `RunWatch` reports micro-batches and phases to it.
 
     Args:
         what: what to observe, of `OBSERVED`.

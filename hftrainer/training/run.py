@@ -44,8 +44,7 @@ class Run:
         initial_step: optimizer steps at the start of the run.
         initial_tokens: input tokens seen at the start of the run.
         tokens: input tokens of this run, over all processes.
-        divides_items: with `elastic`, whether the model divides its loss by `num_items_in_batch`, once that is known.
-        keeps_samples_apart: with `flatten_batches`, whether the model was found not to mix the samples of a batch.
+        is_probed: whether the first batch has shown what `elastic` and `flatten_batches` need to know of the model.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
         seconds: activity besides training, such as 'saving' → seconds spent on it.
@@ -73,8 +72,7 @@ class Run:
     initial_step: int = 0
     initial_tokens: int = 0
     tokens: int = 0
-    divides_items: bool | None = None
-    keeps_samples_apart: bool = False
+    is_probed: bool = False
     flos: float = 0.0
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -103,7 +101,7 @@ class Run:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
         self.checkpoints_written = []
-        self.flos, self.divides_items, self.keeps_samples_apart = 0.0, None, False
+        self.flos, self.is_probed = 0.0, False
 
     def start_at(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +26,6 @@ from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.trainer_utils import speed_metrics
 from hftrainer.training.component import Component
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +79,18 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     return loss["loss"] if "loss" in loss else sum(parts.values()), parts
 
 
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In the block, the model draws no random number, and records no gradient."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
 @functools.lru_cache(maxsize=8)
 def _takes_items(function: Callable[..., Any]) -> bool:
     named = "num_items_in_batch" in inspect.signature(function).parameters
@@ -128,10 +138,8 @@ class TrainingSteps(Component):
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
-        if trainer.args.elastic and trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            self._require_division(model, inputs, num_items_in_batch)
-        if trainer.args.flatten_batches and not self.run.keeps_samples_apart:
-            self._require_separate_samples(model)
+        if not self.run.is_probed:
+            self._probe(model, inputs, num_items_in_batch)
         accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -159,41 +167,40 @@ class TrainingSteps(Component):
             return REMEDY
         return f"{type(self.trainer).__name__}.compute_loss must return the loss, or (loss, outputs) if it is asked to."
 
-    def _require_division(self, model: nn.Module, inputs: Any, items: Any) -> None:
-        """At a run's first batch: do not count items for a model that does not divide its loss by them.
+    def _probe(self, model: nn.Module, inputs: Any, items: Any) -> None:
+        """At a run's first batch, in its precision: check what `elastic` and `flatten_batches` need of the model."""
+        args, counts = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
+        if args.elastic and counts and isinstance(inputs, Mapping):
+            self._require_division(model, inputs, items)
+        if args.flatten_batches:
+            self._require_separate_samples(model)
+        self.run.is_probed = True
+
+    def _require_division(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
+        """Do not count items for a model that does not divide its loss by them.
 
         Classifiers such as BERT's accept `num_items_in_batch`, and return the mean of a micro-batch. transformers adds
         these means up, so that the loss depends on the number of micro-batches and processes.
         """
-        if self.run.divides_items is not None or not isinstance(inputs, Mapping):
-            return
-        was_training = model.training
-        model.eval()  # no random number is drawn
-        with torch.no_grad():
+        with _evaluating(model):
             once, twice = (
                 extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
             )
-        model.train(was_training)
-        self.run.divides_items = bool(self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int()).item())
-        self.trainer.model_accepts_loss_kwargs = self.run.divides_items
+        divides = self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int())
+        self.trainer.model_accepts_loss_kwargs = bool(divides.item())
 
     def _require_separate_samples(self, model: nn.Module) -> None:
-        """At a run's first batch: raise UnsupportedArgument if a sample's logits depend on the others in its row."""
+        """Raise UnsupportedArgument if a sample's logits depend on the others in its row."""
         model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
         name = type(self.components.unwrapped_model).__name__
         vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
-        was_training = model.training
-        model.eval()  # no random number is drawn
-        try:
-            with torch.no_grad():
-                rows = []
-                for pair in ((first, second), (first, other), (other, second)):
-                    batch = collator([{"input_ids": ids} for ids in pair])
-                    del batch["labels"]
-                    rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
-        finally:
-            model.train(was_training)
+        rows = []
+        with _evaluating(model):
+            for pair in ((first, second), (first, other), (other, second)):
+                batch = collator([{"input_ids": ids} for ids in pair])
+                del batch["labels"]
+                rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
         # The same tokens in the same places of the same shape: equal to the bit, unless the model mixes them.
         if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
             raise UnsupportedArgument(
@@ -201,7 +208,6 @@ class TrainingSteps(Component):
                 "from position_ids. Remove flatten_batches, or load the model with an attention implementation that "
                 "does, such as attn_implementation='flash_attention_2'."
             )
-        self.run.keeps_samples_apart = True
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
