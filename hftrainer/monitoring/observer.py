@@ -161,11 +161,6 @@ class Observer(TrainerCallback):
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
-    def begin_micro_batch(self) -> None:
-        """Count the operations of the first micro-batch."""
-        if self.flops is not None:
-            self.flops.begin()
-
     def end_micro_batch(self, samples: int, tokens: int) -> None:
         """Count a micro-batch of this process."""
         self.measured.samples += samples

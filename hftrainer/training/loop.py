@@ -64,7 +64,7 @@ class TrainingLoop:
     def __post_init__(self, train_dataloader: Any) -> None:
         self.trainer = trainer = self.components.trainer
         self.run = self.components.run
-        self.loss = self.components.steps.loss
+        self.compute_loss = self.components.steps.loss
         self.saver = self.components.saver
         self.reader = EpochReader(train_dataloader)
         self.epoch = self.first_epoch
@@ -81,6 +81,7 @@ class TrainingLoop:
         self.watch = RunWatch(self.components, self, train_dataloader)
         self._is_stepping = False  # inside an optimizer step, which may have changed the weights
         self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
+        self._pending: tuple[torch.Tensor, Any] | None = None  # loss and batch of the micro-batch, until it ends
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # those that have not run yet
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
@@ -284,15 +285,24 @@ class TrainingLoop:
         step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
+        self._pending = loss, inputs
         return loss
 
     @property
     def needs_manual_optimization(self) -> bool:
-        """Whether the next optimizer step calls `training_step`, rather than `loss`."""
+        """Whether the next optimizer step calls `training_step`, rather than `compute_loss`."""
         return overrides.needs_manual_optimization(self.trainer)
 
-    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass, and add its loss."""
+    def begin_backward(self, loss: torch.Tensor, inputs: Any) -> None:
+        """Keep what `compute_loss` returned, and its batch, until the micro-batch ends."""
+        self._pending = loss, inputs
+        self.watch.backward_begins()
+
+    def end_micro_batch(self) -> None:
+        """Count the micro-batch after its backward pass, and add its loss."""
+        assert self._pending is not None
+        (loss, inputs), self._pending = self._pending, None
+        loss = loss.detach()
         self.divergence.add(loss)
         self.watch.micro_batch_ends(self.loss_sum.add(loss), inputs)
         self.step_details.add(loss, inputs)
@@ -420,6 +430,7 @@ class TrainingLoop:
 
     def close(self, reason: str) -> None:
         """End the run's data, its journal and its traces. `reason` is why it ends, for the journal."""
+        self._pending = None  # of a micro-batch that failed
         self.reader.close()
         self.watch.close(reason)
 

@@ -41,12 +41,18 @@ class RunWatch:
         self.sources = make_source_log(components, loader)
         self.observer = _make_observer(components, loop)
         self.requests = _make_requests(components, loop)
+        self._flops = None if self.observer is None else self.observer.flops
 
     def micro_batch_begins(self) -> None:
         """Its data has been read."""
         self.run.health.note_sign()
-        if self.observer is not None:
-            self.observer.begin_micro_batch()
+        if self._flops is not None:
+            self._flops.begin()
+
+    def backward_begins(self) -> None:
+        """Its loss has been computed, without `training_step`."""
+        if self._flops is not None:
+            self._flops.begin_backward()
 
     def micro_batch_ends(self, loss: torch.Tensor, inputs: Any) -> None:
         """Its backward pass has been made; `loss` is what the run has added to its sum."""
@@ -108,8 +114,6 @@ def _make_observer(components: Components, loop: TrainingLoop) -> Observer | Non
             "resumed_from": loop.resume_folder,
         },
     )
-    if observer.flops is not None:
-        loop.loss = observer.flops.wrap_loss(loop.loss)
     trainer.add_callback(observer)
     return observer
 
