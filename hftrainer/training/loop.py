@@ -264,7 +264,7 @@ class TrainingLoop:
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
-        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss.device)
+        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
         self.run.accumulation = len(samples)
         return samples, num_items
 
@@ -410,7 +410,7 @@ class TrainingLoop:
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_sum.check_before_log()
             values = {
-                "tr_loss": self.run.loss,
+                "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
                 "trial": self.trial,

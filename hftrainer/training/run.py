@@ -38,7 +38,7 @@ class Run:
         schedule: the lengths of the run.
         progress: the position in our checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
-        loss: the sum of the losses since the last log line, of shape (), on the device; set when training begins.
+        loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         total_loss: the sum of the losses up to the last log line.
         last_logged: optimizer step of the last log line.
         initial_step: optimizer steps at the start of the run.
@@ -66,7 +66,7 @@ class Run:
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None
     resumed_from: str | None = None
-    loss: torch.Tensor = field(init=False)
+    loss_since_log: torch.Tensor = field(init=False)
     total_loss: float = 0.0
     last_logged: int = 0
     initial_step: int = 0

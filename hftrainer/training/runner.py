@@ -32,7 +32,7 @@ from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
-from hftrainer.training.divergence import Diverged, Finding, SkippedSamples, say
+from hftrainer.training.divergence import Diverged, Finding, SkippedSamples
 from hftrainer.training.initial_state import InitialStateSnapshot
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
@@ -219,7 +219,7 @@ class TrainingRunner(Component):
                 "earlier, with a smaller save_steps."
             )
         if self.trainer.is_world_process_zero():
-            say(message, folder)
+            tell(f"{message}, and training goes on from {folder or 'the start of the run'}.")
         close_bars(self.trainer.callback_handler.callbacks)
         clear_gradients(self.trainer.model_wrapped)
         self._end_attempt("rolled back", stateful)
@@ -447,7 +447,7 @@ class TrainingRunner(Component):
         run = self.run
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
-        run.total_loss += run.loss.item()
+        run.total_loss += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)

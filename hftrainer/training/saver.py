@@ -205,7 +205,7 @@ class CheckpointSaver(Component):
             epoch_ended=loop.epoch_ended,
             epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=loop.owes_evaluation,
-            loss=self.run.loss.cpu().clone(),
+            loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
             sources={} if loop.watch.sources is None else loop.watch.sources.state_dict(),
