@@ -70,8 +70,7 @@ class TrainingLoop:
         self.epoch = self.first_epoch
         #: The checkpoint's further progress data; None for checkpoints of transformers.
         self.progress = self.run.progress
-        self.epoch_ended = False
-        self._random_restored = False
+        self.epoch_ended = self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()

@@ -131,8 +131,7 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
 
 def _make_requests(components: Components, loop: TrainingLoop) -> Requests | None:
     """Takes requests to a run, on the main process."""
-    trainer = components.trainer
-    args = trainer.args
+    trainer, args = components.trainer, components.trainer.args
     if not trainer.is_world_process_zero():
         return None
     return Requests(

@@ -20,8 +20,8 @@ from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.training.divergence import SkippedSamples
-    from hftrainer.training.initial_state import InitialStateSnapshot
     from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.restarts import InitialStateSnapshot
 
 
 @dataclass

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,18 +78,6 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     return loss["loss"] if "loss" in loss else sum(parts.values()), parts
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In the block, the model draws no random number, and records no gradient."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
-
-
 @functools.lru_cache(maxsize=8)
 def _takes_items(function: Callable[..., Any]) -> bool:
     named = "num_items_in_batch" in inspect.signature(function).parameters
@@ -140,6 +127,7 @@ class TrainingSteps(Component):
         inputs = trainer._prepare_inputs(inputs)
         if not self.run.is_probed:
             self._probe(model, inputs, num_items_in_batch)
+            self.run.is_probed = True
         accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -170,11 +158,19 @@ class TrainingSteps(Component):
     def _probe(self, model: nn.Module, inputs: Any, items: Any) -> None:
         """At a run's first batch, in its precision: check what `elastic` and `flatten_batches` need of the model."""
         args, counts = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
-        if args.elastic and counts and isinstance(inputs, Mapping):
-            self._require_division(model, inputs, items)
-        if args.flatten_batches:
-            self._require_separate_samples(model)
-        self.run.is_probed = True
+        checks_division = args.elastic and counts and isinstance(inputs, Mapping)
+        if not checks_division and not args.flatten_batches:
+            return
+        was_training = model.training
+        model.eval()  # no random number is drawn
+        try:
+            with torch.no_grad():
+                if checks_division:
+                    self._require_division(model, inputs, items)
+                if args.flatten_batches:
+                    self._require_separate_samples(model)
+        finally:
+            model.train(was_training)
 
     def _require_division(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
         """Do not count items for a model that does not divide its loss by them.
@@ -182,10 +178,9 @@ class TrainingSteps(Component):
         Classifiers such as BERT's accept `num_items_in_batch`, and return the mean of a micro-batch. transformers adds
         these means up, so that the loss depends on the number of micro-batches and processes.
         """
-        with _evaluating(model):
-            once, twice = (
-                extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
-            )
+        once, twice = (
+            extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
+        )
         divides = self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int())
         self.trainer.model_accepts_loss_kwargs = bool(divides.item())
 
@@ -196,11 +191,10 @@ class TrainingSteps(Component):
         vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
         first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
         rows = []
-        with _evaluating(model):
-            for pair in ((first, second), (first, other), (other, second)):
-                batch = collator([{"input_ids": ids} for ids in pair])
-                del batch["labels"]
-                rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
+        for pair in ((first, second), (first, other), (other, second)):
+            batch = collator([{"input_ids": ids} for ids in pair])
+            del batch["labels"]
+            rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
         # The same tokens in the same places of the same shape: equal to the bit, unless the model mixes them.
         if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
             raise UnsupportedArgument(
