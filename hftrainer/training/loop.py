@@ -425,25 +425,13 @@ class TrainingLoop:
         if self.components.search is not None and self.trial is not None:
             self.components.search.send_pending_report(self.trainer)
 
-    # ---- Checkpoints -------------------------------------------------------------------------------------------
+    # ---- The end -----------------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
         """End the run's data, its journal and its traces. `reason` is why it ends, for the journal."""
         self._pending = None  # of a micro-batch that failed
         self.reader.close()
         self.watch.close(reason)
-
-    # ---- A separate pass over the data -------------------------------------------------------------------------
-
-    def batches(self) -> Any:
-        """A new loader of the training data."""
-        return self.trainer.get_train_dataloader()
-
-    def evaluate_loss(self, model: torch.nn.Module, inputs: Any) -> Any:
-        """The loss of a batch, without training on it."""
-        return self.trainer.compute_loss(model, self.trainer._prepare_inputs(inputs))
-
-    # ---- Control -----------------------------------------------------------------------------------------------
 
     @property
     def should_stop(self) -> bool:

@@ -73,8 +73,8 @@ class RunWatch:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block, an 'evaluation' or 'saving', and report it."""
-        observed = contextlib.nullcontext() if self.observer is None else self.observer.phase(name)
-        with observed, self.run.health.in_phase(name), self.run.timing(name):
+        block = contextlib.nullcontext() if self.observer is None else self.observer.phase(name)
+        with block, self.run.health.in_phase(name), self.run.timing(name):
             yield
         if self.requests is not None:
             self.requests.note(name)
