@@ -147,7 +147,7 @@ class Trainer(EarlierMethods):
     _past = RunAttribute("past")
     _trial = RunAttribute("trial")
     _created_lr_scheduler = RunAttribute("has_created_scheduler")
-    _tr_loss = RunAttribute("loss")
+    _tr_loss = RunAttribute("loss_since_log")
     _total_loss_scalar = RunAttribute("total_loss")
     _globalstep_last_logged = RunAttribute("last_logged")
     _initial_global_step = RunAttribute("initial_step")

@@ -280,20 +280,20 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: Trainin
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     averaged = averaging is not None and averaging.n_averaged is not None
     if averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(hooks.batches(), _BatchForward(module.model, hooks))
+        update_bn(hooks.trainer.get_train_dataloader(), _BatchForward(module.model, hooks.trainer))
 
 
 class _BatchForward(torch.nn.Module):
     """A model whose forward takes a batch, as the Trainer's loss does."""
 
-    def __init__(self, model: torch.nn.Module, hooks: TrainingLoop) -> None:
+    def __init__(self, model: torch.nn.Module, trainer: Any) -> None:
         super().__init__()
         self.model = model
-        self._hooks = hooks
+        self._trainer = trainer
 
     def forward(self, batch: Any) -> None:
         """Run the model for its side effects."""
-        self._hooks.evaluate_loss(self.model, batch)
+        self._trainer.compute_loss(self.model, self._trainer._prepare_inputs(batch))
 
 
 # ---- Pruning ---------------------------------------------------------------------------------------------------------

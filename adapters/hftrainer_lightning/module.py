@@ -17,10 +17,8 @@ if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.training.loop import TrainingLoop
 
-#: Attributes that change with every hook and are not parameters, buffers or modules.
-_PLAIN_ATTRIBUTES = frozenset({CURRENT_HOOK, "_last_loss", "_last_batch"})
 #: Attributes of the run, not of the model: copies of the module, which callbacks make, leave them out.
-_RUN_ATTRIBUTES = ("hooks", "resume_state", "_optimizer", "_scheduler", "_resumed_from", "_last_loss", "_last_batch")
+_RUN_ATTRIBUTES = ("hooks", "resume_state", "_optimizer", "_scheduler", "_resumed_from")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -36,8 +34,10 @@ class TrainerModule(WithoutBatchTransfer):
     begin_epoch            on_train_epoch_start
     call_run_epoch           (none: all calls below, up to end_epoch, run in its block)
     begin_micro_batch      on_train_batch_start
-    loss / training_step   training_step (automatic / manual optimization)
-    end_micro_batch        on_after_backward
+    compute_loss           training_step (automatic optimization)
+    begin_backward           the same
+    training_step          training_step (manual optimization)
+    end_micro_batch        on_after_backward / training_step
     before_optimizer_step  configure_gradient_clipping
     after_optimizer_step   optimizer_step
     end_substep, end_step  on_train_batch_end
@@ -60,12 +60,10 @@ class TrainerModule(WithoutBatchTransfer):
         self._resumed_from: Mapping[str, Any] | None = None
         #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
         self.resume_state: Callable[[], torch.Tensor] | None = None
-        self._last_loss: torch.Tensor | None = None
-        self._last_batch: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute without `nn.Module`'s check for parameters, which costs 2 µs a hook."""
-        if name in _PLAIN_ATTRIBUTES:
+        """Set the name of the current hook without `nn.Module`'s check for parameters, which costs 2 µs a hook."""
+        if name == CURRENT_HOOK:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -88,11 +86,10 @@ class TrainerModule(WithoutBatchTransfer):
         self.automatic_optimization = automatic_optimization
 
     def detach(self) -> None:
-        """Release the training run, and the last loss and batch."""
+        """Release the training run."""
         vars(self).pop("hooks", None)
         self._optimizer = self._scheduler = self._resumed_from = None
         self.active_evaluation = None, None
-        self._last_loss = self._last_batch = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), **dict.fromkeys(_RUN_ATTRIBUTES), "active_evaluation": (None, None)}
@@ -220,11 +217,11 @@ class TrainerModule(WithoutBatchTransfer):
         window = hooks.micro_batches.window
         assert window is not None
         if self.automatic_optimization:
-            self._last_batch = batch
-            self._last_loss = hooks.loss(self.model, batch, window.num_items)
-            return self._last_loss
+            loss = hooks.compute_loss(self.model, batch, window.num_items)
+            hooks.begin_backward(loss, batch)
+            return loss
         loss = hooks.training_step(self.model, batch)
-        hooks.end_micro_batch(loss.detach(), batch)
+        hooks.end_micro_batch()
         if window.is_last:
             assert self._optimizer is not None
             self._precision.unscale(self._optimizer)
@@ -236,10 +233,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_after_backward(self) -> None:
         """End the micro-batch, under automatic optimization."""
         if self.automatic_optimization:
-            loss, batch = self._last_loss, self._last_batch
-            assert loss is not None
-            self._last_loss = self._last_batch = None
-            self.hooks.end_micro_batch(loss.detach(), batch)
+            self.hooks.end_micro_batch()
 
     @property
     def _precision(self) -> PlainPrecision:

@@ -126,9 +126,8 @@ class EvaluationPass:
             self._keep(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.components.announce("on_prediction_step")
         self.components.run.signal_listener.check()
-        if (health := self.components.run.health) is not None:
-            # After the last batch, computing the metrics may take long.
-            health.note_sign(is_slow=is_last)
+        # After the last batch, computing the metrics may take long.
+        self.components.run.health.note_sign(is_slow=is_last)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()

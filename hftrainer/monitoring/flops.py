@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,17 +56,10 @@ class FlopCounter:
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
             self._mode = self._contexts.enter_context(_Counting())
 
-    def wrap_loss(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The function that computes a loss, which also notes that backward follows."""
-
-        @functools.wraps(loss)
-        def compute(*args: Any, **kwargs: Any) -> Any:
-            result = loss(*args, **kwargs)
-            if self._mode is not None:
-                self._mode.in_backward = True
-            return result
-
-        return compute
+    def begin_backward(self) -> None:
+        """Note that backward follows."""
+        if self._mode is not None:
+            self._mode.in_backward = True
 
     def end(self) -> None:
         """End the count, after the backward pass."""

@@ -107,6 +107,15 @@ class Progress:
         return _SLOW if self._is_slow or not longest else max(_QUIET, _FACTOR * longest)
 
 
+class NoProgress(Progress):
+    """Takes the place of `Progress` in a run without `metrics_port`."""
+
+    __slots__ = ()
+
+    def note_sign(self, is_slow: bool = False) -> None:
+        """Do nothing."""
+
+
 class _Recorder(threading.Thread):
     """Writes the record of this rank, and its stack after some time without progress, until it is stopped.
 
@@ -351,10 +360,8 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serve_health(
-    args: Any, processes: Processes, state: _GetState, last_checkpoint: _GetFolder
-) -> Iterator[Progress | None]:
-    """Serve `/health` and `/metrics` in the block; yields what notes the progress, or None without `metrics_port`.
+def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpoint: _GetFolder) -> Iterator[Progress]:
+    """Serve `/health` and `/metrics` in the block; yields what notes the progress.
 
     Args:
         args: the training arguments.
@@ -367,7 +374,7 @@ def serve_health(
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
     if (given := getattr(args, "metrics_port", None)) is None:
-        yield None
+        yield NoProgress()
         return
     folder, rank = Path(args.output_dir, NAME), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)

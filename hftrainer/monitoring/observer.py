@@ -56,7 +56,7 @@ class Measured:
 
 
 class Observer(TrainerCallback):
-    """Measures the intervals between log lines. A callback of the run; the loop reports micro-batches and phases to it.
+    """Measures the intervals between log lines. A callback; `RunWatch` reports micro-batches and phases to it.
 
     Args:
         what: what to observe, of `OBSERVE_PARTS`.
@@ -160,11 +160,6 @@ class Observer(TrainerCallback):
             self.journal.write("phase", self._step, phase="training")
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
-
-    def begin_micro_batch(self) -> None:
-        """Count the operations of the first micro-batch."""
-        if self.flops is not None:
-            self.flops.begin()
 
     def end_micro_batch(self, samples: int, tokens: int) -> None:
         """Count a micro-batch of this process."""

@@ -65,7 +65,7 @@ class ControlActions(Component):
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time the block, and report it to what observes the run."""
-        return self.run.timing(name) if self.run.loop is None else self.run.loop.phase(name)
+        return self.run.timing(name) if self.run.loop is None else self.run.loop.watch.phase(name)
 
     def _sync_control_flags(self) -> None:
         """Synchronize the control flags of all ranks."""
@@ -87,10 +87,8 @@ class ControlActions(Component):
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= further
-        if run.loop is not None and run.loop.sources is not None:
-            logs |= run.loop.sources.pop(steps)
-        if run.loop is not None and run.loop.observer is not None:
-            logs |= run.loop.observer.values()
+        if run.loop is not None:
+            logs |= run.loop.watch.values(steps)
         run.total_loss += summed
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
@@ -325,8 +324,3 @@ def _append(path: str, entry: Mapping[str, Any]) -> None:
         file.write((b"\n" if torn else b"") + json.dumps(entry, default=str).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def say(message: str, folder: str | None) -> None:
-    """Tell the user that the run goes back."""
-    tell(f"{message}, and training goes on from {folder or 'the start of the run'}.")

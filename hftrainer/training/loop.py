@@ -27,8 +27,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.divergence import DivergenceWatch
-from hftrainer.training.mixture import make_source_log
-from hftrainer.training.observation import count_batch, make_observer, make_requests
+from hftrainer.training.observation import RunWatch
 from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
 
@@ -65,25 +64,23 @@ class TrainingLoop:
     def __post_init__(self, train_dataloader: Any) -> None:
         self.trainer = trainer = self.components.trainer
         self.run = self.components.run
-        self.loss = self.components.steps.loss
+        self.compute_loss = self.components.steps.loss
         self.saver = self.components.saver
         self.reader = EpochReader(train_dataloader)
         self.epoch = self.first_epoch
         #: The checkpoint's further progress data; None for checkpoints of transformers.
         self.progress = self.run.progress
-        self.epoch_ended = False
-        self._random_restored = False
+        self.epoch_ended = self._random_restored = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
         self.loss_sum, self.divergence = LossSum(trainer, self.run), DivergenceWatch(self.components, self)
-        self.sources = make_source_log(self.components, train_dataloader)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self.observer = make_observer(self.components, self)
-        self.requests = make_requests(self.components, self)
+        self.watch = RunWatch(self.components, self, train_dataloader)
         self._is_stepping = False  # inside an optimizer step, which may have changed the weights
         self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
+        self._pending: tuple[torch.Tensor, Any] | None = None  # loss and batch of the micro-batch, until it ends
         self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # those that have not run yet
         self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
         self.owes_evaluation = False  # an evaluation has begun, and is not complete
@@ -124,7 +121,7 @@ class TrainingLoop:
         self.components.strategy.run_recorded_operations()
         self.components.announce("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abort_evaluation_on_signal(), self.phase("evaluation"):
+            with self.control_sync.abort_evaluation_on_signal(), self.watch.phase("evaluation"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
@@ -204,8 +201,7 @@ class TrainingLoop:
         """Call `on_epoch_begin`, before the data iterator is made."""
         self.epoch = epoch
         self.epoch_ended = False
-        if self.run.health is not None:
-            self.run.health.note_sign(is_slow=True)  # processes of the loader may start
+        self.run.health.note_sign(is_slow=True)  # processes of the loader may start
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = None
@@ -267,19 +263,16 @@ class TrainingLoop:
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         self.between_steps = False
-        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss.device)
+        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
         self.run.accumulation = len(samples)
         return samples, num_items
 
     def begin_micro_batch(self) -> None:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
-        if self.run.health is not None:
-            self.run.health.note_sign()
         window = self.micro_batches.window
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.is_last
-        if self.observer is not None:
-            self.observer.begin_micro_batch()
+        self.watch.micro_batch_begins()
         if window.is_first:
             self.components.announce("on_step_begin")
 
@@ -291,25 +284,27 @@ class TrainingLoop:
         step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
             loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
+        self._pending = loss, inputs
         return loss
 
     @property
     def needs_manual_optimization(self) -> bool:
-        """Whether the next optimizer step calls `training_step`, rather than `loss`."""
+        """Whether the next optimizer step calls `training_step`, rather than `compute_loss`."""
         return overrides.needs_manual_optimization(self.trainer)
 
-    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass, and add its loss."""
-        if self.run.health is not None:
-            self.run.health.note_sign()
+    def begin_backward(self, loss: torch.Tensor, inputs: Any) -> None:
+        """Keep what `compute_loss` returned, and its batch, until the micro-batch ends."""
+        self._pending = loss, inputs
+        self.watch.backward_begins()
+
+    def end_micro_batch(self) -> None:
+        """Count the micro-batch after its backward pass, and add its loss."""
+        assert self._pending is not None
+        (loss, inputs), self._pending = self._pending, None
+        loss = loss.detach()
         self.divergence.add(loss)
-        added = self.loss_sum.add(loss)
-        if self.sources is not None and self.micro_batches.window is not None:
-            self.sources.add(self.epoch, self.micro_batches.window.index, added, inputs)
-        if self.observer is not None:
-            self.observer.end_micro_batch(*count_batch(self.trainer, inputs))
-        if self.step_details.requested:
-            self.step_details.add(loss, inputs)
+        self.watch.micro_batch_ends(self.loss_sum.add(loss), inputs)
+        self.step_details.add(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         self.trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed
 
@@ -356,14 +351,12 @@ class TrainingLoop:
         clear_gradients(model)
         self.components.strategy.run_recorded_operations()
         state.global_step += 1
-        if self.run.health is not None:
-            self.run.health.end_step()
+        self.run.health.end_step()
         state.epoch = self._epoch_after_step()
         self._is_stepping = self._has_uncounted_step = False
         self.between_steps = True
         self.components.announce("on_step_end", **self.step_details.pop())
-        if self.requests is not None:
-            self.requests.poll(self.trainer.control, state.global_step)
+        self.watch.grant_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
@@ -416,7 +409,7 @@ class TrainingLoop:
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_sum.check_before_log()
             values = {
-                "tr_loss": self.run.loss,
+                "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
                 "trial": self.trial,
@@ -432,41 +425,13 @@ class TrainingLoop:
         if self.components.search is not None and self.trial is not None:
             self.components.search.send_pending_report(self.trainer)
 
-    # ---- Checkpoints -------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block, an 'evaluation' or 'saving', and report it to what observes the run."""
-        with contextlib.ExitStack() as stack:
-            if self.observer is not None:
-                stack.enter_context(self.observer.phase(name))
-            if self.run.health is not None:
-                stack.enter_context(self.run.health.in_phase(name))
-            stack.enter_context(self.run.timing(name))
-            yield
-        if self.requests is not None:
-            self.requests.note(name)
+    # ---- The end -----------------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
         """End the run's data, its journal and its traces. `reason` is why it ends, for the journal."""
+        self._pending = None  # of a micro-batch that failed
         self.reader.close()
-        if self.requests is not None:
-            self.requests.close()
-        if self.observer is not None:
-            self.observer.close(reason)
-            self.trainer.remove_callback(self.observer)
-
-    # ---- A separate pass over the data -------------------------------------------------------------------------
-
-    def batches(self) -> Any:
-        """A new loader of the training data."""
-        return self.trainer.get_train_dataloader()
-
-    def evaluate_loss(self, model: torch.nn.Module, inputs: Any) -> Any:
-        """The loss of a batch, without training on it."""
-        return self.trainer.compute_loss(model, self.trainer._prepare_inputs(inputs))
-
-    # ---- Control -----------------------------------------------------------------------------------------------
+        self.watch.close(reason)
 
     @property
     def should_stop(self) -> bool:

@@ -20,7 +20,6 @@ from hftrainer.data.mixture import (
 )
 from hftrainer.data.samplers import innermost, seed_of_order
 from hftrainer.errors import InvalidArgument, UnsupportedArgument, suggest
-from hftrainer.training.observation import count_batch
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -153,7 +152,7 @@ class SourceLog:
             self._losses[index] = loss
             self._counts[index] = torch.tensor(counts, dtype=torch.float64)
 
-    def add(self, epoch: int, index: int, loss: torch.Tensor, inputs: Any) -> None:
+    def add(self, epoch: int, index: int, loss: torch.Tensor, samples: int, tokens: int) -> None:
         """Add a micro-batch, the `index`-th of this process in its epoch."""
         processes = self.components.trainer.accelerator.processes
         number = index * processes.data_world_size + processes.data_rank
@@ -161,7 +160,6 @@ class SourceLog:
         if (step := epoch * self._steps_in_epoch + in_epoch) != self._of_step[0]:
             self._plan = self._plan.from_step(step)
             self._of_step = step, [source for source, _ in self._plan.next_step()]
-        samples, tokens = count_batch(self.components.trainer, inputs)
         source = self._of_step[1][place]
         self._losses[source] += loss.detach()
         self._counts[source, 0] += samples

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.observer import Measured, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
+from hftrainer.training.mixture import make_source_log
 from hftrainer.training.storage import run_folder
 
 if TYPE_CHECKING:
@@ -19,7 +22,78 @@ if TYPE_CHECKING:
     from hftrainer.training.loop import TrainingLoop
 
 
-def make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
+class RunWatch:
+    """Tells what observes a run of its events, and takes requests to it.
+
+    Args:
+        components: the parts of the Trainer.
+        loop: the loop of the run.
+        loader: its data.
+
+    Attributes:
+        sources: sums of the sources of a mixture; None for other data.
+        observer: a callback of the Trainer until the run ends; None without `observe`.
+        requests: the requests, on the main process.
+    """
+
+    def __init__(self, components: Components, loop: TrainingLoop, loader: Any) -> None:
+        self.trainer, self.run, self.loop = components.trainer, components.run, loop
+        self.sources = make_source_log(components, loader)
+        self.observer = _make_observer(components, loop)
+        self.requests = _make_requests(components, loop)
+        self._flops = None if self.observer is None else self.observer.flops
+
+    def micro_batch_begins(self) -> None:
+        """Its data has been read."""
+        self.run.health.note_sign()
+        if self._flops is not None:
+            self._flops.begin()
+
+    def backward_begins(self) -> None:
+        """Its loss has been computed, without `training_step`."""
+        if self._flops is not None:
+            self._flops.begin_backward()
+
+    def micro_batch_ends(self, loss: torch.Tensor, inputs: Any) -> None:
+        """Its backward pass has been made; `loss` is what the run has added to its sum."""
+        self.run.health.note_sign()
+        if self.sources is None and self.observer is None:
+            return
+        samples, tokens = count_batch(self.trainer, inputs)
+        if self.sources is not None and (window := self.loop.micro_batches.window) is not None:
+            self.sources.add(self.loop.epoch, window.index, loss, samples, tokens)
+        if self.observer is not None:
+            self.observer.end_micro_batch(samples, tokens)
+
+    def grant_requests(self) -> None:
+        """Set the control flags that are asked for."""
+        if self.requests is not None:
+            self.requests.poll(self.trainer.control, self.trainer.state.global_step)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block, an 'evaluation' or 'saving', and report it."""
+        block = contextlib.nullcontext() if self.observer is None else self.observer.phase(name)
+        with block, self.run.health.in_phase(name), self.run.timing(name):
+            yield
+        if self.requests is not None:
+            self.requests.note(name)
+
+    def values(self, steps: int) -> dict[str, float]:
+        """The values for a log line, of the `steps` since the last one. A collective operation."""
+        of_sources = {} if self.sources is None else self.sources.pop(steps)
+        return of_sources if self.observer is None else of_sources | self.observer.values()
+
+    def close(self, reason: str) -> None:
+        """End the traces and the journal of the run."""
+        if self.requests is not None:
+            self.requests.close()
+        if self.observer is not None:
+            self.observer.close(reason)
+            self.trainer.remove_callback(self.observer)
+
+
+def _make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, plan = components.trainer, components.engine.plan
     what = read_observe(getattr(trainer.args, "observe", False))
@@ -40,8 +114,6 @@ def make_observer(components: Components, loop: TrainingLoop) -> Observer | None
             "resumed_from": loop.resume_folder,
         },
     )
-    if observer.flops is not None:
-        loop.loss = observer.flops.wrap_loss(loop.loss)
     trainer.add_callback(observer)
     return observer
 
@@ -57,10 +129,9 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     return find_batch_size(inputs) or 0, 0
 
 
-def make_requests(components: Components, loop: TrainingLoop) -> Requests | None:
+def _make_requests(components: Components, loop: TrainingLoop) -> Requests | None:
     """Takes requests to a run, on the main process."""
-    trainer = components.trainer
-    args = trainer.args
+    trainer, args = components.trainer, components.trainer.args
     if not trainer.is_world_process_zero():
         return None
     return Requests(

@@ -14,14 +14,14 @@ import torch
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
+from hftrainer.monitoring.health import NoProgress, Progress
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
-    from hftrainer.monitoring.health import Progress
     from hftrainer.training.divergence import SkippedSamples
-    from hftrainer.training.initial_state import InitialStateSnapshot
     from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.restarts import InitialStateSnapshot
 
 
 @dataclass
@@ -38,14 +38,13 @@ class Run:
         schedule: the lengths of the run.
         progress: the position in our checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
-        loss: the sum of the losses since the last log line, of shape (), on the device; set when training begins.
+        loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         total_loss: the sum of the losses up to the last log line.
         last_logged: optimizer step of the last log line.
         initial_step: optimizer steps at the start of the run.
         initial_tokens: input tokens seen at the start of the run.
         tokens: input tokens of this run, over all processes.
-        divides_items: with `elastic`, whether the model divides its loss by `num_items_in_batch`, once that is known.
-        keeps_samples_apart: with `flatten_batches`, whether the model was found not to mix the samples of a batch.
+        is_probed: whether the first batch has shown what `elastic` and `flatten_batches` need to know of the model.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
         seconds: activity besides training, such as 'saving' → seconds spent on it.
@@ -67,19 +66,18 @@ class Run:
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None
     resumed_from: str | None = None
-    loss: torch.Tensor = field(init=False)
+    loss_since_log: torch.Tensor = field(init=False)
     total_loss: float = 0.0
     last_logged: int = 0
     initial_step: int = 0
     initial_tokens: int = 0
     tokens: int = 0
-    divides_items: bool | None = None
-    keeps_samples_apart: bool = False
+    is_probed: bool = False
     flos: float = 0.0
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
     past: Any = None
-    health: Progress | None = None
+    health: Progress = field(default_factory=NoProgress)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
     skipped: SkippedSamples | None = None
@@ -103,7 +101,7 @@ class Run:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
         self.checkpoints_written = []
-        self.flos, self.divides_items, self.keeps_samples_apart = 0.0, None, False
+        self.flos, self.is_probed = 0.0, False
 
     def start_at(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import torch
 from hftrainer.arguments import legacy
 from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing import names, resume
+from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.progress import global_batch_of
 from hftrainer.compat.messages import tell
@@ -22,20 +21,18 @@ from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_o
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
-from hftrainer.errors import TrainingDiverged, UnsupportedArgument
+from hftrainer.errors import UnsupportedArgument
 from hftrainer.model.changes import apply_model_arguments
-from hftrainer.model.inspection import clear_gradients
 from hftrainer.monitoring import health
-from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
-from hftrainer.training.divergence import Diverged, Finding, SkippedSamples, say
-from hftrainer.training.initial_state import InitialStateSnapshot
+from hftrainer.training.divergence import Diverged, Finding
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
+from hftrainer.training.restarts import Restarts
 from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
@@ -50,7 +47,7 @@ class TrainingRunner(Component):
 
     def __init__(self, components: Components) -> None:
         super().__init__(components)
-        self.planner = Planner(components)
+        self.planner, self.restarts = Planner(components), Restarts(components)
 
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class TrainingRunner(Component):
             raise UnsupportedArgument("\n".join(refused))
         self.run.resumed_from = folder
         if folder is not None:
-            self._load_weights_and_batch_size(folder)
+            self.components.saver.load_weights_and_batch_size(folder)
             if self.trainer.args.elastic:
                 self._keep_global_batch(folder)
         return folder
@@ -130,19 +127,6 @@ class TrainingRunner(Component):
         processes.from_main(lambda: resume.find_folder(folder, output_dir))
         return folder
 
-    def _load_weights_and_batch_size(self, folder: str) -> None:
-        """Load the weights of an unsharded model, and the batch size, from the checkpoint."""
-        if not self.components.strategy.shards:  # a sharded model loads its shards later
-            try:
-                self.trainer._load_from_checkpoint(folder)
-            except RuntimeError as error:  # torch's, of other shapes
-                add_note(error, f"This happened while the weights of {folder} were loaded: is it the same model?")
-                raise
-        finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
-        if finds or not self.components.policy.resumes_with_batch_size_of_arguments:
-            state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-            self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
-
     def _keep_global_batch(self, folder: str) -> None:
         """Set the accumulation steps so that a step has as many samples as before the checkpoint."""
         processes = self.trainer.accelerator.processes
@@ -167,7 +151,7 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            self.run.start = self._initial_state(folder, trial)
+            self.restarts.prepare(folder, trial)
             stateful = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
                 diverged: Finding | None = None
@@ -190,58 +174,9 @@ class TrainingRunner(Component):
                         ) from error
                 # Not in the `except` block: the error holds the tensors of the failed attempt.
                 if diverged is not None:
-                    folder = self._roll_back(diverged, stateful)
+                    folder = self.restarts.roll_back(diverged, stateful)
                 else:
-                    self._halve_batches()
-
-    def _initial_state(self, folder: str | None, trial: Any) -> InitialStateSnapshot | None:
-        """A copy of the initial state, if the run may begin again; also find what a resumed run skips."""
-        args = self.trainer.args
-        self.run.rolled_back = False
-        self.run.skipped = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
-        rolls_back = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
-        return InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or rolls_back else None
-
-    def _roll_back(self, found: Finding, stateful: tuple[Any, Any]) -> str | None:
-        """Return to the last checkpoint, or to the start, after a step that diverged; returns the checkpoint."""
-        assert self.run.skipped is not None
-        start, self.run.rolled_back = self.run.start, True
-        self.components.saver.wait()
-        if (mirror := self.components.storage.mirror) is not None:
-            self.trainer.accelerator.processes.run_on_main(mirror.wait)
-        folder: str | None = self.trainer.accelerator.processes.from_main(self._last_checkpoint)
-        message = self.run.skipped.add(found, folder)
-        if mirror is not None:
-            self.trainer.accelerator.processes.run_on_main(mirror.upload_files)
-        if folder is None and start is None:
-            raise TrainingDiverged(
-                f"{message}, but there is no checkpoint yet, and no copy of the initial state of a sharded model: save "
-                "earlier, with a smaller save_steps."
-            )
-        if self.trainer.is_world_process_zero():
-            say(message, folder)
-        close_bars(self.trainer.callback_handler.callbacks)
-        clear_gradients(self.trainer.model_wrapped)
-        self._end_attempt("rolled back", stateful)
-        if (scaler := self.trainer.accelerator.scaler) is not None:
-            scaler.update(scaler.get_scale())  # end the step that is not made
-        if folder is not None:
-            self._load_weights_and_batch_size(folder)
-        elif start is not None:
-            start.restore()
-            handler, states = self.trainer.callback_handler, start.callback_states
-            self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
-        self.run.resumed_from = folder
-        return folder
-
-    def _end_attempt(self, reason: str, stateful: tuple[Any, Any]) -> None:
-        """Release the objects of an attempt, and set the optimizer and the schedule from before it."""
-        if self.run.loop is not None:
-            self.run.loop.close(reason)
-        self._release()
-        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
-        gc.collect()
-        devices.empty_cache()
+                    self.restarts.halve_batches()
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
@@ -256,7 +191,7 @@ class TrainingRunner(Component):
         try:
             with (
                 health.serve_health(
-                    trainer.args, trainer.accelerator.processes, lambda: trainer.state, self._last_checkpoint
+                    trainer.args, trainer.accelerator.processes, lambda: trainer.state, components.saver.last_checkpoint
                 ) as self.run.health,
                 apply_model_arguments(
                     components.unwrapped_model, trainer.args, components.engine.plan.read_once, trainer=trainer
@@ -280,24 +215,10 @@ class TrainingRunner(Component):
             if self.run.loop is not None:
                 is_stopped = trainer.state.global_step < trainer.state.max_steps
                 self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
-            self.run.past = self.run.loop = self.run.health = self.run.skipped = self.run.start = None
+            self.run.past = self.run.loop = self.run.skipped = self.run.start = None
             trainer.is_in_train = False
             if watcher is not None:
                 watcher.remove()
-
-    def _last_checkpoint(self) -> str | None:
-        """The newest whole checkpoint of the run; None in a process that writes none."""
-        return [self.run.resumed_from, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
-
-    def _halve_batches(self) -> None:
-        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
-        start = self.run.start
-        assert start is not None
-        self.run.train_batch_size //= 2
-        logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
-        self._end_attempt("out of memory", start.stateful)
-        self.components.storage.discard(self.run.checkpoints_written)
-        start.restore()
 
     def attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any
@@ -334,8 +255,7 @@ class TrainingRunner(Component):
                     find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
                     sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
                 )
-        if self.run.health is not None:
-            self.run.health.enter_phase("ended")
+        self.run.health.enter_phase("ended")
         return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
 
     def _make_loop(
@@ -431,21 +351,19 @@ class TrainingRunner(Component):
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
         waited, evaluating = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
         seconds = {"waiting for data": waited, "in evaluations": evaluating, "saving": run.seconds.get("saving", 0.0)}
-        for sentence in summary.finished(state, metric, metrics, seconds, steps, share):
-            tell(sentence)
-        if loop.observer is not None:
-            for line in summary.time_table(float(metrics["train_runtime"]), seconds, loop.observer.goodput()):
-                tell(line)
-        if checkpoint := summary.make_resume_hint(
-            run.checkpoints_written, is_complete=state.global_step >= state.max_steps
-        ):
-            tell(checkpoint)
+        lines = [*summary.finished(state, metric, metrics, seconds, steps, share)]
+        if (observer := loop.watch.observer) is not None:
+            lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
+        is_complete = state.global_step >= state.max_steps
+        lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
+        for line in filter(None, lines):
+            tell(line)
 
     def _final_metrics(self, num_train_samples: float, start_time: float) -> dict[str, float]:
         run = self.run
         state = self.trainer.state
         steps = state.global_step - (run.initial_step if self.components.policy.averages_train_loss_over_call else 0)
-        run.total_loss += run.loss.item()
+        run.total_loss += run.loss_since_log.item()
         samples = num_train_samples * steps / max(state.max_steps, 1)
         tokens = run.tokens if legacy.value(self.trainer.args, "include_tokens_per_second") else None
         metrics = speed_metrics("train", start_time, num_samples=samples, num_steps=steps, num_tokens=tokens)
@@ -458,20 +376,11 @@ class TrainingRunner(Component):
 
     # ---- Releasing ---------------------------------------------------------------------------------------------
 
-    def _release(self) -> None:
-        """Release a run's optimizer and its hooks."""
-        handler = self.trainer.callback_handler
-        if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
-            self.trainer.optimizer.remove_hooks()
-        self.components.engine.trainer = self.components.engine.module = None
-        self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
-        self.components.checkpoint_writer.close_ignoring_errors()
-
     def release_trial(self) -> None:
         """Release a trial's model and everything made for it."""
         components = self.components
         handler = self.trainer.callback_handler
-        self._release()
+        self.restarts.release()
         components.engine.release()
         self.trainer.accelerator.free_memory()
         components.checkpoint_writer.close()

@@ -15,13 +15,14 @@ from torch import nn
 
 from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import SaveStrategy
-from hftrainer.callbacks.state import drop_from_json, export_states
+from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import save_configs, save_weights, without_tensors
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.reporting.tracking import ids_of_open_runs
@@ -134,6 +135,10 @@ class CheckpointSaver(Component):
             self.call_on_save()
         self.wait()
 
+    def last_checkpoint(self) -> str | None:
+        """The newest whole checkpoint of the run; None in a process that writes none."""
+        return [self.run.resumed_from, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
+
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
         asked = getattr(self.trainer.args, "save_on_interrupt", True) or self.trainer.args.enable_jit_checkpoint
@@ -173,6 +178,19 @@ class CheckpointSaver(Component):
         if incompatible is not None:
             self.trainer._issue_warnings_after_load(incompatible)
 
+    def load_weights_and_batch_size(self, folder: str) -> None:
+        """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
+        if not self.components.strategy.shards:  # a sharded model loads its shards later
+            try:
+                self.trainer._load_from_checkpoint(folder)
+            except RuntimeError as error:  # torch's, of other shapes
+                add_note(error, f"This happened while the weights of {folder} were loaded: is it the same model?")
+                raise
+        finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
+        if finds or not self.components.policy.resumes_with_batch_size_of_arguments:
+            state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
+            self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
+
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
         """The progress in a checkpoint, if we wrote it; logs a warning about changed arguments."""
         if folder is None:
@@ -205,15 +223,15 @@ class CheckpointSaver(Component):
             epoch_ended=loop.epoch_ended,
             epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=loop.owes_evaluation,
-            loss=self.run.loss.cpu().clone(),
+            loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources={} if loop.sources is None else loop.sources.state_dict(),
+            sources={} if loop.watch.sources is None else loop.watch.sources.state_dict(),
             grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
             learning_rate=loop.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else loop.reader.state_dict(),
-            since_evaluation=0.0 if loop.requests is None else loop.requests.since_evaluation,
+            since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
             recent_losses=list(loop.divergence.recent),
             tracker_runs=ids_of_open_runs(
                 self.trainer.callback_handler.callbacks, self.components.storage.place(loop.trial)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.trainer_utils import speed_metrics
 from hftrainer.training.component import Component
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +125,9 @@ class TrainingSteps(Component):
         if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
-        if trainer.args.elastic and trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            self._require_division(model, inputs, num_items_in_batch)
-        if trainer.args.flatten_batches and not self.run.keeps_samples_apart:
-            self._require_separate_samples(model)
+        if not self.run.is_probed:
+            self._probe(model, inputs, num_items_in_batch)
+            self.run.is_probed = True
         accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -140,8 +136,7 @@ class TrainingSteps(Component):
             step = trainer.state.global_step + 1
             add_note(error, f"This happened in training step {step}, with the batch {shapes(inputs)}.")
             raise
-        if self.run.health is not None:
-            self.run.health.note_sign()
+        self.run.health.note_sign()
         every = trainer.args.torch_empty_cache_steps
         if every is not None and trainer.state.global_step % every == 0:
             devices.empty_cache()
@@ -160,41 +155,46 @@ class TrainingSteps(Component):
             return REMEDY
         return f"{type(self.trainer).__name__}.compute_loss must return the loss, or (loss, outputs) if it is asked to."
 
-    def _require_division(self, model: nn.Module, inputs: Any, items: Any) -> None:
-        """At a run's first batch: do not count items for a model that does not divide its loss by them.
-
-        Classifiers such as BERT's accept `num_items_in_batch`, and return the mean of a micro-batch. transformers adds
-        these means up, so that the loss depends on the number of micro-batches and processes.
-        """
-        if self.run.divides_items is not None or not isinstance(inputs, Mapping):
+    def _probe(self, model: nn.Module, inputs: Any, items: Any) -> None:
+        """At a run's first batch, in its precision: check what `elastic` and `flatten_batches` need of the model."""
+        args, counts = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
+        checks_division = args.elastic and counts and isinstance(inputs, Mapping)
+        if not checks_division and not args.flatten_batches:
             return
-        was_training = model.training
-        model.eval()  # no random number is drawn
-        with torch.no_grad():
-            once, twice = (
-                extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
-            )
-        model.train(was_training)
-        self.run.divides_items = bool(self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int()).item())
-        self.trainer.model_accepts_loss_kwargs = self.run.divides_items
-
-    def _require_separate_samples(self, model: nn.Module) -> None:
-        """At a run's first batch: raise UnsupportedArgument if a sample's logits depend on the others in its row."""
-        model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
-        name = type(self.components.unwrapped_model).__name__
-        vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
-        first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
         was_training = model.training
         model.eval()  # no random number is drawn
         try:
             with torch.no_grad():
-                rows = []
-                for pair in ((first, second), (first, other), (other, second)):
-                    batch = collator([{"input_ids": ids} for ids in pair])
-                    del batch["labels"]
-                    rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
+                if checks_division:
+                    self._require_division(model, inputs, items)
+                if args.flatten_batches:
+                    self._require_separate_samples(model)
         finally:
             model.train(was_training)
+
+    def _require_division(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
+        """Do not count items for a model that does not divide its loss by them.
+
+        Classifiers such as BERT's accept `num_items_in_batch`, and return the mean of a micro-batch. transformers adds
+        these means up, so that the loss depends on the number of micro-batches and processes.
+        """
+        once, twice = (
+            extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
+        )
+        divides = self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int())
+        self.trainer.model_accepts_loss_kwargs = bool(divides.item())
+
+    def _require_separate_samples(self, model: nn.Module) -> None:
+        """Raise UnsupportedArgument if a sample's logits depend on the others in its row."""
+        model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
+        name = type(self.components.unwrapped_model).__name__
+        vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
+        first, second, other = ([token % vocabulary for token in range(begin, begin + 4)] for begin in (1, 5, 9))
+        rows = []
+        for pair in ((first, second), (first, other), (other, second)):
+            batch = collator([{"input_ids": ids} for ids in pair])
+            del batch["labels"]
+            rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
         # The same tokens in the same places of the same shape: equal to the bit, unless the model mixes them.
         if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
             raise UnsupportedArgument(
@@ -202,7 +202,6 @@ class TrainingSteps(Component):
                 "from position_ids. Remove flatten_batches, or load the model with an attention implementation that "
                 "does, such as attn_implementation='flash_attention_2'."
             )
-        self.run.keeps_samples_apart = True
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""

@@ -90,7 +90,7 @@ class LossSum:
         self.trainer = trainer
         self.run = run
         device = trainer.args.device
-        run.loss = torch.tensor(0.0, device=device)
+        run.loss_since_log = torch.tensor(0.0, device=device)
         self._readable_at_once = device.type == "cpu"
         #: Whether a loss since the last log line was not finite; kept on the device.
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
@@ -103,10 +103,10 @@ class LossSum:
             What was added, shape `()`.
         """
         run = self.run
-        if loss.device != run.loss.device:
-            raise ValueError(f"The loss is on {loss.device}, training runs on {run.loss.device}: move the loss there.")
+        if loss.device != (device := run.loss_since_log.device):
+            raise ValueError(f"The loss is on {loss.device}, training runs on {device}: move the loss there.")
         if not self.trainer.args.logging_nan_inf_filter:
-            run.loss += loss
+            run.loss_since_log += loss
             return loss
         state = self.trainer.state
         steps = 1 + state.global_step - run.last_logged
@@ -117,14 +117,14 @@ class LossSum:
             # XLA would compile the number into the step as a constant, and recompile the step for each new number.
             if loss.device.type == "xla":
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            added = torch.where(finite, loss, run.loss / divisor)
-            run.loss = run.loss + added
+            added = torch.where(finite, loss, run.loss_since_log / divisor)
+            run.loss_since_log = run.loss_since_log + added
             return added
         added = loss
         if not math.isfinite(loss):
             self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1)
-            added = run.loss / steps
-        run.loss += added
+            added = run.loss_since_log / steps
+        run.loss_since_log += added
         return added
 
     def check_before_log(self) -> None:
@@ -150,10 +150,10 @@ class LossSum:
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
         run = self.run
-        run.loss = progress.loss.to(run.loss.device)
-        run.total_loss = -float(self.trainer.accelerator.processes.reduce(run.loss, "mean"))
+        run.loss_since_log = progress.loss.to(run.loss_since_log.device)
+        run.total_loss = -float(self.trainer.accelerator.processes.reduce(run.loss_since_log, "mean"))
         run.last_logged = progress.last_logged
-        run.logged_metrics.load_state_dict(progress.metrics, run.loss.device)
+        run.logged_metrics.load_state_dict(progress.metrics, run.loss_since_log.device)
 
 
 class StepDetails:

@@ -1,0 +1,162 @@
+"""Attempts that begin again: from the last checkpoint, or from a copy of the state in which the run began."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hftrainer.arguments.choices import as_text
+from hftrainer.callbacks.progress import close_bars
+from hftrainer.callbacks.state import export_states
+from hftrainer.checkpointing import resume
+from hftrainer.compat.messages import tell
+from hftrainer.data.randomness import restore_rng_state, rng_state
+from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgument
+from hftrainer.model.inspection import clear_gradients
+from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
+from hftrainer.parallel import devices
+from hftrainer.trainer_pt_utils import nested_apply
+from hftrainer.training.component import Component
+from hftrainer.training.divergence import Finding, SkippedSamples
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+class InitialStateSnapshot:
+    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
+
+    Frozen weights are not copied; with adapters, these are most of the model.
+
+    Args:
+        trainer: the Trainer, before the first attempt. The state includes its loss scaler, if it has one, and the
+            script's optimizer and scheduler, if it passed them. LOMO is refused, since its hooks cannot be
+            removed from the model for a restart.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        if (optim := as_text(trainer.args.optim)) in ("lomo", "adalomo"):
+            raise InvalidArgument(
+                f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
+                "set per_device_train_batch_size yourself rather than auto_find_batch_size, and no on_divergence."
+            )
+        self._model = trainer.model
+        self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}
+        self._scaler = trainer.accelerator.scaler
+        self._scale = None if self._scaler is None else self._scaler.state_dict()
+        self.stateful = trainer.optimizer, trainer.lr_scheduler
+        self._others = [(each, nested_apply(_to_cpu, each.state_dict())) for each in self.stateful if each is not None]
+        self.callback_states = copy.deepcopy(export_states(trainer._hftrainer.stateful_callbacks()))
+        self._random = rng_state()
+        if torch.cuda.is_available():  # the model may be on several devices
+            self._random["cuda"] = torch.cuda.get_rng_state_all()
+
+    def _tensors_to_restore(self) -> dict[str, torch.Tensor]:
+        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        return {**trained, **dict(self._model.named_buffers())}
+
+    def restore(self) -> None:
+        """Restore the state.
+
+        Raises:
+            UnsupportedArgument: if weights have been unfrozen since.
+        """
+        if unknown := self._tensors_to_restore().keys() - self._tensors.keys():
+            raise UnsupportedArgument(
+                f"The run cannot return to its start, since {min(unknown)!r} has been unfrozen or added since: save a "
+                "checkpoint earlier, or leave out auto_find_batch_size."
+            )
+        with torch.no_grad():
+            for name, tensor in self._tensors_to_restore().items():
+                tensor.copy_(self._tensors[name])
+        self._model.zero_grad()
+        for thing, state in self._others:
+            thing.load_state_dict(nested_apply(_to_cpu, state))
+        if self._scaler is not None and self._scale is not None:
+            # Initialize the scaler, if that has not been done yet, and discard the state of the failed step.
+            self._scaler.scale(next(self._model.parameters()).new_zeros(()))
+            self._scaler.update(self._scale["scale"])
+            self._scaler.load_state_dict(self._scale)
+        restore_rng_state(self._random)
+
+
+def _to_cpu(leaf: Any) -> Any:
+    return leaf.detach().cpu().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+
+class Restarts(Component):
+    """Begins the training of a run again, and releases what the attempt before it made."""
+
+    def prepare(self, folder: str | None, trial: Any) -> None:
+        """Copy the initial state, if the run may begin again, and find what a resumed run skips."""
+        args = self.trainer.args
+        self.run.rolled_back = False
+        self.run.skipped = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
+        rolls_back = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
+        self.run.start = InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or rolls_back else None
+
+    def roll_back(self, found: Finding, stateful: tuple[Any, Any]) -> str | None:
+        """Return to the last checkpoint, or to the start, after a step that diverged; returns the checkpoint."""
+        assert self.run.skipped is not None
+        start, self.run.rolled_back = self.run.start, True
+        self.components.saver.wait()
+        if (mirror := self.components.storage.mirror) is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.wait)
+        folder: str | None = self.trainer.accelerator.processes.from_main(self.components.saver.last_checkpoint)
+        message = self.run.skipped.add(found, folder)
+        if mirror is not None:
+            self.trainer.accelerator.processes.run_on_main(mirror.upload_files)
+        if folder is None and start is None:
+            raise TrainingDiverged(
+                f"{message}, but there is no checkpoint yet, and no copy of the initial state of a sharded model: save "
+                "earlier, with a smaller save_steps."
+            )
+        if self.trainer.is_world_process_zero():
+            tell(f"{message}, and training goes on from {folder or 'the start of the run'}.")
+        close_bars(self.trainer.callback_handler.callbacks)
+        clear_gradients(self.trainer.model_wrapped)
+        self._end_attempt("rolled back", stateful)
+        if (scaler := self.trainer.accelerator.scaler) is not None:
+            scaler.update(scaler.get_scale())  # end the step that is not made
+        if folder is not None:
+            self.components.saver.load_weights_and_batch_size(folder)
+        elif start is not None:
+            start.restore()
+            handler, states = self.trainer.callback_handler, start.callback_states
+            self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
+        self.run.resumed_from = folder
+        return folder
+
+    def halve_batches(self) -> None:
+        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
+        start = self.run.start
+        assert start is not None
+        self.run.train_batch_size //= 2
+        logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
+        self._end_attempt("out of memory", start.stateful)
+        self.components.storage.discard(self.run.checkpoints_written)
+        start.restore()
+
+    def _end_attempt(self, reason: str, stateful: tuple[Any, Any]) -> None:
+        """Release the objects of an attempt, and set the optimizer and the schedule from before it."""
+        if self.run.loop is not None:
+            self.run.loop.close(reason)
+        self.release()
+        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
+        gc.collect()
+        devices.empty_cache()
+
+    def release(self) -> None:
+        """Release a run's optimizer and its hooks."""
+        handler = self.trainer.callback_handler
+        if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):
+            self.trainer.optimizer.remove_hooks()
+        self.components.engine.trainer = self.components.engine.module = None
+        self.trainer.optimizer = self.trainer.lr_scheduler = handler.optimizer = handler.lr_scheduler = None
+        self.components.checkpoint_writer.close_ignoring_errors()
