@@ -272,7 +272,7 @@ class TrainingLoop:
         window = self.micro_batches.window
         assert window is not None
         self.trainer.accelerator.sync_gradients = window.is_last
-        self.watch.micro_batch_begins()
+        self.watch.begin_micro_batch()
         if window.is_first:
             self.components.announce("on_step_begin")
 
@@ -295,7 +295,7 @@ class TrainingLoop:
     def begin_backward(self, loss: torch.Tensor, inputs: Any) -> None:
         """Keep what `compute_loss` returned, and its batch, until the micro-batch ends."""
         self._pending = loss, inputs
-        self.watch.backward_begins()
+        self.watch.begin_backward()
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch after its backward pass, and add its loss."""
@@ -303,7 +303,7 @@ class TrainingLoop:
         (loss, inputs), self._pending = self._pending, None
         loss = loss.detach()
         self.divergence.add(loss)
-        self.watch.micro_batch_ends(self.loss_sum.add(loss), inputs)
+        self.watch.end_micro_batch(self.loss_sum.add(loss), inputs)
         self.step_details.add(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         self.trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed

@@ -43,19 +43,19 @@ class RunWatch:
         self.requests = _make_requests(components, loop)
         self._flops = None if self.observer is None else self.observer.flops
 
-    def micro_batch_begins(self) -> None:
-        """Its data has been read."""
+    def begin_micro_batch(self) -> None:
+        """Note that the data of a micro-batch has been read."""
         self.run.health.note_sign()
         if self._flops is not None:
             self._flops.begin()
 
-    def backward_begins(self) -> None:
-        """Its loss has been computed, without `training_step`."""
+    def begin_backward(self) -> None:
+        """Note that the loss has been computed, without `training_step`."""
         if self._flops is not None:
             self._flops.begin_backward()
 
-    def micro_batch_ends(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Its backward pass has been made; `loss` is what the run has added to its sum."""
+    def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
+        """Count a micro-batch after its backward pass; `loss` is what the run has added to its sum."""
         self.run.health.note_sign()
         if self.sources is None and self.observer is None:
             return
@@ -66,7 +66,7 @@ class RunWatch:
             self.observer.end_micro_batch(samples, tokens)
 
     def grant_requests(self) -> None:
-        """Set the control flags that are asked for."""
+        """Set the control flags that requests ask for."""
         if self.requests is not None:
             self.requests.poll(self.trainer.control, self.trainer.state.global_step)
 

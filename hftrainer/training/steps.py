@@ -127,7 +127,8 @@ class TrainingSteps(Component):
         inputs = trainer._prepare_inputs(inputs)
         if not self.run.is_probed:
             self._probe(model, inputs, num_items_in_batch)
-            self.run.is_probed = True
+            # A batch without labels cannot show how the model divides.
+            self.run.is_probed = num_items_in_batch is not None or not trainer.args.elastic
         accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
