@@ -274,7 +274,7 @@ class Mirror:
         """The newest whole local checkpoint that nobody has deleted or replaced at the URL."""
         for path in checkpoints_newest_first(run_dir) if os.path.isdir(run_dir) else ():
             name = self._name(path)
-            if (reason := CheckpointFolder(path).inspect().why_not_whole) is not None:
+            if (reason := CheckpointFolder(path).inspect().skip_reason) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)
             elif self.is_uploaded(name) and not self._is_unchanged(name):
                 logger.warning("%s is skipped: it was uploaded, and is no longer at %s.", path, self.remote.url)

@@ -75,7 +75,7 @@ class TrainingRunner(Component):
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model and apply the arguments of this `train()`; returns the checkpoint to resume from."""
         model_setup = self.components.model_setup
-        resume.warn_of_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
+        resume.warn_about_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.components.checkpoint_writer.close_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
         if self.components.policy.makes_model_before_trial:
@@ -375,7 +375,7 @@ class TrainingRunner(Component):
             begin_runs(trainer.callback_handler.callbacks, saved, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
-            self.components.checkpoint_writer.added.begin_run(run_dir)
+            self.components.checkpoint_writer.script_files.begin_run(run_dir)
 
     def _resume_finished_run(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume a run that had already finished: load and upload its checkpoint, without training."""
@@ -408,7 +408,7 @@ class TrainingRunner(Component):
         kept = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
         # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        keeps_best_alone = kept is not None and trainer.args.save_total_limit == 1 and not writer.failed
+        keeps_best_alone = kept is not None and trainer.args.save_total_limit == 1 and not writer.has_failed
         if trainer.args.should_save and keeps_best_alone and self.components.storage.mirror is None:
             delete_all_but_best(str(kept), run_dir)
         self.components.announce("on_train_end")
