@@ -260,7 +260,9 @@ def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
         called = names_in_code(kind)
         instead = {name: _OF_LIGHTNING.get(name, "a callback, in Trainer(callbacks=[...])") for name in found}
         if listed := "".join(f"\n- {name}: {it}" for name, it in instead.items() if name not in called):
-            logger.warning("%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, listed)
+            logger.warning(
+                "%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, listed
+            )
 
 
 def refuse_rewritten(trainer: Any) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def load_optimizer(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(dict.fromkeys(more))
-    sharded.load_optimizer(model, optimizer, str(folder), read_numbered=dict)
+    sharded.load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
     return optimizer
 
 
