@@ -113,8 +113,8 @@ class Mirror:
             self._try_upload(name)
         self.upload_files()
         if self._missing_reasons:
-            missing = f"Not uploaded to {self.remote.url}: {', '.join(self._missing_reasons)}. They are in {self.local}. "
-            logger.error("%sA run that resumes on this machine uploads the newest.", missing)
+            missing = f"Not uploaded to {self.remote.url}: {', '.join(self._missing_reasons)}. They are in {self.local}"
+            logger.error("%s. A run that resumes on this machine uploads the newest.", missing)
             self.wait_for_local_space()
         return not self._missing_reasons
 

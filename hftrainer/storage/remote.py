@@ -22,7 +22,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
-from hftrainer.hub.failures import with_retries, without_tokens
+from hftrainer.hub.failures import remove_tokens, with_retries
 
 T = TypeVar("T")
 
@@ -238,7 +238,7 @@ def digest(entries: dict[str, Entry] | None) -> int | None:
 
 def reason(error: BaseException) -> str:
     """What went wrong, without credentials, as the end of a sentence."""
-    text = without_tokens(" ".join(str(error).split())).rstrip(".")
+    text = remove_tokens(" ".join(str(error).split())).rstrip(".")
     for name, value in os.environ.items():
         if len(value) > 7 and _SECRET.search(name):
             text = text.replace(value, f"<{name}>")
