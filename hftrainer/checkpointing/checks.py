@@ -43,7 +43,7 @@ def has_format(path: Path) -> bool:
 
 
 def unreadable_reason(path: Path, *, load: bool = True) -> str | None:
-    """Why a file cannot be read, as text that follows its path; None if it can.
+    """Why a file cannot be read, as text to follow its path; or None.
 
     Args:
         path: the file.
@@ -190,7 +190,7 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
 def _check_state_keys(
     states: list[dict[str, Any] | None], group: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Check that all states in a group have the same keys, and for Adam the required ones."""
+    """Check that a group's states have the same keys, and Adam's the required ones."""
     state_keys = [state.keys() for state in states if state]
     if any(names != state_keys[0] for names in state_keys):
         raise KeyError("the states of the parameters have different keys")

@@ -38,7 +38,7 @@ FLUSH_BYTES = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A file's entry in the manifest: its size in bytes and the CRC-32 of its contents."""
+    """A file's entry in the manifest: size in bytes and CRC-32 of the contents."""
 
     size: int
     crc32: int
@@ -179,7 +179,7 @@ class _StreamedFile:
         """Do nothing, since the file has no buffer."""
 
     def finish(self) -> Entry | None:
-        """Wait until a large file is on the disk, and return its entry; None for a smaller file."""
+        """Wait until a large file is on the disk, and return its entry; otherwise None."""
         if self._checksum is None:
             return None
         self._submit_flush()
@@ -255,14 +255,14 @@ def list_files(folder: Path) -> list[str]:
     return [name for name in paths if name not in manifests]
 
 
-def write_manifest(folder: Path, written: Mapping[str, Entry] | None = None) -> None:
+def write_manifest(folder: Path, known_entries: Mapping[str, Entry] | None = None) -> None:
     """Write the manifest of all files in a folder, and flush them to the disk.
 
     Args:
         folder: the checkpoint.
-        written: path → entry, for files whose checksum was computed while they were written.
+        known_entries: path → entry, for files whose checksum was computed while they were written.
     """
-    entries = _flush_and_describe([folder / name for name in list_files(folder)], written or {})
+    entries = _flush_and_describe([folder / name for name in list_files(folder)], known_entries or {})
     files = {path.relative_to(folder).as_posix(): dataclasses.asdict(entry) for path, entry in entries.items()}
     manifest = folder / names.MANIFEST_NAME
     # Write a temporary file, so that a killed process leaves the old manifest intact.
@@ -275,7 +275,7 @@ def write_manifest(folder: Path, written: Mapping[str, Entry] | None = None) -> 
         flush_to_disk(directory)
 
 
-def _flush_and_describe(paths: list[Path], written: Mapping[str, Entry]) -> dict[Path, Entry]:
+def _flush_and_describe(paths: list[Path], known_entries: Mapping[str, Entry]) -> dict[Path, Entry]:
     """Flush files to the disk, and return the entry of each.
 
     Checksums are computed from the page cache while the disk writes. Neither holds the GIL.
@@ -286,7 +286,7 @@ def _flush_and_describe(paths: list[Path], written: Mapping[str, Entry]) -> dict
     sizes = {path: path.stat().st_size for path in paths}
 
     def checksum(path: Path) -> int:
-        entry = written.get(str(path))
+        entry = known_entries.get(str(path))
         return entry.crc32 if entry is not None and entry.size == sizes[path] else crc32_of_file(path)
 
     largest_first, entries = sorted(paths, key=lambda path: -sizes[path]), {}

@@ -43,7 +43,7 @@ _REPLACED, _REMOVED = "replaced_", "removed_"
 #: Temporary folders of one process; `name` is the final name. The leading underscore keeps them out of repositories.
 #: The only hyphen is the one before the step, since some scripts split names there.
 _TEMPORARY_FOLDER = re.compile(
-    rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<what>{_REPLACED}|{_REMOVED}|)"
+    rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<prefix>{_REPLACED}|{_REMOVED}|)"
     rf"(?P<name>({names.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
 
@@ -89,9 +89,9 @@ class Inspection:
     @property
     def skip_reason(self) -> str | None:
         """Why automatic selection skips this checkpoint: a fault, or a change to a listed file."""
-        changed = {"is missing": self.removed, "has another size than when it was written": self.resized}
-        first = next((f"{self.folder / files[0]} {reason}" for reason, files in changed.items() if files), None)
-        return first or self.unusable_reason
+        kinds = {"is missing": self.removed, "has another size than when it was written": self.resized}
+        change = next((f"{self.folder / files[0]} {reason}" for reason, files in kinds.items() if files), None)
+        return change or self.unusable_reason
 
     @property
     def unusable_reason(self) -> str | None:
@@ -147,17 +147,17 @@ class CheckpointFolder:
             return Inspection(self.path, fault=self._visible_damage())
         is_selected = _is_weights_file if only_weights else bool
         entries = {name: entry for name, entry in manifest.items() if is_selected(name)}
-        found = {name: self.path / name for name in list_files(self.path) if is_selected(name)}
-        added = [name for name in found if name not in entries]
-        removed = [name for name in entries if name not in found]
-        common = [name for name in entries if name in found]
-        resized = [name for name in common if found[name].stat().st_size != entries[name].size]
+        files = {name: self.path / name for name in list_files(self.path) if is_selected(name)}
+        added = [name for name in files if name not in entries]
+        removed = [name for name in entries if name not in files]
+        common = [name for name in entries if name in files]
+        resized = [name for name in common if files[name].stat().st_size != entries[name].size]
         altered: list[str] = []
         if contents:
             same_size = (name for name in common if name not in resized)
-            altered = [name for name in same_size if crc32_of_file(found[name]) != entries[name].crc32]
+            altered = [name for name in same_size if crc32_of_file(files[name]) != entries[name].crc32]
         text = [name for name in resized if not name.endswith(_PARTS_SUFFIXES)]
-        inputs = [found[name] for name in (*text, *added) if name in text or _RESUME_FILES.search(found[name].name)]
+        inputs = [files[name] for name in (*text, *added) if name in text or _RESUME_FILES.search(files[name].name)]
         fault = next((f"{path} {reason}" for path in inputs if (reason := unreadable_reason(path)) is not None), None)
         # The next checks rely on indices, which must not be altered.
         if fault is None and not altered:
@@ -234,12 +234,12 @@ class CheckpointFolder:
         shutil.rmtree(self.staging, ignore_errors=True)
         self.staging.mkdir(parents=True)
 
-    def publish(self, written: Mapping[str, Entry] | None = None) -> None:
+    def publish(self, known_entries: Mapping[str, Entry] | None = None) -> None:
         """Write the manifest, flush, and rename the staging folder to its final name.
 
-        `written` is that of `write_manifest`.
+        `known_entries` is that of `write_manifest`.
         """
-        write_manifest(self.staging, written)
+        write_manifest(self.staging, known_entries)
         # An earlier run in the same output folder wrote this step, perhaps only in part.
         if self.path.exists():
             shutil.rmtree(self._replaced, ignore_errors=True)
@@ -307,15 +307,15 @@ def _copy_in_order(source: Path, target: Path) -> None:
         flush_to_disk(copy)
 
 
-def staging_folder(folder: str | Path, what: str = "") -> Path:
+def staging_folder(folder: str | Path, prefix: str = "") -> Path:
     """The temporary folder of this process beside `folder`.
 
     Args:
         folder: the final folder.
-        what: '' for staging; or the prefix for the folder that is replaced or removed.
+        prefix: '' for staging; or the prefix for the folder that is replaced or removed.
     """
     owner = process_identifier().replace("-", "~").replace(" ", ".")
-    return Path(folder).with_name(f"_tmp_{owner}_{what}{Path(folder).name}")
+    return Path(folder).with_name(f"_tmp_{owner}_{prefix}{Path(folder).name}")
 
 
 def final_folder(folder: str) -> str:
@@ -330,16 +330,16 @@ def clear_stale(output_dir: str) -> None:
     if not os.path.isdir(output_dir):
         return
     folders = [
-        (match["what"], path, match)
+        (match["prefix"], path, match)
         for path in Path(output_dir).iterdir()
         if (match := _TEMPORARY_FOLDER.match(path.name))
     ]
     # A staging folder comes before the folder that it would have replaced.
-    for what, path, match in sorted(folders):
+    for prefix, path, match in sorted(folders):
         try:
             if not is_left_behind(path, " ".join(match["owner"].replace("~", "-").rsplit(".", 2))):
                 continue
-            if what != _REMOVED:
+            if prefix != _REMOVED:
                 CheckpointFolder(path.with_name(match["name"])).complete(path)
             if path.exists():
                 shutil.rmtree(path)
@@ -387,8 +387,8 @@ def sort_checkpoints(output_dir: str) -> list[str]:
         if (step := _step_of(path)) is not None and (path / names.TRAINER_STATE_NAME).is_file()
     ]
     times = [time for time, _, _ in folders]
-    by_time = bool(times) and max(times) - min(times) >= 1.0
-    return [path for _, _, path in sorted(folders if by_time else ((0.0, step, path) for _, step, path in folders))]
+    has_times = bool(times) and max(times) - min(times) >= 1.0
+    return [path for _, _, path in sorted(folders if has_times else ((0.0, step, path) for _, step, path in folders))]
 
 
 def rotate_checkpoints(
@@ -425,21 +425,21 @@ def rotate_checkpoints(
         CheckpointFolder(checkpoint).remove()
 
 
-def complete_rotation(last: str, output_dir: str, save_total_limit: int | None, best: str | None) -> None:
+def complete_rotation(last_checkpoint: str, output_dir: str, save_total_limit: int | None, best: str | None) -> None:
     """Complete the rotation of a process that was killed right after its last save.
 
     Storage errors are only logged.
 
     Args:
-        last: the last checkpoint of a finished run; ignored if it is not in `output_dir`.
+        last_checkpoint: the last checkpoint of a finished run; ignored if it is not in `output_dir`.
         output_dir: the folder of the checkpoints.
         save_total_limit: maximum number to keep; None for all.
         best: the best one, if any.
     """
-    if not _is_same(output_dir, os.path.dirname(os.path.abspath(last))):
+    if not _is_same(output_dir, os.path.dirname(os.path.abspath(last_checkpoint))):
         return
     try:
-        rotate_checkpoints(output_dir, save_total_limit, best, [last])
+        rotate_checkpoints(output_dir, save_total_limit, best, [last_checkpoint])
     except OSError as error:
         logger.warning("Checkpoints beyond save_total_limit=%s were not deleted: %s", save_total_limit, error)
 

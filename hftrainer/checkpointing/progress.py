@@ -121,7 +121,7 @@ class RunProgress:
         return self.position * count_samples(self.settings, _ROUND_SETTINGS)
 
     def adapt(self, settings: dict[str, Any], *, skips_data: bool) -> None:
-        """Log the effect of changed arguments, and forget the position in the data if they make it invalid.
+        """Log the effect of changed arguments, and forget a position that they invalidate.
 
         Args:
             settings: the settings of the resumed run.
@@ -205,7 +205,7 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     return first
 
 
-def global_batch_of(folder: str) -> int | None:
+def read_global_batch(folder: str) -> int | None:
     """Samples per optimizer step of the run that wrote a checkpoint; None if unknown."""
     progress = load_progress(folder, 0, 1)
     return None if progress is None else progress.global_batch

@@ -272,7 +272,7 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
 
 
 def _has_optimizer_parts(folder: str) -> bool:
-    """Whether a folder of parts holds the optimizer's state; one for both states may lack it."""
+    """Whether a folder of parts holds the optimizer's state. A DCP folder may lack it."""
     parts = names.folder_of_parts("optimizer", folder)
     if parts is None or os.path.basename(parts) != names.DCP:
         return parts is not None
@@ -336,12 +336,12 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
 def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states: dict[str, Any]) -> TrainerControl:
     """Restore the exported states of callbacks by class name. Returns the restored control."""
     remaining = {name: list(value) if isinstance(value, list) else [value] for name, value in states.items()}
-    for restored in [*handler.callbacks, control]:
-        if saved := remaining.get(type(restored).__name__):
-            logger.info("Restoring the state of %s from the checkpoint.", type(restored).__name__)
+    for target in [*handler.callbacks, control]:
+        if saved := remaining.get(type(target).__name__):
+            logger.info("Restoring the state of %s from the checkpoint.", type(target).__name__)
             state = saved.pop(0)
             for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
-                setattr(restored, name, value)
+                setattr(target, name, value)
     if missing := [name for name, saved in remaining.items() if saved]:
         logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing))
     return control

@@ -298,9 +298,9 @@ def check_unread_states(state: dict[str, dict[str, Any]], path: str) -> None:
 def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:
     """Remove the states that torch has initialized for parameters without a stored state."""
     keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
-    stored = {_find_parameter(key, state["state"]) for key in keys}
+    stored_names = {_find_parameter(key, state["state"]) for key in keys}
     for name, parameter in model.named_parameters():
-        if bare_name(name) in state["state"].keys() - stored:
+        if bare_name(name) in state["state"].keys() - stored_names:
             optimizer.state.pop(parameter, None)
 
 
@@ -327,13 +327,13 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
         if (name := _find_parameter(key, numbers)) is not None:
             state.setdefault(numbers[name], {})[key.removeprefix(f"state.{name}.")] = value
     groups: list[dict[str, Any]] = []
-    first = 0
+    start = 0
     for group in optimizer.param_groups:
         count = len(group["params"])
-        prefix = f"param_groups.{order[first]}." if count else ""
+        prefix = f"param_groups.{order[start]}." if count else ""
         settings = {key.removeprefix(prefix): value for key, value in flat.items() if prefix and key.startswith(prefix)}
-        groups.append({**(settings or group), "params": [*range(first, first + count)]})
-        first += count
+        groups.append({**(settings or group), "params": [*range(start, start + count)]})
+        start += count
     return {"state": state, "param_groups": groups}
 
 
@@ -462,5 +462,5 @@ def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim
 
 def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimizer's parameters, in the order of their numbers."""
-    names_of = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
-    return [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+    return [names_by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

@@ -59,7 +59,7 @@ def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = No
 
 
 def make_meta_copy(model: Any) -> Any:
-    """A picklable copy of a transformers model with its tensors on 'meta'; None for other models.
+    """A picklable copy of a transformers model with tensors on 'meta'; otherwise None.
 
     With this copy, `save_weights` can write a `state_dict` in another process.
 
@@ -97,7 +97,7 @@ def _without_distributed_config(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Hide the bar of `save_pretrained`, which would leave a line on the terminal for each checkpoint."""
+    """Hide the bar of `save_pretrained`, which would print a line for each checkpoint."""
     transformers_logging = importlib.import_module("transformers.utils.logging")
     if not transformers_logging.is_progress_bar_enabled():
         yield
@@ -267,16 +267,16 @@ def _load_converted(model: Any, folder: str) -> LoadResult:
     Since v5 `save_pretrained` writes some architectures (such as ViT) with the names of older releases, and only
     `from_pretrained` can convert them back.
     """
-    converted, info = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
+    converted_model, info = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
     missing = sorted(info["missing_keys"])
     # The model keeps its values of missing weights. The converted model has random ones.
-    weights = {name: value for name, value in converted.state_dict().items() if name not in missing}
+    weights = {name: value for name, value in converted_model.state_dict().items() if name not in missing}
     model.load_state_dict(weights, strict=False)
     return LoadResult(missing, sorted(info["unexpected_keys"]))
 
 
 def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
-    """Load one file after the other, so that only one shard at a time is in memory."""
+    """Load the files one by one, so that memory holds only one shard."""
     expected = model.state_dict(keep_vars=True)
     loaded_names: set[str] = set()
     for path in paths:

@@ -85,7 +85,7 @@ class CheckpointInProgress:
         on_failure: called in the caller's thread if the storage fails.
         writes: what the background thread writes once the checkpoint is filled.
         pickled_writes: the pickled `writes` for the other process, if it writes this checkpoint.
-        written: path → manifest entry, for large files that the writer has written.
+        known_entries: path → manifest entry, for large files that the writer has written.
         futures: writes of another thread while the checkpoint is filled.
         announcements: called in the caller's thread when the checkpoint is complete.
         publication: future that is done when the checkpoint is complete; None without background writing.
@@ -96,7 +96,7 @@ class CheckpointInProgress:
     on_failure: Callable[[], None]
     writes: list[DeferredWrite] = field(default_factory=list)
     pickled_writes: list[bytes] = field(default_factory=list)
-    written: dict[str, Entry] = field(default_factory=dict)
+    known_entries: dict[str, Entry] = field(default_factory=dict)
     futures: list[Future[None]] = field(default_factory=list)
     announcements: list[Callable[[], None]] = field(default_factory=list)
     publication: Future[None] | None = None
@@ -134,7 +134,7 @@ class ScriptFiles:
 
     def __init__(self) -> None:
         self._oldest: int | None = None
-        self._known: dict[Path, _Stamp] = {}
+        self._known_stamps: dict[Path, _Stamp] = {}
 
     def begin_run(self, run_dir: str | None) -> None:
         """Record the existing files in the folders that a run may write.
@@ -145,7 +145,7 @@ class ScriptFiles:
         """
         self._oldest = time.time_ns() - _CLOCK_LAG_NS if run_dir is None else 0
         folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
-        self._known = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
+        self._known_stamps = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
 
     def copy_to(self, checkpoint: CheckpointFolder) -> None:
         """Copy the script's new files from the final folder to the staging folder.
@@ -157,17 +157,17 @@ class ScriptFiles:
             return
         trainer_files = _stamps(checkpoint.staging)
         for name, stamp in _stamps(checkpoint.path).items():
-            is_new = stamp != self._known.get(checkpoint.path / name) and stamp[0] >= self._oldest
+            is_new = stamp != self._known_stamps.get(checkpoint.path / name) and stamp[0] >= self._oldest
             if is_new and name not in trainer_files:
                 target = checkpoint.staging / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(checkpoint.path / name, target)
         # If the step is saved again, the files that the Trainer wrote this time do not count as the script's.
-        self._known |= {checkpoint.path / name: stamp for name, stamp in trainer_files.items()}
+        self._known_stamps |= {checkpoint.path / name: stamp for name, stamp in trainer_files.items()}
 
 
 def _stamps(folder: Path) -> dict[Path, _Stamp]:
-    """Relative path → stamp of each file in a folder; empty if the folder is missing."""
+    """Relative path → stamp of each file in a folder; empty for a missing folder."""
     manifests = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
     paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in manifests]
     return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
@@ -269,7 +269,7 @@ class CheckpointWriter:
                 self._part_future.result()
             self._write_deferred(current)
             self.script_files.copy_to(current.folder)
-            current.folder.publish(current.written)
+            current.folder.publish(current.known_entries)
         try:
             current.on_complete()
         except OSError as error:
@@ -288,7 +288,7 @@ class CheckpointWriter:
     def _write_deferred(self, current: CheckpointInProgress) -> None:
         if current.pickled_writes and self._process is not None:
             try:
-                current.written.update(self._process.run(current.pickled_writes, current.folder.staging))
+                current.known_entries.update(self._process.run(current.pickled_writes, current.folder.staging))
                 return
             except CannotUnpack as error:
                 self._fall_back_to_thread(error)
@@ -319,11 +319,13 @@ class CheckpointWriter:
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
         # An override may rewrite a file that is written now, so its checksum is computed later.
-        written = self._current.written if self._current and (self.defers_writes or self._uses_other_thread) else {}
+        entries = (
+            self._current.known_entries if self._current and (self.defers_writes or self._uses_other_thread) else {}
+        )
 
         def write(values: Any) -> None:
             if (entry := files.save(values, path)) is not None:
-                written[path] = entry
+                entries[path] = entry
 
         self.call(write, value, make_picklable=lambda: functools.partial(files.save, path=path))
 

@@ -48,7 +48,7 @@ serve(int(sys.argv[2]), int(sys.argv[3]))
 
 @dataclass
 class _Part:
-    """A part of the shared memory: its offset in the file, its mapping, and its pinned storage."""
+    """A part of the shared memory: offset in the file, mapping, and pinned storage if any."""
 
     start: int
     mapping: mmap.mmap
@@ -83,7 +83,7 @@ class SharedCopies(HostCopies):
         self._finalizer()
 
     def place(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
-        """Offset and size in bytes of a copied storage in the file; None for other storages."""
+        """Offset and size of a copied storage in the file, in bytes; otherwise None."""
         return self._places.get(storage.data_ptr())
 
     def _reserve(self, sizes: list[int]) -> None:
@@ -197,10 +197,12 @@ class WriterProcess:
             answer = self._pipe.recv()
         except (EOFError, OSError):
             status = self._end()
-            how = f"by signal {-status}" if status < 0 else f"with status {status}"
+            exit_text = f"by signal {-status}" if status < 0 else f"with status {status}"
             if not self._has_answered:
-                raise CannotUnpack(f"it has ended {how}") from None
-            raise OSError(errno.EIO, f"the process that writes checkpoints has ended {how}", str(folder)) from None
+                raise CannotUnpack(f"it has ended {exit_text}") from None
+            raise OSError(
+                errno.EIO, f"the process that writes checkpoints has ended {exit_text}", str(folder)
+            ) from None
         self._has_answered = True
         if isinstance(answer, BaseException):
             raise answer
@@ -266,7 +268,7 @@ def serve(file: int, pipe: int) -> None:
 
 
 def _answer(file: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Exception:
-    """The entries of the large files, or the error; as a RuntimeError if it is not picklable."""
+    """The entries of the large files, or the error (RuntimeError if not picklable)."""
     try:
         return _run_calls(file, calls, folder)
     except Exception as error:

@@ -62,8 +62,8 @@ def download_checkpoint(
         return path
     # Raise from None: the traceback of the cause may show the token.
     except Exception as error:
-        why = _REASONS.get(type(error).__name__) or reason(error, token)
-        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {why}.") from None
+        problem = _REASONS.get(type(error).__name__) or reason(error, token)
+        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {problem}.") from None
 
 
 def _parse_reference(reference: str) -> re.Match[str]:

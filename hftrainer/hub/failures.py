@@ -1,4 +1,4 @@
-"""Errors of the Hub: which ones to retry, and messages that do not reveal a token."""
+"""Errors of the Hub: which to retry, and messages that do not reveal tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed: the network or the Hub failed, but did not refuse the request."""
+    """Whether a retry may succeed: the network or the Hub failed, without a refusal."""
     if isinstance(error, (OfflineModeIsEnabled, ValueError, FileNotFoundError)):
         return False
     status = _http_status(error)

@@ -145,10 +145,10 @@ class Uploads:
             commit.snapshot = self._snapshots.create(commit)
         # The processing class may raise anything.
         except Exception as error:
-            why = f"it could not be prepared ({type(error).__name__}: {error})"
+            problem = f"it could not be prepared ({type(error).__name__}: {error})"
             if isinstance(error, OSError):
-                why = f"storage failed ({error.strerror or error})"
-            self._note_missing(commit, why)
+                problem = f"storage failed ({error.strerror or error})"
+            self._note_missing(commit, problem)
             logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
         return commit.snapshot is not None
 
@@ -159,10 +159,12 @@ class Uploads:
         try:
             commit_info = repository.upload(commit.snapshot, commit.message, path_in_repo=commit.path_in_repo)
         except Exception as error:
-            why = reason(error, repository.token)
-            self._note_missing(commit, why)
-            logger.warning("Uploading %r to %s failed, and is retried at the end: %s", commit.message, repository, why)
-            raise HubError(why) from None
+            problem = reason(error, repository.token)
+            self._note_missing(commit, problem)
+            logger.warning(
+                "Uploading %r to %s failed, and is retried at the end: %s", commit.message, repository, problem
+            )
+            raise HubError(problem) from None
         self._note_uploaded(commit)
         return commit_info
 
@@ -171,9 +173,9 @@ class Uploads:
         if job.cancelled():
             self._discard_snapshot(commit)
 
-    def _note_missing(self, commit: Commit, why: str) -> None:
-        """Keep a commit for another attempt, unless a newer one to the same path is missing too."""
-        commit.reason = why
+    def _note_missing(self, commit: Commit, problem: str) -> None:
+        """Keep a commit for another attempt, unless a newer one to its path is missing."""
+        commit.reason = problem
         with self._lock:
             other = self._missing_commits.setdefault(commit.path_in_repo, commit)
             if other is not commit:
@@ -324,14 +326,14 @@ class Uploads:
                 logger.info("Uploaded to %s:%s", self.repository, uploaded)
             self._uploaded_messages.clear()
             return
-        in_order = sorted(missing.values(), key=lambda commit: commit.number)
-        failed = "".join(f"\n  {self._describe(commit)}" for commit in in_order)
-        if failed != self._last_report:
-            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, failed, uploaded or " nothing")
-        self._last_report = failed
+        commits = sorted(missing.values(), key=lambda commit: commit.number)
+        report = "".join(f"\n  {self._describe(commit)}" for commit in commits)
+        if report != self._last_report:
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded or " nothing")
+        self._last_report = report
 
     def _describe(self, commit: Commit) -> str:
-        """The text on a missing commit in a report, with the command line that uploads it."""
+        """A report on a missing commit, with the command line that uploads it."""
         beginning = f"{commit.path_in_repo or 'the model'}, {commit.message!r}: {commit.reason}."
         if not os.path.isdir(commit.checkpoint):
             return f"{beginning} {commit.checkpoint} no longer exists."

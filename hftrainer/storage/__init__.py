@@ -1,1 +1,1 @@
-"""The output folder at a URL: uploads checkpoints in the background, and fetches them to resume."""
+"""The output folder at a URL: background uploads, and downloads of checkpoints to resume."""

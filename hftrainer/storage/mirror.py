@@ -81,8 +81,8 @@ class Mirror:
         while len(self._jobs) >= self._keep_local:
             self._jobs.pop(0).result()
         if self._stop_on_error and self._missing_reasons:
-            name, why = next(iter(self._missing_reasons.items()))
-            raise CheckpointNotWritten(f"{self.local / name} is written, but not uploaded: {why}")
+            name, problem = next(iter(self._missing_reasons.items()))
+            raise CheckpointNotWritten(f"{self.local / name} is written, but not uploaded: {problem}")
 
     def add(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
         """Upload a checkpoint in the background, then delete older ones locally and at the URL.
@@ -134,7 +134,7 @@ class Mirror:
                 return
 
     def delete_others(self, best: str, run_dir: str) -> None:
-        """Delete the other checkpoints of a run; at the URL only if `best` is complete there."""
+        """Delete a run's other checkpoints; at the URL only if `best` is complete there."""
         delete_all_but_best(best, run_dir)
         name, folder = self._name(best), self._name(run_dir)
         try:
@@ -193,9 +193,9 @@ class Mirror:
         """Delete the oldest checkpoints of a run beyond `limit` at the URL."""
         if limit is None or limit <= 0:
             return
-        uploaded = [name for name in checkpoints if name not in self._missing_reasons]
-        surplus = len(uploaded) - max(limit, len([name for name in uploaded if name in kept_names]))
-        self._delete_remote([name for name in uploaded if name not in kept_names][: max(surplus, 0)])
+        uploaded_names = [name for name in checkpoints if name not in self._missing_reasons]
+        surplus = len(uploaded_names) - max(limit, len([name for name in uploaded_names if name in kept_names]))
+        self._delete_remote([name for name in uploaded_names if name not in kept_names][: max(surplus, 0)])
 
     def _prune(self, folder: str, kept_names: Collection[str]) -> None:
         """Delete the oldest local checkpoints of a run beyond `keep_local`.
@@ -294,7 +294,7 @@ class Mirror:
     # ---- Names -------------------------------------------------------------------------------------------------
 
     def _name(self, path: str) -> str:
-        """The name of a local path at the URL; '../…' if outside of the output folder."""
+        """The name of a local path at the URL; '../…' outside of the output folder."""
         name = Path(os.path.relpath(path, self.local)).as_posix()
         return "" if name == "." else name
 
@@ -317,11 +317,11 @@ class Mirror:
 
     def _read_uploads(self) -> dict[str, dict[str, int]]:
         try:
-            uploaded: dict[str, dict[str, int]] = json.loads((self.local / _UPLOADS_FILE).read_text(encoding="utf-8"))
+            uploads: dict[str, dict[str, int]] = json.loads((self.local / _UPLOADS_FILE).read_text(encoding="utf-8"))
         # The file does not exist yet, or a killed process wrote only a part of it.
         except (FileNotFoundError, ValueError):
             return {}
-        return uploaded
+        return uploads
 
     def _note_uploaded(self, name: str) -> None:
         uploads = self._read_uploads()

@@ -16,7 +16,7 @@ from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import clear_stale, complete_rotation, delete_all_but_best
-from hftrainer.checkpointing.progress import global_batch_of
+from hftrainer.checkpointing.progress import read_global_batch
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
@@ -146,7 +146,7 @@ class TrainingRunner(Component):
     def _keep_global_batch(self, folder: str) -> None:
         """Set the accumulation steps so that a step has as many samples as before the checkpoint."""
         processes = self.trainer.accelerator.processes
-        global_batch = processes.from_main(lambda: global_batch_of(folder))
+        global_batch = processes.from_main(lambda: read_global_batch(folder))
         if global_batch is None:
             logger.warning("elastic=True: %s does not say how many samples a step had; those of now are kept.", folder)
             return
