@@ -150,8 +150,8 @@ class ScriptFiles:
     def copy_to(self, checkpoint: CheckpointFolder) -> None:
         """Copy the script's new files from the final folder to the staging folder.
 
-        Files that the Trainer has written there take precedence.
-        Does nothing outside a run. Links are copied as links; the manifest does not check them.
+        Files that the Trainer has written there take precedence. Outside of a run, nothing is copied. Links are copied
+        as links; the manifest does not check them.
         """
         if self._oldest is None:
             return
