@@ -24,7 +24,7 @@ from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.resume import unpack
+from hftrainer.checkpointing.resume import convert_ckpt
 from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
 from hftrainer.compat.tracebacks import HideEngineFrames
 from hftrainer.data import collators, mixture
@@ -479,7 +479,7 @@ class Trainer(EarlierMethods):
         self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as unpacked:
-                return self.train(unpack(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
+                return self.train(convert_ckpt(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         with HideEngineFrames():
             folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
@@ -954,7 +954,7 @@ class Trainer(EarlierMethods):
         if self.args.restore_callback_states_from_checkpoint or self._hftrainer.run.rolled_back:
             self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
         else:
-            resume.warn_of_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
+            resume.warn_about_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Record the metric if it is the best so far; returns whether it is.

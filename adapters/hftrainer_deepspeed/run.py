@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hftrainer.checkpointing.weights import has_states, read_tag, write_tag
+from hftrainer.checkpointing.weights import has_deepspeed_states, read_tag, write_tag
 from hftrainer.compat.reading import weights_only
 from hftrainer.errors import DamagedCheckpoint, InvalidConfig, UnsafeCheckpoint
 from hftrainer.parallel.plan import LightningPlan
@@ -182,7 +182,7 @@ class DeepSpeedRun:
             UnsafeCheckpoint: if it holds objects of classes that are not DeepSpeed's.
         """
         universal = self.config.is_true("checkpoint.load_universal")
-        if not has_states(folder, universal=universal):
+        if not has_deepspeed_states(folder, universal=universal):
             raise InvalidConfig(_why_unreadable(folder, universal))
         tag = read_tag(folder, universal=universal)
         written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))

@@ -35,13 +35,13 @@ class _FsdpStrategy(PreparedModelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The full weights, on rank 0."""
         assert self.model is not None
-        return sharded.model_state(self.model, whole=True)
+        return sharded.model_state(self.model, full=True)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The full state by parameter names, on rank 0."""
         assert self.model is not None
         optimizer = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return sharded.optimizer_state(self.model, optimizer, whole=True)
+        return sharded.optimizer_state(self.model, optimizer, full=True)
 
 
 class Fsdp1Strategy(PrecisionFromPlan, _FsdpStrategy, FSDPStrategy):

@@ -201,7 +201,7 @@ class RaySearch(SearchBackend):
             return None
         self.components.saver.wait()
         folder = Path(trainer._get_output_dir(self.components.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
-        return folder if folder.is_dir() and not self.components.checkpoint_writer.failed else None
+        return folder if folder.is_dir() and not self.components.checkpoint_writer.has_failed else None
 
 
 def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:

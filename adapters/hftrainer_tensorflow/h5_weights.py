@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.checkpointing.weights import shards_in
+from hftrainer.checkpointing.weights import list_shards
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def find_weight_files(folder: str) -> list[str]:
     """The files of TensorFlow weights in a folder; several if they are in shards."""
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
-        return shards_in(index)
+        return list_shards(index)
     path = os.path.join(folder, WEIGHTS)
     return [path] if os.path.isfile(path) else []
 

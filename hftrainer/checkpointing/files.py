@@ -1,6 +1,6 @@
-"""The files of a checkpoint: written, flushed to the disk, and listed in the manifest with sizes and checksums.
+"""Writes a checkpoint's files, flushes them, and lists sizes and checksums in the manifest.
 
-The manifest is the last file written, and covers all others.
+The manifest is written last and lists all other files.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ import torch
 from hftrainer.checkpointing import names
 from hftrainer.errors import DamagedCheckpoint
 
-#: Bytes that are read or written at once: they stay in a processor's cache between reading and checksum.
+#: Bytes read or written at once. They stay in the processor's cache until their checksum is computed.
 _CHUNK = 1 << 20
-#: Threads that wait for the disk, and threads that compute checksums.
-_FLUSHING, _READING = 4, 2
+#: Number of threads that flush files, and of threads that compute checksums.
+_FLUSH_THREADS, _CHECKSUM_THREADS = 4, 2
 #: Files of at least this many bytes leave the page cache once they are on the disk.
 _LARGE = 1 << 22
 #: Copies of at least this many bytes get separate, pinned pages, to which a GPU copies faster.
-_PINNED = 1 << 20
-#: Types of tensors that are a view of their storage; others may be made of several tensors.
-_WITH_STORAGE = (torch.Tensor, torch.nn.Parameter)
-#: `save` flushes a file whenever this many bytes were written; smaller files are flushed with the manifest.
+_PINNED_BYTES = 1 << 20
+#: Tensor types that view one storage. Other types may consist of several tensors.
+_STORAGE_TYPES = (torch.Tensor, torch.nn.Parameter)
+#: `save` flushes a file after each block of this many bytes. `write_manifest` flushes smaller files.
 FLUSH_BYTES = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The manifest's entry for a file: its size in bytes, and the CRC-32 of its contents."""
+    """A file's entry in the manifest: size in bytes and CRC-32 of the contents."""
 
     size: int
     crc32: int
@@ -48,10 +48,10 @@ class Entry:
 
 
 class HostCopies:
-    """Copies of states in CPU memory, which are written while training changes the originals.
+    """Copies of states in CPU memory, written while training changes the originals.
 
-    The memory is kept for the next checkpoint. `DefaultStager` of torch.distributed.checkpoint does the same, but older
-    releases of torch do not have it, and that of torch 2.11 works only once.
+    The next checkpoint reuses the memory. `DefaultStager` of torch.distributed.checkpoint does the same, but older
+    torch releases lack it, and that of torch 2.11 works only once.
 
     Attributes:
         size: bytes copied since `begin`.
@@ -62,45 +62,45 @@ class HostCopies:
         self._buffers: list[torch.UntypedStorage] = []
 
     def begin(self) -> None:
-        """Reuse the memory, whose contents have been written."""
+        """Reuse the memory for a new checkpoint, since its contents have been written."""
         self.size = self._used = 0
 
     def close(self) -> None:
-        """Release what is not memory."""
+        """Release resources other than memory."""
 
     def copy(self, values: Any) -> Any:
-        """A deep copy; tensors that share memory share it in the copy too."""
+        """A deep copy, in which tensors share memory as in the original."""
         memo: dict[int, Any] = {}
-        plain = []
+        views = []
         for tensor in _tensors(values):
-            if type(tensor) in _WITH_STORAGE and tensor.layout == torch.strided:
-                plain.append((tensor, tensor.untyped_storage()))
+            if type(tensor) in _STORAGE_TYPES and tensor.layout == torch.strided:
+                views.append((tensor, tensor.untyped_storage()))
             else:
                 memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
-        originals = {storage.data_ptr(): storage for _, storage in plain}
+        originals = {storage.data_ptr(): storage for _, storage in views}
         self._reserve([storage.nbytes() for storage in originals.values()])
-        storages = {key: self._filled(storage) for key, storage in originals.items()}
-        for tensor, storage in plain:
-            copied, kept = torch.empty(0, dtype=tensor.dtype), storages[storage.data_ptr()]
-            memo[id(tensor)] = copied.set_(kept, tensor.storage_offset(), tensor.size(), tensor.stride())
+        storages = {key: self._copy_storage(storage) for key, storage in originals.items()}
+        for tensor, storage in views:
+            tensor_copy, storage_copy = torch.empty(0, dtype=tensor.dtype), storages[storage.data_ptr()]
+            memo[id(tensor)] = tensor_copy.set_(storage_copy, tensor.storage_offset(), tensor.size(), tensor.stride())
         for device in {tensor.device for tensor in _tensors(values) if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return copy.deepcopy(values, memo)
 
     def _reserve(self, sizes: list[int]) -> None:
-        """Prepare to copy storages of these sizes, in bytes."""
+        """Prepare for copies of storages of these sizes, in bytes."""
         self.size += sum(sizes)
 
-    def _filled(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _copy_storage(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
         on_gpu = original.device.type == "cuda"
         return self._buffer(original.nbytes(), pinned=on_gpu).copy_(original, non_blocking=on_gpu)
 
     def _buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
-        """Memory of exactly this size, reused if possible; torch's own pinned memory may be up to twice as large."""
+        """Memory of exactly this size, reused if possible. torch may pin up to twice as much."""
         if self._used >= len(self._buffers) or self._buffers[self._used].nbytes() != size:
             del self._buffers[self._used :]
             self._buffers.append(torch.UntypedStorage(size))
-            if pinned and size >= _PINNED:
+            if pinned and size >= _PINNED_BYTES:
                 self._pin(self._buffers[-1])
         self._used += 1
         return self._buffers[self._used - 1]
@@ -125,50 +125,50 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
 
 
 def save(value: Any, path: str) -> Entry | None:
-    """Call `torch.save` with a stream, so that other threads run meanwhile; they do not if torch gets a path.
+    """Call `torch.save` with a stream, which lets other threads run; a path would not.
 
     Returns:
-        The manifest's entry of a large file, which is then on the disk; None for a smaller file.
+        The manifest entry of a large file, which is on the disk by then; None for a smaller file.
 
     Raises:
-        OSError: when the file cannot be written, or flushed.
+        OSError: if the file cannot be written or flushed.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="flush") as thread, open(path, "wb", buffering=0) as opened:
-        file = _StreamedFile(path, opened, thread)
+    with ThreadPoolExecutor(1, thread_name_prefix="flush") as thread, open(path, "wb", buffering=0) as raw_file:
+        file = _StreamedFile(path, raw_file, thread)
         try:
             torch.save(value, cast("BinaryIO", file))
             return file.finish()
         except BaseException as error:
-            # After an error torch still tries to finish its archive, and raises a second error: report the first one.
+            # After an error torch still tries to finish its archive, which raises a second error. Report the first.
             raise (file.error or error) from None
 
 
 class _StreamedFile:
-    """A file for `torch.save`: a thread flushes each window, computes its checksum and drops it from the page cache.
+    """A file for `torch.save` that a thread flushes window by window.
 
-    Meanwhile the next window is written. Otherwise a file as large as an optimizer's state would need as much memory
-    in the page cache.
+    The thread also computes each window's checksum and drops the window from the page cache, while the next one is
+    written. Otherwise a large file, such as an optimizer's state, would need as much memory in the page cache.
 
     Attributes:
-        error: the first error of a write, or of the thread.
+        error: the first error of a write or of the thread.
     """
 
-    def __init__(self, path: str, opened: BinaryIO, thread: ThreadPoolExecutor) -> None:
+    def __init__(self, path: str, raw_file: BinaryIO, thread: ThreadPoolExecutor) -> None:
         self.error: BaseException | None = None
-        self._path, self._opened, self._thread = path, opened, thread
-        self._written = self._handed_over = 0
+        self._path, self._raw_file, self._thread = path, raw_file, thread
+        self._written_bytes = self._submitted_bytes = 0
         self._checksum: Future[int] | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of the data; also raises an error of the thread."""
-        left = memoryview(data).cast("B")
-        size = len(left)
+        """Write all of the data, and raise the thread's error if it has failed."""
+        rest = memoryview(data).cast("B")
+        size = len(rest)
         try:
-            while left:
-                count = self._opened.write(left[:_CHUNK])
-                left = left[count:]
-                self._written += count
-                if self._written - self._handed_over >= FLUSH_BYTES:
+            while rest:
+                count = self._raw_file.write(rest[:_CHUNK])
+                rest = rest[count:]
+                self._written_bytes += count
+                if self._written_bytes - self._submitted_bytes >= FLUSH_BYTES:
                     self._submit_flush()
         except BaseException as error:
             self.error = self.error or error
@@ -176,20 +176,20 @@ class _StreamedFile:
         return size
 
     def flush(self) -> None:
-        """Do nothing: the file has no buffer."""
+        """Do nothing, since the file has no buffer."""
 
     def finish(self) -> Entry | None:
-        """Wait until a large file is on the disk."""
+        """Wait until a large file is on the disk, and return its entry; otherwise None."""
         if self._checksum is None:
             return None
         self._submit_flush()
-        return Entry(self._written, self._checksum.result())
+        return Entry(self._written_bytes, self._checksum.result())
 
     def _submit_flush(self) -> None:
-        """Let the thread flush the data written since the last call, once it has flushed the previous window."""
+        """Wait for the previous window, then let the thread flush the data written since."""
         checksum = 0 if self._checksum is None else self._checksum.result()
-        self._checksum = self._thread.submit(self._flush, self._handed_over, self._written, checksum)
-        self._handed_over = self._written
+        self._checksum = self._thread.submit(self._flush, self._submitted_bytes, self._written_bytes, checksum)
+        self._submitted_bytes = self._written_bytes
 
     def _flush(self, start: int, end: int, checksum: int) -> int:
         flush_to_disk(self._path)
@@ -214,9 +214,9 @@ def flush_to_disk(path: str | Path) -> None:
 
 
 def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
-    """Drop a large file, or its bytes from `start` to `end`, from the page cache. It must be on the disk.
+    """Drop a large file, or its bytes from `start` to `end`, from the page cache.
 
-    A checkpoint is rarely read again, and would evict the files of the data set from the cache.
+    The file must be on the disk. A checkpoint is rarely read again, and would evict the dataset's files from the cache.
     """
     if not hasattr(os, "posix_fadvise") or os.path.getsize(path) < _LARGE:
         return
@@ -230,7 +230,7 @@ def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
 
 
 def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, checksum: int = 0) -> int:
-    """The CRC-32 of a file; or `checksum`, continued with the bytes from `start` to `end`."""
+    """The CRC-32 of a file; or of its bytes from `start` to `end`, continuing `checksum`."""
     buffer = memoryview(bytearray(_CHUNK))
     with open(path, "rb", buffering=0) as file:
         position = file.seek(start)
@@ -250,86 +250,87 @@ def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, chec
 
 def list_files(folder: Path) -> list[str]:
     """The names of all files below a folder, except the manifest."""
-    own = {names.MANIFEST_NAME, f"_{names.MANIFEST_NAME}"}
-    found = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
-    return [name for name in found if name not in own]
+    manifests = {names.MANIFEST_NAME, f"_{names.MANIFEST_NAME}"}
+    paths = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name for name in paths if name not in manifests]
 
 
-def write_manifest(folder: Path, written: Mapping[str, Entry] | None = None) -> None:
+def write_manifest(folder: Path, known_entries: Mapping[str, Entry] | None = None) -> None:
     """Write the manifest of all files in a folder, and flush them to the disk.
 
     Args:
         folder: the checkpoint.
-        written: path → entry, for files whose checksum was computed while they were written.
+        known_entries: path → entry, for files whose checksum was computed while they were written.
     """
-    entries = _flush_and_describe([folder / name for name in list_files(folder)], written or {})
+    entries = _flush_and_describe([folder / name for name in list_files(folder)], known_entries or {})
     files = {path.relative_to(folder).as_posix(): dataclasses.asdict(entry) for path, entry in entries.items()}
     manifest = folder / names.MANIFEST_NAME
     # Write a temporary file, so that a killed process leaves the old manifest intact.
-    beside = manifest.with_name(f"_{manifest.name}")
+    temporary = manifest.with_name(f"_{manifest.name}")
     content = {"files": files, "crc32": crc32_of_list(files)}
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    flush_to_disk(beside)
-    beside.replace(manifest)
+    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    flush_to_disk(temporary)
+    temporary.replace(manifest)
     for directory in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
         flush_to_disk(directory)
 
 
-def _flush_and_describe(paths: list[Path], written: Mapping[str, Entry]) -> dict[Path, Entry]:
-    """The entry of each file; all are on the disk when this returns.
+def _flush_and_describe(paths: list[Path], known_entries: Mapping[str, Entry]) -> dict[Path, Entry]:
+    """Flush files to the disk, and return the entry of each.
 
-    Checksums are computed from the page cache while the disk writes; neither holds the GIL.
+    Checksums are computed from the page cache while the disk writes. Neither holds the GIL.
 
     Raises:
-        OSError: the first one of any file.
+        OSError: the first error of any file.
     """
     sizes = {path: path.stat().st_size for path in paths}
 
     def checksum(path: Path) -> int:
-        entry = written.get(str(path))
+        entry = known_entries.get(str(path))
         return entry.crc32 if entry is not None and entry.size == sizes[path] else crc32_of_file(path)
 
-    largest_first, found = sorted(paths, key=lambda path: -sizes[path]), {}
+    largest_first, entries = sorted(paths, key=lambda path: -sizes[path]), {}
     with (
-        ThreadPoolExecutor(_FLUSHING, thread_name_prefix="flush") as disk,
-        ThreadPoolExecutor(_READING, thread_name_prefix="checksum") as processor,
+        ThreadPoolExecutor(_FLUSH_THREADS, thread_name_prefix="flush") as disk,
+        ThreadPoolExecutor(_CHECKSUM_THREADS, thread_name_prefix="checksum") as processor,
     ):
-        flushed, checksums = disk.map(flush_to_disk, largest_first), processor.map(checksum, largest_first)
-        for path, _, crc32 in zip(largest_first, flushed, checksums, strict=True):
+        flushes, checksums = disk.map(flush_to_disk, largest_first), processor.map(checksum, largest_first)
+        for path, _, crc32 in zip(largest_first, flushes, checksums, strict=True):
             drop_from_cache(path)
-            found[path] = Entry(sizes[path], crc32)
-    return {path: found[path] for path in paths}
+            entries[path] = Entry(sizes[path], crc32)
+    return {path: entries[path] for path in paths}
 
 
 def describe_large_files(folder: Path) -> dict[str, Entry]:
-    """Path → entry of each large file in a folder; all of them are on the disk when this returns."""
+    """Flush the large files in a folder to the disk, and return path → entry."""
     paths = [path for name in list_files(folder) if (path := folder / name).stat().st_size >= _LARGE]
     return {str(path): entry for path, entry in _flush_and_describe(paths, {}).items()}
 
 
 def crc32_of_list(files: dict[str, Any]) -> int:
-    """The manifest's own checksum: damage to it must not look like changed files."""
+    """The manifest's own checksum. Damage to the manifest must not look like changed files."""
     return zlib.crc32(json.dumps(files, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | None:
-    """The manifest's entry for each file name; None for a folder without a manifest.
+    """File name → manifest entry; None if the folder has no manifest.
 
     Raises:
-        DamagedCheckpoint: when the manifest cannot be read; the error names it.
+        DamagedCheckpoint: if the manifest cannot be read; the error names it.
     """
     manifest = folder / names.MANIFEST_NAME
     return parse_manifest(manifest.read_bytes(), str(manifest)) if manifest.is_file() else None
 
 
 def parse_manifest(data: bytes, path: str) -> dict[str, Entry]:
-    """The entries of a manifest; DamagedCheckpoint, naming its path, if it cannot be read."""
+    """The entries of a manifest. Raises DamagedCheckpoint, naming `path`, if it cannot be read."""
     try:
         content: Any = json.loads(data.decode())
         files = content["files"]
         if any(Path(name).is_absolute() or ".." in Path(name).parts for name in files):
             raise ValueError("a file is outside of the folder")
-        if "crc32" in content and content["crc32"] != crc32_of_list(files):  # earlier manifests have no checksum
+        # Manifests of earlier releases have no checksum.
+        if "crc32" in content and content["crc32"] != crc32_of_list(files):
             raise ValueError("the list has another checksum")
         return {name: Entry(each["size"], each["crc32"]) for name, each in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,13 +1,12 @@
 """Inspects, publishes, discards and removes `checkpoint-N` folders, so that each is complete or absent.
 
-All files are written into a staging folder beside `checkpoint-N`, then the manifest; all are flushed to the disk; then
-the folder is renamed to `checkpoint-N`, by the one process that writes. Overrides of `_save` find the run's folder as
-the parent of theirs, and the step at the end of its name. The name also says which process writes there: another run in
-the same output folder completes or removes only folders of processes that have ended (`parallel/environment.py`).
+One process writes all files into a staging folder beside `checkpoint-N`, and the manifest after them. It flushes all
+to the disk, and then renames the folder to `checkpoint-N`. Overrides of `_save` find the run's folder as the parent of
+the staging folder, and the step at the end of its name. The name also identifies the process: another run in the same
+output folder completes or removes only folders of processes that have ended (`parallel/environment.py`).
 
-Where a folder cannot be renamed (some network file systems, object stores), the files are copied one by one:
-`trainer_state.json` last, since a folder without it is not a checkpoint, and before it the manifest, which lists the
-others.
+Where a folder cannot be renamed (some network file systems, object stores), we copy the files one by one. The manifest
+and then `trainer_state.json` are last, since a folder without `trainer_state.json` is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import has_format, unreadable_reason
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
-from hftrainer.checkpointing.weights import has_weights, holds_parts, missing_shard
+from hftrainer.checkpointing.weights import has_deepspeed_parts, has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.parallel.environment import is_left_behind, process_identifier
 
@@ -31,34 +30,34 @@ logger = logging.getLogger(__name__)
 
 #: Files with weights, and indices of their shards.
 _WEIGHTS = re.compile(r"(\.safetensors|model.*\.bin|\.index\.json|model_states\.pt)$")
-#: Names of files that hold weights, for a folder without a manifest.
-_HOLDS_WEIGHTS = re.compile(r"(\.safetensors|model(_fsdp)?\.bin|pytorch_model-.*\.bin|\.distcp)$")
-#: All files that a resumed run reads; added files with other names are not checked.
-_READ = re.compile(
+#: Files that hold weights, in a folder without a manifest.
+_WEIGHTS_FILE = re.compile(r"(\.safetensors|model(_fsdp)?\.bin|pytorch_model-.*\.bin|\.distcp)$")
+#: All files that a resumed run reads. Added files with other names are not checked.
+_RESUME_FILES = re.compile(
     rf"{_WEIGHTS.pattern}|^((optimizer|rng_state|progress)[\w-]*|scheduler|scaler|lightning_callbacks)\.(pt|pth|bin)$"
     rf"|^{re.escape(names.TRAINER_STATE_NAME)}$"
 )
-#: Ends of the names of files of torch's distributed checkpoints.
-_OF_PARTS = (names.PART_SUFFIX, names.LIST_OF_PARTS)
+#: Suffixes of the files in torch's distributed checkpoints.
+_PARTS_SUFFIXES = (names.PART_SUFFIX, names.LIST_OF_PARTS)
 _REPLACED, _REMOVED = "replaced_", "removed_"
-#: Folders of one process, and what they are renamed to. The leading underscore keeps them out of repositories. The only
-#: hyphen is the one before the step, since some scripts split names there.
-_BESIDE = re.compile(
-    rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<what>{_REPLACED}|{_REMOVED}|)"
+#: Temporary folders of one process; `name` is the final name. The leading underscore keeps them out of repositories.
+#: The only hyphen is the one before the step, since some scripts split names there.
+_TEMPORARY_FOLDER = re.compile(
+    rf"^_tmp_(?P<owner>.+\.\d+\.\d*)_(?P<prefix>{_REPLACED}|{_REMOVED}|)"
     rf"(?P<name>({names.PREFIX_CHECKPOINT_DIR}|uploads)-\d+)$"
 )
 
 
-def _is_of_weights(name: str) -> bool:
-    """Whether a file, or a part in a folder of torch's distributed checkpoints, holds weights or lists their shards."""
-    if name.endswith(_OF_PARTS):
+def _is_weights_file(name: str) -> bool:
+    """Whether a file holds weights, a part of them, or a list of their shards."""
+    if name.endswith(_PARTS_SUFFIXES):
         return not name.startswith(f"{names.PARTS['optimizer']}/")
     return _WEIGHTS.search(Path(name).name) is not None
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """How a checkpoint differs from its manifest: names of files, and why a run cannot resume from it.
+    """How a checkpoint differs from its manifest, and why a run cannot resume from it.
 
     Converting weights adds, removes and resizes files. Different bytes in a file of the same size are typical of a
     failing disk.
@@ -69,8 +68,8 @@ class Inspection:
         removed: missing files.
         resized: files with a different size.
         altered: files with the same size but different contents.
-        fault: what is wrong, naming the file, even if all changes are intended: the state or weights are missing, or
-            the manifest or a changed file cannot be read; None if a run can resume.
+        fault: why the checkpoint is unusable even if all changes are intended; it names the file. The state or weights
+            are missing, or the manifest or a changed file cannot be read. None if a run can resume.
     """
 
     folder: Path
@@ -82,33 +81,35 @@ class Inspection:
 
     @property
     def changes(self) -> str:
-        """All differences from the manifest, as text; empty if there are none."""
+        """All differences from the manifest as text; '' without differences."""
         kinds = {"added": self.added, "removed": self.removed, "different size": self.resized}
         kinds["same size, different contents"] = self.altered
         return "; ".join(f"{kind}: {', '.join(files)}" for kind, files in kinds.items() if files)
 
     @property
-    def why_not_whole(self) -> str | None:
-        """Why automatic selection skips this checkpoint: a fault, or a change to a file that the manifest lists."""
-        changed = {"is missing": self.removed, "has another size than when it was written": self.resized}
-        first = next((f"{self.folder / files[0]} {reason}" for reason, files in changed.items() if files), None)
-        return first or self.unusable_reason
+    def skip_reason(self) -> str | None:
+        """Why automatic selection skips this checkpoint: a fault, or a change to a listed file."""
+        kinds = {"is missing": self.removed, "has another size than when it was written": self.resized}
+        change = next((f"{self.folder / files[0]} {reason}" for reason, files in kinds.items() if files), None)
+        return change or self.unusable_reason
 
     @property
     def unusable_reason(self) -> str | None:
-        """Why a script cannot use this checkpoint by name: a fault, or altered contents of the same size."""
+        """Why a script cannot use this checkpoint by name: a fault, or altered contents."""
         if self.altered:
-            return f"the contents of {self.folder / self.altered[0]} have changed since it was written, not its size"
+            return (
+                f"the contents of {self.folder / self.altered[0]} have changed since it was written, but not its size"
+            )
         return self.fault
 
     @property
     def can_be_accepted(self) -> bool:
-        """Whether `accept` can repair it: altered files, or a damaged manifest."""
+        """Whether `accept` can resolve the damage: altered files, or a damaged manifest."""
         return names.MANIFEST_NAME in (self.fault or "") or (bool(self.altered) and self.fault is None)
 
 
 class CheckpointFolder:
-    """A checkpoint on the disk; it need not exist.
+    """A checkpoint's folder, which need not exist.
 
     Args:
         path: the `checkpoint-N` folder.
@@ -121,7 +122,7 @@ class CheckpointFolder:
     # ---- Inspecting --------------------------------------------------------------------------------------------
 
     def inspect(self, *, contents: bool = True, only_weights: bool = False) -> Inspection:
-        """Compare the folder with its manifest; without one, find the damage that the files themselves show.
+        """Compare the folder with its manifest, or find visible damage if it has none.
 
         Args:
             contents: compare checksums too, which reads all files.
@@ -129,9 +130,11 @@ class CheckpointFolder:
         """
         try:
             return self._inspect(contents, only_weights)
-        except OSError as error:  # the checkpoint is being deleted, or the disk fails
+        # The checkpoint is being deleted, or the disk fails.
+        except OSError as error:
             fault = f"{error.filename or self.path} cannot be read ({error.strerror or error})"
-        except DamagedCheckpoint as error:  # the manifest, or a file that names others
+        # The manifest is damaged, or another file that lists files.
+        except DamagedCheckpoint as error:
             fault = str(error).rstrip(".")
         return Inspection(self.path, fault=fault)
 
@@ -139,40 +142,43 @@ class CheckpointFolder:
         state = self.path / names.TRAINER_STATE_NAME
         if not (only_weights or state.is_file()):
             return Inspection(self.path, fault=f"{state} is missing")
-        listed = read_manifest(self.path)
-        if listed is None:
+        manifest = read_manifest(self.path)
+        if manifest is None:
             return Inspection(self.path, fault=self._visible_damage())
-        asked = _is_of_weights if only_weights else bool
-        entries = {name: entry for name, entry in listed.items() if asked(name)}
-        found = {name: self.path / name for name in list_files(self.path) if asked(name)}
-        added = [name for name in found if name not in entries]
-        removed = [name for name in entries if name not in found]
-        kept = [name for name in entries if name in found]
-        resized = [name for name in kept if found[name].stat().st_size != entries[name].size]
+        is_selected = _is_weights_file if only_weights else bool
+        entries = {name: entry for name, entry in manifest.items() if is_selected(name)}
+        files = {name: self.path / name for name in list_files(self.path) if is_selected(name)}
+        added = [name for name in files if name not in entries]
+        removed = [name for name in entries if name not in files]
+        common = [name for name in entries if name in files]
+        resized = [name for name in common if files[name].stat().st_size != entries[name].size]
         altered: list[str] = []
         if contents:
-            same_size = (name for name in kept if name not in resized)
-            altered = [name for name in same_size if crc32_of_file(found[name]) != entries[name].crc32]
-        text = [name for name in resized if not name.endswith(_OF_PARTS)]
-        read = [found[name] for name in (*text, *added) if name in text or _READ.search(found[name].name)]
-        fault = next((f"{path} {reason}" for path in read if (reason := unreadable_reason(path)) is not None), None)
-        if fault is None and not altered:  # so that indices can be trusted
-            fault = self._missing_weights(removed) or self._damaged_part(removed, resized, {*kept} - {*resized})
+            same_size = (name for name in common if name not in resized)
+            altered = [name for name in same_size if crc32_of_file(files[name]) != entries[name].crc32]
+        text = [name for name in resized if not name.endswith(_PARTS_SUFFIXES)]
+        inputs = [files[name] for name in (*text, *added) if name in text or _RESUME_FILES.search(files[name].name)]
+        fault = next((f"{path} {reason}" for path in inputs if (reason := unreadable_reason(path)) is not None), None)
+        # The next checks rely on indices, which must not be altered.
+        if fault is None and not altered:
+            fault = self._missing_weights(removed) or self._damaged_part(removed, resized, {*common} - {*resized})
         return Inspection(self.path, tuple(added), tuple(removed), tuple(resized), tuple(altered), fault)
 
     def _visible_damage(self) -> str | None:
-        """The damage that the files of a folder without a manifest show; None if they show none."""
-        found = list_files(self.path)
-        for path in (self.path / name for name in found):
+        """The damage that is visible without a manifest; None without damage."""
+        file_names = list_files(self.path)
+        for path in (self.path / name for name in file_names):
             if has_format(path) and (reason := unreadable_reason(path, load=False)):
                 return f"{path} {reason}"
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
-        holds_weights = holds_parts(str(self.path)) or any(_HOLDS_WEIGHTS.search(Path(name).name) for name in found)
+        holds_weights = has_deepspeed_parts(str(self.path)) or any(
+            _WEIGHTS_FILE.search(Path(name).name) for name in file_names
+        )
         return None if holds_weights else f"{self.path} holds no weights"
 
     def _missing_weights(self, removed: Iterable[str]) -> str | None:
-        """Which weights are missing without a replacement; weights in a subclass's own format are not known here."""
+        """Which weights are missing without a replacement. Other formats of a subclass are unknown here."""
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
         weights = next((self.path / name for name in removed if _WEIGHTS.search(Path(name).name)), None)
@@ -180,16 +186,16 @@ class CheckpointFolder:
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
 
     def _damaged_part(self, removed: list[str], resized: list[str], unchanged: Container[str]) -> str | None:
-        """Which part is missing or has another size, though the list of parts beside it is as it was written."""
+        """Which part is missing or resized, although its list of parts is unchanged."""
         for name in (*removed, *resized):
             is_listed = Path(name).with_name(names.LIST_OF_PARTS).as_posix() in unchanged
             if name.endswith(names.PART_SUFFIX) and is_listed:
-                return f"{self.path / name} {'is missing' if name in removed else 'has another size than was written'}"
+                return f"{self.path / name} {'is missing' if name in removed else 'has another size than when written'}"
         return None
 
     @property
     def why_no_checkpoint(self) -> str | None:
-        """Why the folder is not a checkpoint at all; None if it has a trainer state."""
+        """Why the folder is not a checkpoint; None if it has a trainer state."""
         if (self.path / names.TRAINER_STATE_NAME).is_file():
             return None
         if self.path.is_dir():
@@ -197,27 +203,29 @@ class CheckpointFolder:
         return "it is not a folder" if self.path.exists() else "the folder does not exist"
 
     def accept(self) -> Inspection:
-        """Accept the checkpoint in its current state: check that its files can be read, and write a new manifest.
+        """Accept the checkpoint in its current state.
+
+        Check that its files can be read, and write a new manifest.
 
         Returns:
-            Differences from the old manifest; none if there was no manifest, or if it could not be read.
+            The differences from the old manifest; empty if the manifest was missing or could not be read.
 
         Raises:
-            CheckpointNotFound: for a folder that is not a checkpoint, or that lacks weights.
-            DamagedCheckpoint: for a file that cannot be read; the error names it.
+            CheckpointNotFound: if the folder is not a checkpoint, or lacks weights.
+            DamagedCheckpoint: if a file cannot be read; the error names it.
         """
         if (reason := self.why_no_checkpoint) is not None:
-            raise CheckpointNotFound(f"{self.path} is not a checkpoint: {reason}; name a checkpoint-xxx folder.")
-        found = self.inspect()
+            raise CheckpointNotFound(f"{self.path} is not a checkpoint: {reason}. Pass a checkpoint-xxx folder.")
+        inspection = self.inspect()
         for name in list_files(self.path):
             path = self.path / name
-            is_read = name not in found.added or _READ.search(path.name)
+            is_read = name not in inspection.added or _RESUME_FILES.search(path.name)
             if is_read and has_format(path) and (reason := unreadable_reason(path)):
-                raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it; restore the file.")
-        if (reason := self._missing_weights(found.removed)) is not None:
-            raise CheckpointNotFound(f"{reason}: a run cannot resume from it; restore the file.")
+                raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it. Restore the file.")
+        if (reason := self._missing_weights(inspection.removed)) is not None:
+            raise CheckpointNotFound(f"{reason}: a run cannot resume from the checkpoint. Restore the file.")
         write_manifest(self.path)
-        return found
+        return inspection
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 
@@ -226,10 +234,14 @@ class CheckpointFolder:
         shutil.rmtree(self.staging, ignore_errors=True)
         self.staging.mkdir(parents=True)
 
-    def publish(self, written: Mapping[str, Entry] | None = None) -> None:
-        """Write the manifest, flush, and rename the staging folder to its final name; see `write_manifest`."""
-        write_manifest(self.staging, written)
-        if self.path.exists():  # an earlier run in the same output folder wrote this step, perhaps only in part
+    def publish(self, known_entries: Mapping[str, Entry] | None = None) -> None:
+        """Write the manifest, flush, and rename the staging folder to its final name.
+
+        `known_entries` is that of `write_manifest`.
+        """
+        write_manifest(self.staging, known_entries)
+        # An earlier run in the same output folder wrote this step, perhaps only in part.
+        if self.path.exists():
             shutil.rmtree(self._replaced, ignore_errors=True)
             _move(self.path, self._replaced)
         _move(self.staging, self.path)
@@ -237,8 +249,8 @@ class CheckpointFolder:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove the partial checkpoint, and restore the one that it was meant to replace."""
-        is_better = self.inspect().why_not_whole and not CheckpointFolder(self._replaced).inspect().why_not_whole
+        """Remove the partial checkpoint, and restore the one that it would have replaced."""
+        is_better = self.inspect().skip_reason and not CheckpointFolder(self._replaced).inspect().skip_reason
         if is_better or (self._replaced.exists() and not self.path.exists()):
             shutil.rmtree(self.path, ignore_errors=True)
             _move(self._replaced, self.path)
@@ -246,7 +258,7 @@ class CheckpointFolder:
         shutil.rmtree(self._replaced, ignore_errors=True)
 
     def remove(self) -> None:
-        """Delete the checkpoint so that no partial one is ever visible: rename it first."""
+        """Delete the checkpoint. Rename it first, so that a partial one is never visible."""
         if self.path.is_symlink():
             self.path.unlink()
             return
@@ -254,20 +266,21 @@ class CheckpointFolder:
         shutil.rmtree(path, ignore_errors=True)
         try:
             self.path.rename(path)
-        except OSError:  # cannot be renamed: first delete the file that makes it a checkpoint
+        # The folder cannot be renamed: first delete the file that makes it a checkpoint.
+        except OSError:
             path = self.path
             (path / names.TRAINER_STATE_NAME).unlink(missing_ok=True)
         shutil.rmtree(path)
 
-    def complete(self, left: Path) -> None:
-        """Publish the folder of a process that was killed between flush and rename, or between two renames."""
-        is_whole = (left / names.MANIFEST_NAME).is_file() and CheckpointFolder(left).inspect().why_not_whole is None
-        if is_whole and self.inspect().why_not_whole is not None:
+    def complete(self, staged: Path) -> None:
+        """Publish the folder of a process that was killed before the last rename."""
+        is_intact = (staged / names.MANIFEST_NAME).is_file() and CheckpointFolder(staged).inspect().skip_reason is None
+        if is_intact and self.inspect().skip_reason is not None:
             if self.path.exists():
                 shutil.rmtree(self.path)
-            _move(left, self.path)
+            _move(staged, self.path)
             logger.warning(
-                "%s was complete, but not yet renamed, when its process was killed: renamed it now.", self.path
+                "%s was complete but not yet renamed when its process was killed: it is now renamed.", self.path
             )
 
 
@@ -282,46 +295,56 @@ def _move(source: Path, target: Path) -> None:
 
 
 def _copy_in_order(source: Path, target: Path) -> None:
-    """Copy a checkpoint so that the target is not a checkpoint until the last file is copied."""
-    last = (names.MANIFEST_NAME, names.TRAINER_STATE_NAME)
-    files = [path for path in source.rglob("*") if path.is_file() and path.relative_to(source).as_posix() not in last]
-    for path in [*files, *(source / name for name in last if (source / name).is_file())]:
+    """Copy a checkpoint so that the target becomes a checkpoint only with its last file."""
+    last_names = (names.MANIFEST_NAME, names.TRAINER_STATE_NAME)
+    files = [
+        path for path in source.rglob("*") if path.is_file() and path.relative_to(source).as_posix() not in last_names
+    ]
+    for path in [*files, *(source / name for name in last_names if (source / name).is_file())]:
         copy = target / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         flush_to_disk(copy)
 
 
-def staging_folder(folder: str | Path, what: str = "") -> Path:
-    """The folder beside `folder` in which this process stages it, or keeps the one that it replaces or removes."""
+def staging_folder(folder: str | Path, prefix: str = "") -> Path:
+    """The temporary folder of this process beside `folder`.
+
+    Args:
+        folder: the final folder.
+        prefix: '' for staging; or the prefix for the folder that is replaced or removed.
+    """
     owner = process_identifier().replace("-", "~").replace(" ", ".")
-    return Path(folder).with_name(f"_tmp_{owner}_{what}{Path(folder).name}")
+    return Path(folder).with_name(f"_tmp_{owner}_{prefix}{Path(folder).name}")
 
 
 def final_folder(folder: str) -> str:
-    """The final folder of a staging folder; any other folder unchanged."""
+    """The final folder of a staging folder; any other folder is returned unchanged."""
     path = Path(folder)
-    found = _BESIDE.match(path.name)
-    return str(path.with_name(found["name"])) if found else folder
+    match = _TEMPORARY_FOLDER.match(path.name)
+    return str(path.with_name(match["name"])) if match else folder
 
 
 def clear_stale(output_dir: str) -> None:
-    """Complete the checkpoints that ended processes left in `output_dir`; remove their other folders."""
+    """Complete the checkpoints of ended processes in `output_dir`, and remove their other folders."""
     if not os.path.isdir(output_dir):
         return
-    beside = [
-        (found["what"], path, found) for path in Path(output_dir).iterdir() if (found := _BESIDE.match(path.name))
+    folders = [
+        (match["prefix"], path, match)
+        for path in Path(output_dir).iterdir()
+        if (match := _TEMPORARY_FOLDER.match(path.name))
     ]
-    for what, path, found in sorted(beside):  # a staged folder comes before the folder that it was meant to replace
+    # A staging folder comes before the folder that it would have replaced.
+    for prefix, path, match in sorted(folders):
         try:
-            if not is_left_behind(path, " ".join(found["owner"].replace("~", "-").rsplit(".", 2))):
+            if not is_left_behind(path, " ".join(match["owner"].replace("~", "-").rsplit(".", 2))):
                 continue
-            if what != _REMOVED:
-                CheckpointFolder(path.with_name(found["name"])).complete(path)
+            if prefix != _REMOVED:
+                CheckpointFolder(path.with_name(match["name"])).complete(path)
             if path.exists():
                 shutil.rmtree(path)
         except OSError as error:
-            logger.warning("%s, left by a killed process, could not be removed: %s", path, error)
+            logger.warning("%s of a killed process could not be removed: %s", path, error)
 
 
 # ---- The checkpoints of a run ----------------------------------------------------------------------------------------
@@ -333,19 +356,19 @@ def _step_of(folder: Path) -> int | None:
 
 
 def checkpoints_newest_first(folder: str) -> Iterator[str]:
-    """The `checkpoint-xxx` folders, most optimizer steps first."""
+    """The `checkpoint-xxx` folders, the one with the most optimizer steps first."""
     steps = {step: path for path in Path(folder).iterdir() if (step := _step_of(path)) is not None}
     return (os.path.join(folder, steps[step].name) for step in sorted(steps, reverse=True))
 
 
 def get_last_checkpoint(folder: str) -> str | None:
-    """The whole `checkpoint-xxx` folder with the most optimizer steps in `folder`, or None.
+    """The intact `checkpoint-xxx` folder with the most optimizer steps in `folder`, or None.
 
-    Damaged folders are skipped, with a warning that names the file. (transformers returns the one with the most
-    steps, whole or not.)
+    Damaged folders are skipped, with a warning that names the file. transformers returns the folder with the most
+    steps even if it is damaged.
     """
     for path in checkpoints_newest_first(folder):
-        reason = CheckpointFolder(path).inspect().why_not_whole
+        reason = CheckpointFolder(path).inspect().skip_reason
         if reason is None:
             return path
         logger.warning("%s is damaged and is skipped: %s.", path, reason)
@@ -355,8 +378,8 @@ def get_last_checkpoint(folder: str) -> str | None:
 def sort_checkpoints(output_dir: str) -> list[str]:
     """The checkpoint folders that a Trainer has written, oldest first.
 
-    By modification time, so that an earlier run's higher step in the same folder does not count as newer; by step if
-    all times lie within a second, as on file systems that do not keep them.
+    They are sorted by modification time, so that an earlier run's higher step in the same folder does not count as
+    newer. If all times lie within a second, as on file systems that do not keep them, they are sorted by step.
     """
     folders = [
         (path.stat().st_mtime, step, str(path))
@@ -364,8 +387,8 @@ def sort_checkpoints(output_dir: str) -> list[str]:
         if (step := _step_of(path)) is not None and (path / names.TRAINER_STATE_NAME).is_file()
     ]
     times = [time for time, _, _ in folders]
-    by_time = bool(times) and max(times) - min(times) >= 1.0
-    return [path for _, _, path in sorted(folders if by_time else ((0.0, step, path) for _, step, path in folders))]
+    has_times = bool(times) and max(times) - min(times) >= 1.0
+    return [path for _, _, path in sorted(folders if has_times else ((0.0, step, path) for _, step, path in folders))]
 
 
 def rotate_checkpoints(
@@ -375,27 +398,29 @@ def rotate_checkpoints(
     keep: Sequence[str] = (),
     checkpoints: Sequence[str] | None = None,
 ) -> None:
-    """Delete the oldest checkpoints beyond `save_total_limit`; the newest complete one and the best are always kept.
+    """Delete the oldest checkpoints beyond `save_total_limit`.
+
+    The newest intact one and the best one are always kept.
 
     Args:
         output_dir: the folder of the checkpoints.
         save_total_limit: maximum number to keep; None for all.
         best: the best one, if any.
         keep: others to keep, such as the one just written.
-        checkpoints: existing checkpoints, oldest first; default: all in `output_dir`.
+        checkpoints: existing checkpoints, oldest first; None for all in `output_dir`.
     """
     if save_total_limit is None or save_total_limit <= 0:
         return
     checkpoints = sort_checkpoints(output_dir) if checkpoints is None else checkpoints
-    staying = [path for path in (best, *keep) if path is not None]
-    kept = {path for path in checkpoints if any(_is_same(path, other) for other in staying)}
-    kept.update(checkpoints[-1:])
+    protected = [path for path in (best, *keep) if path is not None]
+    kept_paths = {path for path in checkpoints if any(_is_same(path, other) for other in protected)}
+    kept_paths.update(checkpoints[-1:])
     for path in reversed(checkpoints):
-        if CheckpointFolder(path).inspect(contents=False).why_not_whole is None:
-            kept.add(path)
+        if CheckpointFolder(path).inspect(contents=False).skip_reason is None:
+            kept_paths.add(path)
             break
-    surplus = len(checkpoints) - max(save_total_limit, len(kept))
-    for checkpoint in [path for path in checkpoints if path not in kept][: max(surplus, 0)]:
+    surplus = len(checkpoints) - max(save_total_limit, len(kept_paths))
+    for checkpoint in [path for path in checkpoints if path not in kept_paths][: max(surplus, 0)]:
         logger.info("Deleting older checkpoint %s: save_total_limit=%s.", checkpoint, save_total_limit)
         CheckpointFolder(checkpoint).remove()
 
@@ -403,13 +428,13 @@ def rotate_checkpoints(
 def delete_all_but_best(best: str, output_dir: str) -> None:
     """Delete every checkpoint except `best`, for `save_total_limit=1` at the end of a run.
 
-    Delete nothing if `best` is damaged.
+    If `best` is damaged, nothing is deleted.
     """
     if CheckpointFolder(best).inspect(only_weights=True).unusable_reason is not None:
         return
     for checkpoint in sort_checkpoints(output_dir):
         if not _is_same(checkpoint, best):
-            logger.info("Deleting checkpoint %s: save_total_limit=1, and %s is the best.", checkpoint, best)
+            logger.info("Deleting checkpoint %s: save_total_limit=1 keeps the best, %s.", checkpoint, best)
             try:
                 CheckpointFolder(checkpoint).remove()
             except OSError as error:

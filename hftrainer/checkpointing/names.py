@@ -5,21 +5,21 @@ import re
 
 PREFIX_CHECKPOINT_DIR = "checkpoint"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-#: The folder of a repository that holds the newest checkpoint, with `hub_strategy='checkpoint'`.
+#: The folder in a repository for the newest checkpoint, with `hub_strategy='checkpoint'`.
 LAST_CHECKPOINT = "last-checkpoint"
 TRAINER_STATE_NAME = "trainer_state.json"
 TRAINING_ARGS_NAME = "training_args.bin"
 OPTIMIZER_NAME = "optimizer.pt"
 SCHEDULER_NAME = "scheduler.pt"
 SCALER_NAME = "scaler.pt"
-#: Written under FSDP: state of a sharded model → the folder of the parts from each process.
+#: Written under FSDP: state of a sharded model → the folder with a part from each process.
 PARTS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
-#: Written with `checkpoint_format='dcp'`: the folder of the parts of both states.
+#: Written with `checkpoint_format='dcp'`: the folder with the parts of both states.
 DCP = "dcp"
-#: Lists the parts, in each of these folders.
+#: In each of these folders: the file that lists the parts, and the suffix of a part.
 LIST_OF_PARTS, PART_SUFFIX = ".metadata", ".distcp"
 #: Written under FSDP: state of a sharded model → the file with the full state.
-WHOLES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
+FULL_STATES = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
 #: Not in transformers: the states of Lightning's callbacks, if any.
 LIGHTNING_CALLBACKS_NAME = "lightning_callbacks.pt"
 #: Prefix of the user's model in the state dict of the generated module, and so of Lightning's checkpoints.
@@ -36,7 +36,7 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 
 def progress_name(process_index: int, world_size: int) -> str:
-    """The file with progress of one process that `trainer_state.json` lacks; transformers has no such file."""
+    """The file with the progress of one process. transformers has no such file."""
     return "progress.pt" if world_size <= 1 else f"progress_{process_index}.pt"
 
 
@@ -46,29 +46,35 @@ def rng_name(process_index: int, world_size: int) -> str:
 
 
 def step_of(path: str) -> int | None:
-    """The optimizer step in the name of a `checkpoint-xxx` folder; None for another name."""
-    found = _CHECKPOINT.fullmatch(path.rstrip("/").rpartition("/")[2])
-    return int(found[1]) if found is not None else None
+    """The optimizer step in the name of a `checkpoint-xxx` folder; None for other names."""
+    match = _CHECKPOINT.fullmatch(path.rstrip("/").rpartition("/")[2])
+    return int(match[1]) if match is not None else None
 
 
 def holds(files: dict[str, str], kind: str, folder: str) -> bool:
-    """Whether a checkpoint holds the 'model' or the 'optimizer' in the layout `files`, `PARTS` or `WHOLES`."""
+    """Whether a checkpoint holds a state in a layout.
+
+    Args:
+        files: the layout, `PARTS` or `FULL_STATES`.
+        kind: 'model' or 'optimizer'.
+        folder: the checkpoint.
+    """
     return os.path.exists(os.path.join(folder, files[kind]))
 
 
-#: State → the files of the other formats. Beside one of them, the folder `DCP` is a script's own.
-_OTHERS = {
+#: State → the files of the other formats. If one of them exists, the folder `DCP` belongs to the script.
+_OTHER_FORMATS = {
     "model": (
         *(SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME),
-        *(ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, WHOLES["model"], PARTS["model"]),
+        *(ADAPTER_SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME, FULL_STATES["model"], PARTS["model"]),
     ),
-    "optimizer": (OPTIMIZER_NAME, WHOLES["optimizer"], PARTS["optimizer"]),
+    "optimizer": (OPTIMIZER_NAME, FULL_STATES["optimizer"], PARTS["optimizer"]),
 }
 
 
 def folder_of_parts(kind: str, folder: str) -> str | None:
-    """The folder in a checkpoint that may hold the parts of the 'model' or the 'optimizer'; None without one."""
-    has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHERS[kind])
+    """The folder that may hold the parts of the 'model' or the 'optimizer', or None."""
+    has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[kind])
     if not has_others and os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
         return os.path.join(folder, DCP)
     return os.path.join(folder, PARTS[kind]) if holds(PARTS, kind, folder) else None

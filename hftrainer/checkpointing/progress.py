@@ -32,7 +32,7 @@ POSITION_SETTINGS = {
     "world_size": _POSITION,
     "dataloader_drop_last": "the length of an epoch may change, and with it the epoch and the position in it",
     "samples in the data": f"{_ORDER}, and so do the epoch and the position in it",
-    "mixture": "the samples so far are counted by the new weights; a function of the step can change weights in a run",
+    "mixture": "the samples so far count with the new weights; use a function of the step to change weights in a run",
     "seed": f"{_ORDER}, unless data_seed is set",
     "data_seed": _ORDER,
     "train_sampling_strategy": _ORDER,
@@ -44,15 +44,15 @@ POSITION_SETTINGS = {
     "dataloader_persistent_workers": "random numbers in the data change",
     "max_steps": "the learning-rate schedule continues with its new length",
 }
-#: Settings whose product is the number of samples per step, which may stay the same if they change together.
-_OF_STEP = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+#: Settings whose product is the number of samples per optimizer step.
+_STEP_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 #: Settings whose product is the number of samples that all processes read at a time.
-_OF_ROUND = ("per_device_train_batch_size", "world_size")
+_ROUND_SETTINGS = ("per_device_train_batch_size", "world_size")
 #: Changes that leave the position in the data valid.
-_HARMLESS = frozenset({"max_steps"})
+_HARMLESS_CHANGES = frozenset({"max_steps"})
 #: Changes that leave the samples and their order unchanged.
-_SAME_SAMPLES = _HARMLESS | {"dataloader_num_workers", "dataloader_persistent_workers"}
-#: Fields that count something.
+_SAME_SAMPLES = _HARMLESS_CHANGES | {"dataloader_num_workers", "dataloader_persistent_workers"}
+#: Fields that are counts.
 _COUNTS = ("epoch", "position", "last_logged")
 
 
@@ -63,8 +63,8 @@ class RunProgress:
     Attributes:
         settings: arguments that the position in the data depends on.
         epoch: the current epoch, counted from 0; None before the first micro-batch.
-        position: micro-batches of this epoch that are done.
-        epoch_ended: whether `on_epoch_end` has been called for it.
+        position: finished micro-batches of this epoch.
+        epoch_ended: whether `on_epoch_end` has been called for this epoch.
         epoch_left: whether a callback ended the epoch before the end of its data.
         owes_evaluation: whether the evaluation of this step was interrupted or failed, and must be repeated.
         loss: sum of the losses since the last log line, shape `()`.
@@ -77,7 +77,7 @@ class RunProgress:
         data: what `EpochReader.state_dict` returned; None before the first micro-batch.
         since_evaluation: seconds since the last evaluation, for `eval_minutes`.
         recent_losses: losses of the last steps, with `on_divergence`.
-        tracker_runs: what `ids_of_open_runs` returned; empty in other processes than the main one.
+        tracker_runs: what `ids_of_open_runs` returned; empty except in the main process.
     """
 
     settings: dict[str, Any]
@@ -113,92 +113,100 @@ class RunProgress:
     @property
     def global_batch(self) -> int:
         """Samples of an optimizer step, over all processes."""
-        return samples_of(self.settings)
+        return count_samples(self.settings)
 
     @property
     def samples(self) -> int:
         """Samples of this epoch that all processes together have trained on."""
-        return self.position * samples_of(self.settings, _OF_ROUND)
+        return self.position * count_samples(self.settings, _ROUND_SETTINGS)
 
-    def adapt(self, now: dict[str, Any], *, skips_data: bool) -> None:
-        """Log the effect of changed arguments, and forget the position in the data if they make it invalid.
+    def adapt(self, settings: dict[str, Any], *, skips_data: bool) -> None:
+        """Log the effect of changed arguments, and forget a position that they invalidate.
 
         Args:
-            now: the settings of the resumed run.
-            skips_data: whether a resumed epoch skips the batches already used, rather than starting again.
+            settings: the settings of the resumed run.
+            skips_data: whether a resumed epoch skips the batches already used, instead of starting again.
         """
-        changed = [name for name, value in now.items() if name in self.settings and self.settings[name] != value]
-        if now.get("mixture") is not None and now["elastic"] and "per_device_train_batch_size" in changed:
+        changes = [name for name, value in settings.items() if name in self.settings and self.settings[name] != value]
+        if settings.get("mixture") is not None and settings["elastic"] and "per_device_train_batch_size" in changes:
             raise InvalidArgument(
                 "elastic=True keeps the samples of a mixture only with the per_device_train_batch_size of the "
-                f"checkpoint, {self.settings['per_device_train_batch_size']}, since a micro-batch is of one source."
+                f"checkpoint, {self.settings['per_device_train_batch_size']}, since each micro-batch has one source."
             )
-        if samples_of(now) == self.global_batch and (shared := [name for name in changed if name in _OF_STEP]):
-            listed = ", ".join(f"{name}={now[name]}, was {self.settings[name]}" for name in shared)
-            level = logging.INFO if now["elastic"] else logging.WARNING
+        if count_samples(settings) == self.global_batch and (
+            split_changes := [name for name in changes if name in _STEP_SETTINGS]
+        ):
+            description = ", ".join(f"{name}={settings[name]}, was {self.settings[name]}" for name in split_changes)
+            level = logging.INFO if settings["elastic"] else logging.WARNING
             logger.log(
-                level, "Resuming with %s: a step has the same %d samples, split differently.", listed, samples_of(now)
+                level,
+                "Resuming with %s: a step has the same %d samples, split differently.",
+                description,
+                count_samples(settings),
             )
-            changed = [name for name in changed if name not in _OF_STEP]
-            self._convert_position(now)
-        for name in changed:
+            changes = [name for name in changes if name not in _STEP_SETTINGS]
+            self._convert_position(settings)
+        for name in changes:
             effect = POSITION_SETTINGS[name]
-            logger.warning("Resuming with %s=%s, was %s: %s.", name, now[name], self.settings[name], effect)
-        if moved := [name for name in changed if name not in _SAME_SAMPLES]:
+            logger.warning("Resuming with %s=%s, was %s: %s.", name, settings[name], self.settings[name], effect)
+        if data_changes := [name for name in changes if name not in _SAME_SAMPLES]:
             logger.warning(
-                "Samples may be repeated or skipped in this epoch, and the steps left may not read all epochs: %s.%s",
-                ", ".join(moved),
-                " elastic=True keeps the samples of a step." if not now["elastic"] and set(moved) & {*_OF_STEP} else "",
+                "Samples may be repeated or skipped in this epoch, and the run may not complete all epochs: %s.%s",
+                ", ".join(data_changes),
+                " elastic=True keeps the samples of a step."
+                if not settings["elastic"] and set(data_changes) & {*_STEP_SETTINGS}
+                else "",
             )
-        if not skips_data or set(changed) - _HARMLESS:
+        if not skips_data or set(changes) - _HARMLESS_CHANGES:
             self.data = None
 
-    def _convert_position(self, now: dict[str, Any]) -> None:
-        """Convert the position to micro-batches of the resumed run, and drop the state of the batch read ahead."""
-        self.position, left = divmod(self.samples, samples_of(now, _OF_ROUND))
-        if left or self.data is None:
+    def _convert_position(self, settings: dict[str, Any]) -> None:
+        """Convert the position to micro-batches of the resumed run, and forget prefetched data."""
+        self.position, remainder = divmod(self.samples, count_samples(settings, _ROUND_SETTINGS))
+        if remainder or self.data is None:
             self.data = None
             return
-        kept = {name: self.data[name] for name in ("opened", "held", "exhausted")}
-        # Without elastic=True each process may have read a stream of its own.
-        stream = self.data.get("stream") if now["elastic"] and self.settings.get("elastic") else None
-        self.data = {**kept, "before": None, "stream": stream, "loader": None}
+        fields = {name: self.data[name] for name in ("opened", "held", "exhausted")}
+        # Without elastic=True each process may have read a different stream.
+        stream = self.data.get("stream") if settings["elastic"] and self.settings.get("elastic") else None
+        self.data = {**fields, "before": None, "stream": stream, "loader": None}
 
 
-def samples_of(settings: dict[str, Any], names: Iterable[str] = _OF_STEP) -> int:
-    """The product of settings that count samples."""
+def count_samples(settings: dict[str, Any], names: Iterable[str] = _STEP_SETTINGS) -> int:
+    """Multiply the settings that count samples."""
     return math.prod(settings.get(name, 1) for name in names)
 
 
 def load_progress(folder: str, process_index: int, world_size: int) -> RunProgress | None:
     """The progress of one process in a checkpoint; None in checkpoints of transformers.
 
-    If the checkpoint was written by a different number of processes, all get the progress of rank 0, with the mean of
-    the losses.
+    If another number of processes wrote the checkpoint, all get the progress of rank 0, with the mean of the losses.
 
     Raises:
-        UnsafeCheckpoint: when the state of the training data contains objects that need unpickling.
-        DamagedCheckpoint: when the file is truncated.
+        UnsafeCheckpoint: if the state of the training data contains objects that need unpickling.
+        DamagedCheckpoint: if the file is truncated.
     """
-    of_first = [path for size in (1, 2) if os.path.isfile(path := os.path.join(folder, names.progress_name(0, size)))]
-    if not of_first:
+    candidates = [path for size in (1, 2) if os.path.isfile(path := os.path.join(folder, names.progress_name(0, size)))]
+    if not candidates:
         return None
-    first = _read(of_first[0])
-    written = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
-    if written == world_size:
-        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, written)))
-    others = [os.path.join(folder, names.progress_name(rank, written)) for rank in range(1, written)]
-    found = [first, *(_read(path) for path in others if os.path.isfile(path))]  # a .ckpt holds only that of rank 0
-    first.loss = torch.stack([each.loss for each in found]).mean()
+    first = _read(candidates[0])
+    count = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
+    if count == world_size:
+        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, count)))
+    others = [os.path.join(folder, names.progress_name(rank, count)) for rank in range(1, count)]
+    # A .ckpt file holds only the progress of rank 0.
+    all_progress = [first, *(_read(path) for path in others if os.path.isfile(path))]
+    first.loss = torch.stack([each.loss for each in all_progress]).mean()
     for name in first.sources:
-        columns = zip(*(each.sources[name] for each in found), strict=True)
-        loss, samples, tokens = map(sum, columns)  # losses are averaged, samples and tokens add up over the processes
-        first.sources[name] = [loss / len(found), samples / world_size, tokens / world_size]
+        columns = zip(*(each.sources[name] for each in all_progress), strict=True)
+        loss, samples, tokens = map(sum, columns)
+        # Each process gets the mean loss and an equal share of the samples and tokens.
+        first.sources[name] = [loss / len(all_progress), samples / world_size, tokens / world_size]
     return first
 
 
-def global_batch_of(folder: str) -> int | None:
-    """Samples of an optimizer step of the run that wrote a checkpoint; None if the checkpoint does not say."""
+def read_global_batch(folder: str) -> int | None:
+    """Samples per optimizer step of the run that wrote a checkpoint; None if unknown."""
     progress = load_progress(folder, 0, 1)
     return None if progress is None else progress.global_batch
 
@@ -206,17 +214,17 @@ def global_batch_of(folder: str) -> int | None:
 def _read(path: str) -> RunProgress:
     with torch.serialization.safe_globals(numpy_state_types()):
         saved = load_torch_file(path)
-    known = {field.name for field in dataclasses.fields(RunProgress)}
+    field_names = {field.name for field in dataclasses.fields(RunProgress)}
     with fitting(path):
-        _check(saved)
-        return RunProgress(**{name: value for name, value in saved.items() if name in known})
+        _check_progress(saved)
+        return RunProgress(**{name: value for name, value in saved.items() if name in field_names})
 
 
-def _check(saved: dict[str, Any]) -> None:
+def _check_progress(saved: dict[str, Any]) -> None:
     check_fields(saved, RunProgress)
     # The upper limit keeps a sampler's seed within 64 bits.
-    if wrong := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
-        raise ValueError(f"{wrong[0]} is {saved[wrong[0]]}, not between 0 and 2**62")
+    if invalid_counts := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
+        raise ValueError(f"{invalid_counts[0]} is {saved[invalid_counts[0]]}, not between 0 and 2**62")
     if (data := saved["data"]) is not None:
         check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
@@ -226,8 +234,8 @@ def _check(saved: dict[str, Any]) -> None:
             raise ValueError(f"sources[{reprlib.repr(name)}] is {reprlib.repr(row)}, not three floats")
     # Reject values that JSON cannot hold, since they cannot be compared.
     json.dumps(saved["settings"])
-    if found := [name for name in _OF_STEP if not isinstance(saved["settings"].get(name, 1), int)]:
-        raise TypeError(f"{found[0]} is {reprlib.repr(saved['settings'][found[0]])}, not an int")
+    if invalid_settings := [name for name in _STEP_SETTINGS if not isinstance(saved["settings"].get(name, 1), int)]:
+        raise TypeError(f"{invalid_settings[0]} is {reprlib.repr(saved['settings'][invalid_settings[0]])}, not an int")
     sums = {"loss": saved["loss"]}
     for name, (value, count) in saved["metrics"].items():
         if not (isinstance(name, str) and isinstance(count, int)):

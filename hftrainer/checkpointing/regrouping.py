@@ -1,4 +1,4 @@
-"""Finds the state of each parameter by name, for an optimizer whose groups are others than those of the checkpoint."""
+"""Matches an optimizer's state to other parameter groups, by the names of the parameters."""
 
 from __future__ import annotations
 
@@ -14,105 +14,112 @@ from hftrainer.compat.peers import bare_name
 
 logger = logging.getLogger(__name__)
 
-#: Attribute of an optimizer that the Trainer made with `param_groups`: the names in the order without that argument.
+#: Attribute of optimizers built with `param_groups`: the parameter names in the order without that argument.
 NAMES_WITHOUT_GROUPS = "_hftrainer_names_without_groups"
-_NAMES = frozenset({"name", "param_names"})
+_NAME_KEYS = frozenset({"name", "param_names"})
 
 
 def has_named_groups(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the Trainer made the optimizer with `param_groups`."""
+    """Whether the Trainer built the optimizer with `param_groups`."""
     return hasattr(optimizer, NAMES_WITHOUT_GROUPS)
 
 
-def by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """An optimizer's state with its parameters in the order and the groups of `optimizer`.
 
-    The state itself, if it has that order already, or if neither the optimizer nor the state is of `param_groups`.
+    Returns `state` itself if it has that order, or if neither it nor the optimizer was built with `param_groups`.
 
     Args:
         state: as `optimizer.state_dict()` returns it; a state without names has the order without `param_groups`.
         model: the model that the optimizer trains.
         optimizer: the optimizer.
     """
-    then, now = state["param_groups"], optimizer.param_groups
-    is_named = all(group.keys() >= _NAMES for group in then)
-    own = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+    saved_groups, new_groups = state["param_groups"], optimizer.param_groups
+    is_named = all(group.keys() >= _NAME_KEYS for group in saved_groups)
+    names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
     if not has_named_groups(optimizer):
-        # A script's own named groups are loaded by position, as torch loads them.
-        is_plain = all("param_names" not in group and own.keys() >= set(map(id, group["params"])) for group in now)
+        # Load a script's own named groups by position, as torch does.
+        is_plain = all(
+            "param_names" not in group and names_by_id.keys() >= set(map(id, group["params"])) for group in new_groups
+        )
         if not (is_named and is_plain):
             return state
     if is_named:
-        names_then = [group["param_names"] for group in then]
+        saved_names = [group["param_names"] for group in saved_groups]
     else:
-        unnamed = iter(getattr(optimizer, NAMES_WITHOUT_GROUPS))
-        names_then = [list(itertools.islice(unnamed, len(group["params"]))) for group in then]
-    names_now = [[own[id(parameter)] for parameter in group["params"]] for group in now]
-    if is_named and names_then == names_now:
+        all_names = iter(getattr(optimizer, NAMES_WITHOUT_GROUPS))
+        saved_names = [list(itertools.islice(all_names, len(group["params"]))) for group in saved_groups]
+    new_names = [[names_by_id[id(parameter)] for parameter in group["params"]] for group in new_groups]
+    if is_named and saved_names == new_names:
         return state
-    found = {
+    saved = {
         name: (number, group)
-        for names, group in zip(names_then, then, strict=True)
+        for names, group in zip(saved_names, saved_groups, strict=True)
         for name, number in zip(names, group["params"], strict=True)
     }
-    order = [name for names in names_now for name in names]
-    if missing := [name for name in order if name not in found]:
-        logger.warning("The checkpoint has no state of %s: their moments start at zero.", ", ".join(missing))
+    order = [name for names in new_names for name in names]
+    if missing := [name for name in order if name not in saved]:
+        logger.warning("The checkpoint has no optimizer state for %s: it starts from zero.", ", ".join(missing))
     states = {
-        number: state["state"][found[name][0]]
+        number: state["state"][saved[name][0]]
         for number, name in enumerate(order)
-        if name in found and found[name][0] in state["state"]
+        if name in saved and saved[name][0] in state["state"]
     }
     groups: list[dict[str, Any]] = []
     numbers = itertools.count()
-    for names, group in zip(names_now, now, strict=True):
-        source = next((found[name][1] for name in names if name in found), then[0])
-        kept = {key: value for key, value in source.items() if key not in _NAMES}
-        named = {key: group[key] for key in _NAMES if key in group}
-        groups.append({**kept, **named, "params": list(itertools.islice(numbers, len(names)))})
+    for names, group in zip(new_names, new_groups, strict=True):
+        source = next((saved[name][1] for name in names if name in saved), saved_groups[0])
+        settings = {key: value for key, value in source.items() if key not in _NAME_KEYS}
+        name_settings = {key: group[key] for key in _NAME_KEYS if key in group}
+        groups.append({**settings, **name_settings, "params": list(itertools.islice(numbers, len(names)))})
     return {**state, "state": states, "param_groups": groups}
 
 
-def take_settings(before: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, regrouped: bool) -> bool:
-    """Set the groups' settings to those of the arguments, if they differ; returns whether the groups have changed.
+def apply_settings(
+    initial_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, *, is_regrouped: bool
+) -> bool:
+    """Set the groups' settings to those of the arguments. Returns whether the groups have changed.
 
-    What an optimizer counts in its groups stays that of the checkpoint, as does how far the schedule has changed the
-    learning rate.
+    The counters in the groups stay those of the checkpoint, and so does the schedule's factor on the learning rate.
 
     Args:
-        before: the groups as they were made.
+        initial_groups: the groups as built from the arguments.
         optimizer: the optimizer, with the groups of the checkpoint.
-        regrouped: whether the groups hold other parameters than in the checkpoint.
+        is_regrouped: whether the groups hold other parameters than in the checkpoint.
     """
     settings = (set(inspect.signature(type(optimizer)).parameters) & optimizer.defaults.keys()) - {"lr", "fused"}
     settings = (settings - {"foreach", "capturable", "differentiable"}) | {"initial_lr"}
-    for given, group in zip(before, optimizer.param_groups, strict=True):
-        group.update({key: given[key] for key in _NAMES if key in given})
-        changed = {key: given[key] for key in settings if key in given and given[key] != group.get(key)}
-        if "initial_lr" in changed and (first := group.get("initial_lr")):
-            group["lr"] = given["initial_lr"] * (group["lr"] / first)
-        elif "initial_lr" in changed or (regrouped and "initial_lr" not in given):  # of a schedule without it
-            group["lr"] = given["lr"]
-        group.update(changed)
-        regrouped = regrouped or bool(changed)
-    return regrouped
+    for initial, group in zip(initial_groups, optimizer.param_groups, strict=True):
+        group.update({key: initial[key] for key in _NAME_KEYS if key in initial})
+        changes = {key: initial[key] for key in settings if key in initial and initial[key] != group.get(key)}
+        if "initial_lr" in changes and (saved_lr := group.get("initial_lr")):
+            group["lr"] = initial["initial_lr"] * (group["lr"] / saved_lr)
+        # A schedule may lack `initial_lr`.
+        elif "initial_lr" in changes or (is_regrouped and "initial_lr" not in initial):
+            group["lr"] = initial["lr"]
+        group.update(changes)
+        is_regrouped = is_regrouped or bool(changes)
+    return is_regrouped
 
 
 def fit_schedule(state: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """The state of a schedule, with the values that `scheduler` has for each group."""
-    now = scheduler.state_dict()
-    return {**state, **{key: now[key] for key in ("base_lrs", "lr_lambdas", "min_lrs", "_last_lr") if key in now}}
+    values = scheduler.state_dict()
+    return {
+        **state,
+        **{key: values[key] for key in ("base_lrs", "lr_lambdas", "min_lrs", "_last_lr") if key in values},
+    }
 
 
-def follow_schedule(scheduler: Any, optimizer: torch.optim.Optimizer, *, changed: bool) -> None:
-    """Set the learning rates to those of the schedule at its step.
+def follow_schedule(scheduler: Any, optimizer: torch.optim.Optimizer, *, has_changed: bool) -> None:
+    """Set the learning rates to those of the schedule at its current step.
 
     Args:
-        scheduler: the schedule, with its state of the checkpoint.
+        scheduler: the schedule, with its state from the checkpoint.
         optimizer: its optimizer.
-        changed: whether the settings of the groups have changed.
+        has_changed: whether the settings of the groups have changed.
     """
-    if changed and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+    if has_changed and isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
         for group, base, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = base * factor(scheduler.last_epoch)
     scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Reads the values in `training_args.bin`, a pickle, without running its code or creating its objects."""
+"""Reads the values in the pickle `training_args.bin` without running code or creating objects."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from hftrainer.errors import DamagedCheckpoint
 
 #: Attributes that are not arguments: objects of accelerate, a copy of DeepSpeed's configuration, and
 #: `use_configured_state`, which only affects how arguments are created.
-_OTHERS = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
+_OTHER_ATTRIBUTES = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
 
 
-class _StandIn(dict[Any, Any]):
+class _Placeholder(dict[Any, Any]):
     """A placeholder for an object in the pickle. It keeps the object's arguments and state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
-    __hash__ = object.__hash__  # type: ignore[assignment]  # objects may be keys
+    # Objects may be keys of a dict.
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __init__(self, *args: Any) -> None:
         super().__init__()
@@ -32,26 +33,29 @@ class _StandIn(dict[Any, Any]):
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that imports nothing: each object becomes a `_StandIn`."""
+    """An unpickler that imports nothing: each object becomes a `_Placeholder`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return type(f"{module}.{name}", (_StandIn,), {})
+        return type(f"{module}.{name}", (_Placeholder,), {})
 
     def persistent_load(self, _: Any) -> Any:
-        return _StandIn()
+        return _Placeholder()
 
 
 def read_arguments(path: str | Path) -> dict[str, Any]:
-    """The training arguments in a file of `torch.save`, ours or transformers', as plain values, without tokens.
+    """The training arguments in a `torch.save` file, as plain values and without tokens.
+
+    The file may be ours or that of transformers.
 
     Raises:
-        DamagedCheckpoint: if it cannot be read.
+        DamagedCheckpoint: if the file cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            pickled = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _fields(_Unpickler(io.BytesIO(archive.read(pickled))).load().state)
-    except Exception as error:  # a damaged pickle raises nearly anything
+            pickle_name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            return _fields(_Unpickler(io.BytesIO(archive.read(pickle_name))).load().state)
+    # A damaged pickle may raise any exception.
+    except Exception as error:
         raise DamagedCheckpoint(
             f"{path} cannot be read ({error!r}): save the arguments again with trainer.save_model()."
         ) from error
@@ -61,14 +65,15 @@ def _fields(state: dict[str, Any]) -> dict[str, Any]:
     return {
         name: _plain(value)
         for name, value in state.items()
-        if not (name.startswith("_") or name.endswith("_token") or name in _OTHERS)
+        if not (name.startswith("_") or name.endswith("_token") or name in _OTHER_ATTRIBUTES)
     }
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, type):  # such as torch.float32
+    # For instance torch.float32.
+    if isinstance(value, type):
         return value.__name__
-    if isinstance(value, _StandIn):
+    if isinstance(value, _Placeholder):
         if value.state is not None:
             return _fields(value.state) if isinstance(value.state, dict) else _plain(value.state)
         args = [_plain(item) for item in value.args]

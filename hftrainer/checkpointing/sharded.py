@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import PARTS, WHOLES, holds
+from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import peers
 from hftrainer.compat.peers import bare_name
@@ -42,7 +42,7 @@ from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedA
 from hftrainer.parallel.fsdp_sharding import reshard
 from hftrainer.parallel.process_group import CollectiveCall
 
-# Not always wrong: one process may write and read all.
+# This is not always a mistake: one process may write and read all.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
 
 #: Module → classes and functions that the pickled list of parts may use.
@@ -60,54 +60,55 @@ _CLASSES = {
 _ALLOWED = frozenset(f"{module}.{name}" for module, kinds in _CLASSES.items() for name in kinds)
 
 
-def _options(model: nn.Module, whole: bool, only_trainable: bool = False) -> Any:
+def _state_dict_options(model: nn.Module, full: bool, only_trainable: bool = False) -> Any:
     # On the CPU there is nothing to offload, and FSDP1 crashes if it tries.
     on_cpu = not torch.cuda.is_initialized() and all(each.device.type == "cpu" for each in model.parameters())
-    return StateDictOptions(full_state_dict=whole, cpu_offload=not on_cpu, ignore_frozen_params=only_trainable)
+    return StateDictOptions(full_state_dict=full, cpu_offload=not on_cpu, ignore_frozen_params=only_trainable)
 
 
-def model_state(model: nn.Module, *, whole: bool, only_trainable: bool = False) -> dict[str, Any]:
-    """The weights by name; whole weights are guaranteed only on rank 0.
+def model_state(model: nn.Module, *, full: bool, only_trainable: bool = False) -> dict[str, Any]:
+    """The weights by name; full weights are guaranteed only on rank 0.
 
     Args:
         model: the model.
-        whole: gather the whole weights, instead of this process's part.
+        full: gather the full weights, instead of this process's part.
         only_trainable: exclude frozen weights.
     """
     reshard(model)
-    state = state_dict.get_model_state_dict(model, options=_options(model, whole, only_trainable))
-    return prepare_for_saving(state, model) if whole else state
+    state = state_dict.get_model_state_dict(model, options=_state_dict_options(model, full, only_trainable))
+    return prepare_for_saving(state, model) if full else state
 
 
 def prepare_for_saving(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Prepare full weights for saving. Views are cloned, and all names of a tied parameter get one tensor."""
+    """Prepare full weights for saving: clone views, and let tied parameters share one tensor."""
     for name, value in state.items():
+        # torch.save would write the full storage of a view.
         if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() != value.nbytes:
-            state[name] = value.clone()  # a view: torch.save would write the whole storage
-    first: dict[int, str] = {}
+            state[name] = value.clone()
+    first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        same = first.setdefault(id(parameter), bare_name(name))
-        if same in state and bare_name(name) in state:
-            state[bare_name(name)] = state[same]
+        first_name = first_names.setdefault(id(parameter), bare_name(name))
+        if first_name in state and bare_name(name) in state:
+            state[bare_name(name)] = state[first_name]
     return state
 
 
 def broadcast_buffers(model: nn.Module) -> None:
-    """Broadcast the buffers of rank 0, as DDP does. Each rank has statistics of its own data."""
+    """Broadcast the buffers of rank 0, as DDP does. Each rank has other statistics."""
     if distributed.is_initialized():
         for buffer in model.buffers():
             with CollectiveCall("the buffers of rank 0"):
                 distributed.broadcast(buffer, 0)
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
-    """The optimizer's state by parameter name; a whole state is guaranteed only on rank 0."""
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> dict[str, Any]:
+    """The optimizer's state by parameter name; a full state is guaranteed only on rank 0."""
     reshard(model)
-    return state_dict.get_optimizer_state_dict(model, optimizer, options=_options(model, whole))
+    return state_dict.get_optimizer_state_dict(model, optimizer, options=_state_dict_options(model, full))
 
 
 def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool = False) -> LoadResult | None:
-    """Load the weights in `folder` into a model that is sharded over processes; all processes must call it.
+    """Load the weights in `folder` into a sharded model. All processes must call this function.
 
     Args:
         model: the model.
@@ -123,72 +124,74 @@ def load_sharded_weights(model: nn.Module, folder: str, *, only_trainable: bool 
     if names.folder_of_parts("model", folder) is not None:
         load_model_parts(model, folder, only_trainable=only_trainable)
         return None
-    whole = first_file(folder, WHOLES["model"])
-    paths = weights_files(folder) if whole is None else [whole]
+    full_file = first_file(folder, FULL_STATES["model"])
+    paths = weights_files(folder) if full_file is None else [full_file]
     if not paths:
         raise CheckpointNotFound(f"There are no weights in {folder} that a sharded model can load.")
-    if not (isinstance(model, FullyShardedDataParallel) or _is_first()):
-        paths = []  # FSDP2 gets the weights from rank 0
+    # FSDP2 gets the weights from rank 0.
+    if not (isinstance(model, FullyShardedDataParallel) or _is_reader()):
+        paths = []
     weights = {name: value for path in paths for name, value in read_weights(path).items()}
-    if whole is None and paths and not {bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
-        weights = _converted(model, folder) or weights
-    missing, unexpected = _load_whole_model(model, weights)
+    if full_file is None and paths and not {bare_name(name) for name, _ in model.named_parameters()} <= weights.keys():
+        weights = _convert_weights(model, folder) or weights
+    missing, unexpected = _load_full_weights(model, weights)
     return LoadResult([] if only_trainable else missing, unexpected)
 
 
-def _converted(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
-    """The weights in a folder under the names of a transformers model; empty for other models."""
-    bare: Any = getattr(model, "_fsdp_wrapped_module", model)
-    if not peers.is_transformers_model(bare):
+def _convert_weights(model: nn.Module, folder: str) -> dict[str, torch.Tensor]:
+    """The weights in a folder under a transformers model's names; empty for other models."""
+    unwrapped: Any = getattr(model, "_fsdp_wrapped_module", model)
+    if not peers.is_transformers_model(unwrapped):
         return {}
-    # FSDP2 makes a new class; find the original one.
-    own: Any = next(kind for kind in type(bare).__mro__ if not issubclass(kind, FSDPModule))
-    weights: dict[str, torch.Tensor] = own.from_pretrained(folder, config=bare.config).state_dict()
+    # FSDP2 creates a new class: find the original one.
+    original_class: Any = next(kind for kind in type(unwrapped).__mro__ if not issubclass(kind, FSDPModule))
+    weights: dict[str, torch.Tensor] = original_class.from_pretrained(folder, config=unwrapped.config).state_dict()
     return weights
 
 
-def _load_whole_model(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Load whole weights, in place; returns the missing and the unexpected names."""
-    if isinstance(model, FullyShardedDataParallel):  # torch's newer API cannot load flat parameters
+def _load_full_weights(model: nn.Module, weights: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Load full weights in place. Returns the missing and the unexpected names."""
+    # torch's newer API cannot load flat parameters.
+    if isinstance(model, FullyShardedDataParallel):
         with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             missing, unexpected = model.load_state_dict(weights, strict=False)
         return [bare_name(name) for name in missing], list(unexpected)
     reshard(model)
-    own = {bare_name(name) for name in model.state_dict()}
-    differ = sorted(own - weights.keys()), sorted(weights.keys() - own)
+    expected = {bare_name(name) for name in model.state_dict()}
+    differences = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
     state_dict.set_model_state_dict(model, weights, options=_broadcast_options())
-    return differ if _is_first() else ([], [])
+    return differences if _is_reader() else ([], [])
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, read_numbered: Callable[[], dict[str, Any]]
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str, read_unsharded: Callable[[], dict[str, Any]]
 ) -> None:
-    """Load the optimizer's state of a checkpoint, in place; all processes must call it.
+    """Load the optimizer's state in place. All processes must call this function.
 
     Args:
         model: the model that the optimizer trains, sharded or not.
         optimizer: the optimizer.
-        folder: written by any number of processes.
-        read_numbered: reads the state of a model that was not sharded, where torch numbers the parameters.
+        folder: a checkpoint of any number of processes.
+        read_unsharded: reads the state of a model that was not sharded, in which torch numbers the parameters.
     """
-    # torch initializes the states by a step, which schedule-free optimizers refuse in evaluation mode.
+    # torch initializes the states with a step, which schedule-free optimizers refuse in evaluation mode.
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
     if (parts := names.folder_of_parts("optimizer", folder)) is not None:
-        state = optimizer_state(model, optimizer, whole=False)
+        state = optimizer_state(model, optimizer, full=False)
         if os.path.basename(parts) == names.DCP:
-            check_all_is_read(state["state"], parts)
+            check_unread_states(state["state"], parts)
             _unflatten(_load_parts("optimizer", _flatten(state), parts), state)
         else:
             _load_parts("optimizer", state, parts)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         _remove_unstored(model, optimizer, state, parts)
         return
-    if holds(WHOLES, "optimizer", folder):
-        state = load_torch_file(os.path.join(folder, WHOLES["optimizer"])) if _is_first() else {}
+    if holds(FULL_STATES, "optimizer", folder):
+        state = load_torch_file(os.path.join(folder, FULL_STATES["optimizer"])) if _is_reader() else {}
     else:
-        state = _key_by_name(read_numbered(), model, optimizer)
+        state = _key_by_name(read_unsharded(), model, optimizer)
     # Not strict: a parameter that was never stepped has no state.
     state_dict.set_optimizer_state_dict(model, optimizer, state, options=_broadcast_options())
 
@@ -197,8 +200,8 @@ def _broadcast_options() -> Any:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=distributed.is_initialized(), strict=False)
 
 
-def _is_first() -> bool:
-    """Whether this process reads the states for all: rank 0, or the only process."""
+def _is_reader() -> bool:
+    """Whether this process reads the states for all others: rank 0, or the only process."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
@@ -211,7 +214,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
     Args:
         states: the states 'model' and 'optimizer'.
         folder: the checkpoint.
-        group: the process group in which the processes agree; None for the default one.
+        group: the process group that coordinates the write; None for the default one.
 
     Raises:
         OSError: the first error of any process.
@@ -221,19 +224,19 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
-    """Weights by name and, if it is given, the state of the `optimizer`, as in torchtitan.
+    """The weights by name and the optimizer's state, as in torchtitan.
 
     Args:
         model: the model.
-        optimizer: its optimizer.
+        optimizer: its optimizer; None for weights only.
         shards: whether this process has only a part of both.
     """
     only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
-    states = model_state(model, whole=False, only_trainable=only_trainable)
+    states = model_state(model, full=False, only_trainable=only_trainable)
     if optimizer is not None:
-        # torch takes a step where there is no state. FSDP1 needs its function: some ranks alone may have a state.
+        # torch's function takes a step if there is no state. FSDP1 needs it, since only some ranks may have a state.
         if isinstance(model, FullyShardedDataParallel) or (shards and optimizer.state):
-            state = optimizer_state(model, optimizer, whole=False)
+            state = optimizer_state(model, optimizer, full=False)
         else:
             state = _key_by_name(optimizer.state_dict(), model, optimizer)
         states["optimizer"] = _flatten(state)
@@ -243,14 +246,16 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *,
 def _flatten(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
 
-    This is torch's own flat form, which torch cannot read back if a group is empty.
+    This is torch's flat form, which torch itself cannot read if a group is empty.
     """
     flat = {f"state.{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
     for group in state["param_groups"]:
-        # GrokAdamW keeps tensors by parameter in a setting, which no checkpoint can restore. Groups are not named here,
-        # as each parameter has its settings under its own name.
-        left_out = ("params", "name", "param_names")
-        settings = {key: value for key, value in group.items() if key not in left_out and not _has_parameters(value)}
+        # GrokAdamW keeps tensors by parameter in a setting, which no checkpoint can restore. Groups have no names here,
+        # since each parameter has its settings under its own name.
+        excluded_keys = ("params", "name", "param_names")
+        settings = {
+            key: value for key, value in group.items() if key not in excluded_keys and not _has_parameters(value)
+        }
         flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
     return flat
 
@@ -260,7 +265,7 @@ def _has_parameters(setting: Any) -> bool:
 
 
 def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
-    """Write the values of a flat state into one with the same names."""
+    """Write the values of a flat state into a nested one with the same names."""
     for name, values in state["state"].items():
         values.update({key: flat[f"state.{name}.{key}"] for key in values})
     for group in state["param_groups"]:
@@ -268,86 +273,89 @@ def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
             group.update({key: flat.get(f"param_groups.{name}.{key}", value) for key, value in group.items()})
 
 
-def check_all_is_read(state: dict[str, dict[str, Any]], path: str) -> None:
-    """Refuse stored states that a sharded model's optimizer lacks before its first step, and which torch leaves out.
+def check_unread_states(state: dict[str, dict[str, Any]], path: str) -> None:
+    """Refuse stored states that torch would not load into a sharded model's optimizer.
+
+    The optimizer lacks such states before its first step.
 
     Args:
-        state: name of a parameter → what is read of it.
+        state: parameter name → its states that torch reads.
         path: the folder of parts.
 
     Raises:
-        UnsupportedArgument: if anything else is stored of these parameters.
+        UnsupportedArgument: if other states of these parameters are stored.
     """
     for key in _PartsReader(path).read_metadata().state_dict_metadata:
-        name = _name_in(key.removeprefix("optimizer."), state)
+        name = _find_parameter(key.removeprefix("optimizer."), state)
         kind = key.removeprefix(f"optimizer.state.{name}.").partition(".")[0]
         if name is not None and kind not in state[name]:
             raise UnsupportedArgument(
-                f"{path} holds {kind!r} of {name}, which this optimizer cannot read for a sharded model: use one "
+                f"{path} holds {kind!r} of {name}, which this optimizer cannot read for a sharded model: train on one "
                 "device or with DDP, or write checkpoints with checkpoint_format='transformers'."
             )
 
 
 def _remove_unstored(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], path: str) -> None:
-    """Remove what torch has initialized for parameters that had no state yet when the folder was written."""
+    """Remove the states that torch has initialized for parameters without a stored state."""
     keys = (key.removeprefix("optimizer.") for key in _PartsReader(path).read_metadata().state_dict_metadata)
-    stored = {_name_in(key, state["state"]) for key in keys}
+    stored_names = {_find_parameter(key, state["state"]) for key in keys}
     for name, parameter in model.named_parameters():
-        if bare_name(name) in state["state"].keys() - stored:
+        if bare_name(name) in state["state"].keys() - stored_names:
             optimizer.state.pop(parameter, None)
 
 
 def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The whole state of an optimizer whose model is not sharded, with parameters numbered as by torch.
+    """Read the full optimizer state of an unsharded model, with parameters numbered as in torch.
 
     Args:
         path: the folder of parts.
         model: the model.
-        optimizer: its optimizer, whose own state is not looked at: it may hold other keys before its first step.
+        optimizer: its optimizer. Its current state is ignored: before the first step it may hold other keys.
     """
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={"optimizer"})
-    with weights_only(path, projectors()), _plain_errors(fitting(path)):
-        _load_state_dict(found, storage_reader=_PartsReader(path), planner=planner, no_dist=True)
-    flat = found["optimizer"]
-    if "state" in flat:  # of a script, in torch's nested form
+    with weights_only(path, projectors()), _unwrap_errors(fitting(path)):
+        _load_state_dict(states, storage_reader=_PartsReader(path), planner=planner, no_dist=True)
+    flat = states["optimizer"]
+    # A script may have written torch's nested form.
+    if "state" in flat:
         flat = _flatten(flat)
-    order = _order(model, optimizer)
+    order = _parameter_names(model, optimizer)
     numbers = {name: number for number, name in enumerate(order)}
     state: dict[int, dict[str, Any]] = {}
     for key, value in flat.items():
-        if (name := _name_in(key, numbers)) is not None:
+        if (name := _find_parameter(key, numbers)) is not None:
             state.setdefault(numbers[name], {})[key.removeprefix(f"state.{name}.")] = value
     groups: list[dict[str, Any]] = []
-    first = 0
+    start = 0
     for group in optimizer.param_groups:
         count = len(group["params"])
-        prefix = f"param_groups.{order[first]}." if count else ""
-        stored = {key.removeprefix(prefix): value for key, value in flat.items() if prefix and key.startswith(prefix)}
-        groups.append({**(stored or group), "params": [*range(first, first + count)]})
-        first += count
+        prefix = f"param_groups.{order[start]}." if count else ""
+        settings = {key.removeprefix(prefix): value for key, value in flat.items() if prefix and key.startswith(prefix)}
+        groups.append({**(settings or group), "params": [*range(start, start + count)]})
+        start += count
     return {"state": state, "param_groups": groups}
 
 
-def _name_in(key: str, known: Container[str]) -> str | None:
-    """The parameter whose state has this key, 'state.NAME.exp_avg'; None for groups and for unknown parameters."""
+def _find_parameter(key: str, parameter_names: Container[str]) -> str | None:
+    """The parameter in a key 'state.NAME.exp_avg'; None for groups and unknown parameters."""
     kind, *parts = key.split(".")
-    names_in = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((name for name in names_in if name in known), None) if kind == "state" else None
+    candidates = (".".join(parts[:count]) for count in range(1, len(parts)))
+    return next((name for name in candidates if name in parameter_names), None) if kind == "state" else None
 
 
-def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: bool = False) -> None:
+def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_writer: bool = False) -> None:
     """Write the states of `states_for_dcp` in torch's distributed checkpoint format (DCP).
 
     Args:
         states: the states.
         folder: the checkpoint.
         group: the process group that coordinates the write; None for the default one.
-        alone: whether this process writes all states alone.
+        is_only_writer: whether only this process writes.
     """
     path = os.path.join(folder, names.DCP)
-    if alone:
-        with _plain_errors():
+    if is_only_writer:
+        with _unwrap_errors():
             # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
             _save_state_dict(states, FileSystemWriter(path), no_dist=True)
     else:
@@ -355,15 +363,15 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, alone: b
 
 
 def _save(states: dict[str, Any], path: str, group: Any) -> None:
-    with _plain_errors():
+    with _unwrap_errors():
         save(states, storage_writer=FileSystemWriter(path), process_group=group)
 
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
-    """Load weights that were written by any number of processes, in place."""
+    """Load weights in place, whatever number of processes wrote them."""
     parts = names.folder_of_parts("model", folder)
     assert parts is not None
-    state = _load_parts("model", model_state(model, whole=False, only_trainable=only_trainable), parts)
+    state = _load_parts("model", model_state(model, full=False, only_trainable=only_trainable), parts)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
@@ -375,29 +383,31 @@ def holds_optimizer(path: str) -> bool:
 def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
     reader = _PartsReader(path)
     stored = reader.read_metadata().state_dict_metadata
-    # A folder of ours or torchtitan's holds the weights by their names alone; scripts often write {"model": ...}.
+    # We and torchtitan store the weights under their plain names. Scripts often write {"model": ...}.
     is_bare = kind == "model" and sum(name in stored for name in state) > sum(
         f"{kind}.{name}" in stored for name in state
     )
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
-    with weights_only(path, projectors()), _plain_errors(fitting(path)):
+    with weights_only(path, projectors()), _unwrap_errors(fitting(path)):
         load(state if is_bare else {kind: state}, storage_reader=reader, planner=planner)
     return state
 
 
 @contextlib.contextmanager
-def _plain_errors(within: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
-    """Raise the first error of a process; torch wraps it in an exception that `except Exception` does not catch.
+def _unwrap_errors(context: contextlib.AbstractContextManager[None] | None = None) -> Iterator[None]:
+    """Raise the first error of a process without torch's wrapper.
+
+    `except Exception` does not catch the wrapper. Communication errors have none, and are raised unchanged.
 
     Args:
-        within: a context in which to raise it. Communication errors, which torch does not wrap, are raised unchanged.
+        context: a context in which to raise the error.
     """
     try:
         yield
     except CheckpointException as error:
         first, _ = next(iter(error.failures.values()))
-        with within or contextlib.nullcontext():
+        with context or contextlib.nullcontext():
             raise first from error
 
 
@@ -409,7 +419,7 @@ class _PartsReader(FileSystemReader):
 
     Raises:
         UnsafeCheckpoint: if its list of parts holds an object of a class that torch does not write.
-        DamagedCheckpoint: if it cannot be read, or names a file that is not in the folder.
+        DamagedCheckpoint: if the list cannot be read, or names a file that is not in the folder.
     """
 
     def __init__(self, folder: str) -> None:
@@ -422,7 +432,7 @@ class _PartsReader(FileSystemReader):
             _check_list(self._parts, folder)
         self._parts.storage_meta = StorageMeta(load_id=self.load_id)
 
-    # Has no parameter for a rank, so that torch does not look for a separate list of parts of each rank.
+    # Without a parameter for the rank, torch does not look for a separate list for each rank.
     def read_metadata(self) -> Metadata:
         """The list of parts."""
         return self._parts
@@ -448,12 +458,12 @@ def _check_list(parts: Any, folder: str) -> None:
 
 def _key_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Convert an optimizer's state from parameter indices to parameter names."""
-    order = _order(model, optimizer)
+    order = _parameter_names(model, optimizer)
     groups = [{**group, "params": [order[number] for number in group["params"]]} for group in state["param_groups"]]
     return {"state": {order[number]: values for number, values in state["state"].items()}, "param_groups": groups}
 
 
-def _order(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def _parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of an optimizer's parameters, in the order of their numbers."""
-    names_of = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
-    return [names_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    names_by_id = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
+    return [names_by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]

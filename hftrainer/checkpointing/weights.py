@@ -1,4 +1,4 @@
-"""Writes the model's weights to a folder, and reads them in any layout that a Trainer writes."""
+"""Writes the model's weights, and reads them in any layout that a Trainer writes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import PARTS, WHOLES, holds
+from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
 from hftrainer.compat import peers
 from hftrainer.compat.reading import check_file_name, fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 #: Maximum size of a file of a plain module's weights; libraries' `save_pretrained` has its own limit.
 MAX_SHARD_SIZE = "5GB"
 _ADAPTERS = (names.ADAPTER_SAFE_WEIGHTS_NAME, names.ADAPTER_WEIGHTS_NAME)
-#: DeepSpeed's files with the name of the folder of the newest states.
+#: DeepSpeed's files that name the folder with the newest states.
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 #: File name of a process's part of parameters or optimizer states: the rank, and the suffix shared by all ranks.
 _PART = re.compile(r"^(?:bf16_)?zero_pp_rank_(\d+)_(\w+\.pt)$")
@@ -37,10 +37,11 @@ _MODEL_STATES = "model_states.pt"
 
 
 def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = None, *, safe: bool = True) -> None:
-    """Write `model` to `folder`: with `save_pretrained` for models of transformers and PEFT, else its state dict.
+    """Write `model` to `folder`, with `save_pretrained` or as a state dict.
 
     Args:
-        model: the model; tied weights are written once. None for a plain module whose `state_dict` is given.
+        model: a model of transformers or PEFT, or a plain module; tied weights are written once. None for a plain
+            module whose `state_dict` is passed.
         folder: an existing folder.
         state_dict: the weights to write instead of the model's current ones.
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
@@ -57,10 +58,10 @@ def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = No
         torch.save(weights, os.path.join(folder, names.WEIGHTS_NAME))
 
 
-def without_tensors(model: Any) -> Any:
-    """A copy of a model of transformers, with its tensors on 'meta', to be pickled; None for a plain module.
+def make_meta_copy(model: Any) -> Any:
+    """A picklable copy of a transformers model with tensors on 'meta'; otherwise None.
 
-    With it, `save_weights` writes given weights in another process.
+    With this copy, `save_weights` can write a `state_dict` in another process.
 
     Raises:
         TypeError: if the model's class has its own `save_pretrained`, which may depend on this process.
@@ -81,35 +82,35 @@ def without_tensors(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_distributed_config(model: Any) -> Iterator[None]:
-    """Let one process save a distributed model's gathered weights. transformers would wait for the other processes."""
+    """Let one process save a model's gathered weights. transformers would wait for the others."""
     config: Any = getattr(model, "config", None)
-    loaded = getattr(config, "distributed_config", None)
-    if loaded is None:
+    distributed_config = getattr(config, "distributed_config", None)
+    if distributed_config is None:
         yield
         return
     config.distributed_config = None
     try:
         yield
     finally:
-        config.distributed_config = loaded
+        config.distributed_config = distributed_config
 
 
 @contextlib.contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Hide the bar of `save_pretrained`, which would leave a line on the terminal for each checkpoint."""
-    library = importlib.import_module("transformers.utils.logging")
-    if not library.is_progress_bar_enabled():
+    """Hide the bar of `save_pretrained`, which would print a line for each checkpoint."""
+    transformers_logging = importlib.import_module("transformers.utils.logging")
+    if not transformers_logging.is_progress_bar_enabled():
         yield
         return
-    library.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        library.enable_progress_bar()
+        transformers_logging.enable_progress_bar()
 
 
 def save_configs(model: Any, folder: str) -> None:
-    """Write the configs that `save_weights` writes beside the weights, for a model whose weights are in other files."""
+    """Write the configs that `save_weights` would write, for weights in other files."""
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if callable(getattr(config, "save_pretrained", None)):
@@ -117,56 +118,57 @@ def save_configs(model: Any, folder: str) -> None:
 
 
 def _save_pretrained(model: Any, folder: str, state_dict: dict[str, Any] | None, safe: bool) -> None:
-    takes_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
+    accepts_format = "safe_serialization" in inspect.signature(model.save_pretrained).parameters
     # As v4 does, always pass the format: a model's own `save_pretrained` may have another default (SpanMarker).
-    passes_format = takes_format and (not safe or installed_release() < (5, 0))
-    keywords = {"safe_serialization": safe} if passes_format else {}
-    model.save_pretrained(folder, state_dict=state_dict, **keywords)
-    if not (safe or passes_format):  # transformers v5 writes safetensors only
+    needs_format = accepts_format and (not safe or installed_release() < (5, 0))
+    kwargs = {"safe_serialization": safe} if needs_format else {}
+    model.save_pretrained(folder, state_dict=state_dict, **kwargs)
+    # transformers v5 writes only safetensors.
+    if not (safe or needs_format):
         _rewrite_as_bin(model, folder)
 
 
 def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
-    """Convert the safetensors files in `folder` to .bin, one by one, with tied weights under all their names."""
-    same: dict[int, list[str]] = {}
+    """Convert the safetensors files in `folder` to .bin files with all names of tied weights."""
+    tied_names: dict[int, list[str]] = {}
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
-        same.setdefault(id(tensor), []).append(name)
+        tied_names.setdefault(id(tensor), []).append(name)
     weight_map: dict[str, str] = {}
     safe_files = weights_files(folder, [names.SAFE_WEIGHTS_NAME], [names.SAFE_WEIGHTS_INDEX_NAME])
     for path in safe_files or [os.path.join(folder, names.ADAPTER_SAFE_WEIGHTS_NAME)]:
-        written = {name: tensor.clone() for name, tensor in read_weights(path).items()}
-        for name in [name for name in written if name in tensors]:
-            written.update(dict.fromkeys(same[id(tensors[name])], written[name]))
+        weights = {name: tensor.clone() for name, tensor in read_weights(path).items()}
+        for name in [name for name in weights if name in tensors]:
+            weights.update(dict.fromkeys(tied_names[id(tensors[name])], weights[name]))
         stem = os.path.basename(path).removesuffix(".safetensors")
-        file = (stem if stem.startswith("adapter") else f"pytorch_{stem}") + ".bin"
-        torch.save(written, os.path.join(folder, file))
-        weight_map.update(dict.fromkeys(written, file))
+        file_name = (stem if stem.startswith("adapter") else f"pytorch_{stem}") + ".bin"
+        torch.save(weights, os.path.join(folder, file_name))
+        weight_map.update(dict.fromkeys(weights, file_name))
         os.remove(path)
     if (index := first_file(folder, names.SAFE_WEIGHTS_INDEX_NAME)) is not None:
         metadata = _read_index(index)["metadata"]
-        with open(os.path.join(folder, names.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as opened:
-            json.dump({"metadata": metadata, "weight_map": weight_map}, opened, indent=2, sort_keys=True)
+        with open(os.path.join(folder, names.WEIGHTS_INDEX_NAME), "w", encoding="utf-8") as file:
+            json.dump({"metadata": metadata, "weight_map": weight_map}, file, indent=2, sort_keys=True)
         os.remove(index)
 
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    by_name = names.folder_of_parts("model", folder) is not None or holds(WHOLES, "model", folder)
-    return by_name or holds_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
+    has_fsdp_files = names.folder_of_parts("model", folder) is not None or holds(FULL_STATES, "model", folder)
+    return has_fsdp_files or has_deepspeed_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 
 def missing_shard(folder: str) -> str | None:
-    """The first missing file of weights in several files, shards or parts; None if none is missing."""
+    """The first missing shard or part of the weights; None if none is missing."""
     lists = [os.path.join(folder, parts, names.LIST_OF_PARTS) for parts in PARTS.values()]
-    if any(name.endswith(names.PART_SUFFIX) for name in _names_in(os.path.join(folder, names.DCP))):
+    if any(name.endswith(names.PART_SUFFIX) for name in _list_folder(os.path.join(folder, names.DCP))):
         lists.append(os.path.join(folder, names.DCP, names.LIST_OF_PARTS))
-    needed = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
-    return next((path for path in needed if not os.path.isfile(path)), None) or missing_part(folder)
+    required = [*weights_files(folder), *(path for path in lists if os.path.isdir(os.path.dirname(path)))]
+    return next((path for path in required if not os.path.isfile(path)), None) or missing_deepspeed_part(folder)
 
 
 class LoadResult(NamedTuple):
-    """Missing and unexpected weights of a load, under the names of torch's own result.
+    """Missing and unexpected weights of a load, named as in torch's result.
 
     Attributes:
         missing_keys: weights of the model that the files lack; they are unchanged.
@@ -187,7 +189,8 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         CheckpointNotFound: if there are no weights.
     """
     if names.folder_of_parts("model", folder) is not None:
-        from hftrainer.checkpointing.sharded import load_model_parts  # imports torch's FSDP
+        # Imported late, since the module imports torch's FSDP.
+        from hftrainer.checkpointing.sharded import load_model_parts
 
         load_model_parts(model, folder, only_trainable=peers.is_peft(model))
     elif paths := weights_files(folder):
@@ -196,9 +199,9 @@ def load_weights(model: torch.nn.Module, folder: str) -> LoadResult | None:
         return _load_files(model, paths) if has_all else _load_converted(model, folder)
     elif adapters := _adapter_folders(folder):
         _load_adapters(model, adapters)
-    elif (whole := first_file(folder, WHOLES["model"])) is not None:
-        return _load_files(model, [whole])
-    elif has_states(folder):
+    elif (full_file := first_file(folder, FULL_STATES["model"])) is not None:
+        return _load_files(model, [full_file])
+    elif has_deepspeed_states(folder):
         raise CheckpointNotFound(
             f"{folder} holds weights partitioned by DeepSpeed: resume with deepspeed, or merge them into one file by "
             "running python zero_to_fp32.py . in that folder."
@@ -219,27 +222,27 @@ def first_file(folder: str, *candidates: str) -> str | None:
 
 def weights_files(
     folder: str,
-    wholes: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
+    files: Sequence[str] = (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME),
     indices: Sequence[str] = (names.SAFE_WEIGHTS_INDEX_NAME, names.WEIGHTS_INDEX_NAME),
 ) -> list[str]:
-    """The file with the weights, or the shards that an index lists: the first kind found."""
-    if (whole := first_file(folder, *wholes)) is not None:
-        return [whole]
+    """The file with the weights, or the shards that an index lists; empty without either."""
+    if (file := first_file(folder, *files)) is not None:
+        return [file]
     if (index := first_file(folder, *indices)) is None:
         return []
     with fitting(index):
-        return shards_in(index)
+        return list_shards(index)
 
 
-def shards_in(index: str) -> list[str]:
-    """The paths of the shards that an index lists; TensorFlow's indices have the same format.
+def list_shards(index: str) -> list[str]:
+    """The paths of the shards that an index lists, in PyTorch's and TensorFlow's format.
 
     Raises:
-        InvalidArgument: for a shard that is not in the folder of the index.
+        InvalidArgument: if a shard is not in the folder of the index.
     """
     shards = sorted(set(_read_index(index)["weight_map"].values()))
-    if outside := [shard for shard in shards if os.path.basename(shard) != shard]:
-        raise InvalidArgument(f"{index} names {outside[0]!r}, which is not in its folder.")
+    if invalid_shards := [shard for shard in shards if os.path.basename(shard) != shard]:
+        raise InvalidArgument(f"{index} names {invalid_shards[0]!r}, which is not in its folder.")
     return [os.path.join(os.path.dirname(index), shard) for shard in shards]
 
 
@@ -250,40 +253,41 @@ def _read_index(path: str) -> dict[str, Any]:
 
 def _adapter_folders(folder: str) -> dict[str | None, str]:
     """Folders with adapter weights, by adapter name; the key None stands for `folder` itself."""
-    found: dict[str | None, str] = {}
+    folders: dict[str | None, str] = {}
     for name in (None, *sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())):
         path = folder if name is None else os.path.join(folder, name)
         if first_file(path, *_ADAPTERS):
-            found[name] = path
-    return found
+            folders[name] = path
+    return folders
 
 
 def _load_converted(model: Any, folder: str) -> LoadResult:
-    """Load weights that transformers has saved under other names than the model's own.
+    """Load weights that transformers has saved under other names than the model's.
 
     Since v5 `save_pretrained` writes some architectures (such as ViT) with the names of older releases, and only
     `from_pretrained` can convert them back.
     """
-    converted, found = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
-    missing = sorted(found["missing_keys"])
-    # The model keeps its own values of these; the converted one has new random values.
-    weights = {name: value for name, value in converted.state_dict().items() if name not in missing}
+    converted_model, info = type(model).from_pretrained(folder, config=model.config, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    # The model keeps its values of missing weights. The converted model has random ones.
+    weights = {name: value for name, value in converted_model.state_dict().items() if name not in missing}
     model.load_state_dict(weights, strict=False)
-    return LoadResult(missing, sorted(found["unexpected_keys"]))
+    return LoadResult(missing, sorted(info["unexpected_keys"]))
 
 
 def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
-    """Load one file after the other, so that only one shard at a time is in memory."""
+    """Load the files one by one, so that memory holds only one shard."""
     expected = model.state_dict(keep_vars=True)
-    loaded: set[str] = set()
+    loaded_names: set[str] = set()
     for path in paths:
         weights = read_weights(path)
         model.load_state_dict(weights, strict=False)
-        loaded |= weights.keys()
-        del weights  # before the next shard is read
-    filled = {id(expected[name]) for name in loaded & expected.keys()}
-    missing = [name for name, tensor in expected.items() if name not in loaded and id(tensor) not in filled]
-    return LoadResult(missing, sorted(loaded - expected.keys()))
+        loaded_names |= weights.keys()
+        # Free the memory before the next shard is read.
+        del weights
+    loaded_ids = {id(expected[name]) for name in loaded_names & expected.keys()}
+    missing = [name for name, tensor in expected.items() if name not in loaded_names and id(tensor) not in loaded_ids]
+    return LoadResult(missing, sorted(loaded_names - expected.keys()))
 
 
 def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
@@ -295,15 +299,17 @@ def _load_adapters(model: Any, adapters: dict[str | None, str]) -> None:
     active = model.active_adapters[0]
     for name, path in adapters.items():
         adapter = name if name is not None else (active if len(adapters) == 1 else "default")
-        read_weights(str(first_file(path, *_ADAPTERS)))  # its error for an unreadable file is clearer than PEFT's
-        known = adapter in model.peft_config  # known adapters keep trainability and precision, a new one is frozen
-        model.load_adapter(path, adapter, is_trainable=known, autocast_adapter_dtype=not known)
+        # For an unreadable file, this raises a clearer error than PEFT.
+        read_weights(str(first_file(path, *_ADAPTERS)))
+        # Known adapters keep trainability and precision. A new one is frozen.
+        is_known = adapter in model.peft_config
+        model.load_adapter(path, adapter, is_trainable=is_known, autocast_adapter_dtype=not is_known)
 
 
-# ---- Parts in DeepSpeed's files; they are read without DeepSpeed -----------------------------------------------------
+# ---- Parts in DeepSpeed's files, read without DeepSpeed --------------------------------------------------------------
 
 
-def has_states(folder: str, *, universal: bool = False) -> bool:
+def has_deepspeed_states(folder: str, *, universal: bool = False) -> bool:
     """Whether a checkpoint holds DeepSpeed states."""
     return os.path.isfile(os.path.join(folder, _UNIVERSAL if universal else _LATEST))
 
@@ -326,28 +332,28 @@ def write_tag(folder: str, tag: str) -> None:
     Path(folder, _LATEST).write_text(tag, encoding="utf-8")
 
 
-def holds_parts(folder: str) -> bool:
-    """Whether a checkpoint holds the model in a folder that one of DeepSpeed's `latest` files names."""
+def has_deepspeed_parts(folder: str) -> bool:
+    """Whether a checkpoint holds model states in a folder that a `latest` file names."""
     tags = (read_tag(folder, universal=universal) for universal in (False, True))
-    return any(name.endswith(_MODEL_STATES) for tag in tags if tag for name in _names_in(os.path.join(folder, tag)))
+    return any(name.endswith(_MODEL_STATES) for tag in tags if tag for name in _list_folder(os.path.join(folder, tag)))
 
 
-def missing_part(folder: str) -> str | None:
-    """The first missing file of DeepSpeed's states; None if none is missing, or without such states."""
+def missing_deepspeed_part(folder: str) -> str | None:
+    """The first missing file of DeepSpeed's states; None if the states are complete or absent."""
     if not (tag := read_tag(folder)):
         return None
     states = os.path.join(folder, tag)
-    if not (found := _names_in(states)):
+    if not (file_names := _list_folder(states)):
         return None
-    if not any(name.endswith(_MODEL_STATES) for name in found):
+    if not any(name.endswith(_MODEL_STATES) for name in file_names):
         return os.path.join(states, f"mp_rank_00_{_MODEL_STATES}")
     # Expect every kind of part that any rank has written from each rank up to the highest.
-    parts = [(name, match) for name in found if (match := _PART.match(name))]
+    parts = [(name, match) for name in file_names if (match := _PART.match(name))]
     kinds = sorted({(name[: match.start(1)], match[2]) for name, match in parts})
     ranks = range(1 + max((int(match[1]) for _, match in parts), default=-1))
-    expected = (f"{before}{rank}_{after}" for rank in ranks for before, after in kinds)
-    return next((os.path.join(states, name) for name in expected if name not in found), None)
+    expected = (f"{prefix}{rank}_{suffix}" for rank in ranks for prefix, suffix in kinds)
+    return next((os.path.join(states, name) for name in expected if name not in file_names), None)
 
 
-def _names_in(folder: str) -> list[str]:
+def _list_folder(folder: str) -> list[str]:
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []

@@ -1,4 +1,4 @@
-"""Writes checkpoints one after the other: synchronously, or in the background from copies in CPU memory."""
+"""Writes checkpoints synchronously, or in the background from copies in CPU memory."""
 
 from __future__ import annotations
 
@@ -28,31 +28,32 @@ from hftrainer.parallel.process_group import start_in_thread
 logger = logging.getLogger(__name__)
 
 #: A disk with fewer free bytes counts as full.
-_FULL_BELOW = 1 << 18
-#: In the background, another process writes checkpoints with states of at least so many bytes.
-_WORTH_A_PROCESS = 1 << 26
+_FULL_DISK_BYTES = 1 << 18
+#: In the background, another process writes checkpoints of at least this many bytes.
+_MIN_BYTES_FOR_PROCESS = 1 << 26
 
 
-#: Error numbers of a storage that is full, over a quota, read-only, forbidden or broken.
+#: Error numbers of storage that is full, over a quota, read-only, forbidden or broken.
 _STORAGE_ERRORS = frozenset(
     getattr(errno, name)
     for name in "ENOSPC EDQUOT EROFS EACCES EPERM EIO ESTALE EFBIG ENODEV ENXIO".split()
     if hasattr(errno, name)
 )
-#: Error numbers for a path in the output folder when that folder was deleted.
+#: Error numbers for a path in an output folder that was deleted.
 _PATH_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EEXIST})
 
 
 def is_storage_error(error: BaseException, output_dir: str) -> bool:
-    """Whether writing to `output_dir` failed because of the storage: full, read-only, over a quota, or missing."""
+    """Whether an error of writing to `output_dir` was caused by full, broken or missing storage."""
     if isinstance(error, OSError):
-        below = os.path.abspath(str(error.filename)).startswith(os.path.abspath(output_dir))
-        return error.errno in _STORAGE_ERRORS or (error.errno in _PATH_ERRORS and below)
+        is_inside = os.path.abspath(str(error.filename)).startswith(os.path.abspath(output_dir))
+        return error.errno in _STORAGE_ERRORS or (error.errno in _PATH_ERRORS and is_inside)
     if isinstance(error, SafetensorError):
         return True
-    if type(error) is Exception:  # raised by tokenizers
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        return found is not None and int(found[1]) in _STORAGE_ERRORS
+    # Tokenizers raise plain exceptions.
+    if type(error) is Exception:
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        return match is not None and int(match[1]) in _STORAGE_ERRORS
     # torch's own writer reports a storage error only in its message.
     return isinstance(error, RuntimeError) and any(
         part in str(error) for part in ("PytorchStreamWriter failed", "inline_container", "unexpected pos")
@@ -61,17 +62,17 @@ def is_storage_error(error: BaseException, output_dir: str) -> bool:
 
 @dataclass(frozen=True)
 class DeferredWrite:
-    """A call of `write(values)` that is made in the background.
+    """A call of `write(values)` to be made in the background.
 
     Attributes:
         write: the function.
         values: a copy of what it writes.
-        portable: makes a function that does the same and can be pickled, for another process.
+        make_picklable: makes a picklable function that does the same, for another process.
     """
 
     write: Callable[[Any], None]
     values: Any
-    portable: Callable[[], Callable[[Any], Any]]
+    make_picklable: Callable[[], Callable[[Any], Any]]
 
 
 @dataclass(eq=False)
@@ -80,106 +81,107 @@ class CheckpointInProgress:
 
     Attributes:
         folder: where it is written.
-        then: called when it is complete.
-        if_failed: called in the caller's thread if the storage fails.
+        on_complete: called when the checkpoint is complete.
+        on_failure: called in the caller's thread if the storage fails.
         writes: what the background thread writes once the checkpoint is filled.
-        packed: the same for the other process, if it writes this checkpoint.
-        written: path → manifest entry, for large files that the writer has written.
-        futures: writes that another thread does while the checkpoint is filled.
-        announcements: called in the caller's thread when it is complete.
-        published: future that is done when the checkpoint is complete; None without background writing.
+        pickled_writes: the pickled `writes` for the other process, if it writes this checkpoint.
+        known_entries: path → manifest entry, for large files that the writer has written.
+        futures: writes of another thread while the checkpoint is filled.
+        announcements: called in the caller's thread when the checkpoint is complete.
+        publication: future that is done when the checkpoint is complete; None without background writing.
     """
 
     folder: CheckpointFolder
-    then: Callable[[], None]
-    if_failed: Callable[[], None]
+    on_complete: Callable[[], None]
+    on_failure: Callable[[], None]
     writes: list[DeferredWrite] = field(default_factory=list)
-    packed: list[bytes] = field(default_factory=list)
-    written: dict[str, Entry] = field(default_factory=dict)
+    pickled_writes: list[bytes] = field(default_factory=list)
+    known_entries: dict[str, Entry] = field(default_factory=dict)
     futures: list[Future[None]] = field(default_factory=list)
     announcements: list[Callable[[], None]] = field(default_factory=list)
-    published: Future[None] | None = None
+    publication: Future[None] | None = None
 
     @contextlib.contextmanager
     def discard_partial_on_error(self) -> Iterator[None]:
         """Remove a partially written checkpoint after an error in the block.
 
         Raises:
-            OSError: if the disk is full, but torch or safetensors raised another error for it.
+            OSError: if the disk is full and torch or safetensors raised another error.
         """
         try:
             yield
         except BaseException as error:
             folder = self.folder
-            full = folder.staging.is_dir() and shutil.disk_usage(folder.staging).free < _FULL_BELOW
+            is_full = folder.staging.is_dir() and shutil.disk_usage(folder.staging).free < _FULL_DISK_BYTES
             folder.discard()
-            if full and not isinstance(error, OSError) and is_storage_error(error, str(folder.path.parent)):
+            if is_full and not isinstance(error, OSError) and is_storage_error(error, str(folder.path.parent)):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             raise
 
 
-#: Change time (ctime) in ns and size in bytes. Not mtime, which copies may keep from their source.
+#: Change time (ctime) in ns, and size in bytes. Copies may keep the mtime of their source.
 _Stamp = tuple[int, int]
 #: File times may lag behind the clock by this many ns.
-_COARSE = 2_000_000_000
+_CLOCK_LAG_NS = 2_000_000_000
 
 
 class ScriptFiles:
-    """Finds the files that a script writes into checkpoint folders itself, to add them to the checkpoint.
+    """Finds files that the script itself writes into checkpoint folders, and adds them.
 
-    Overrides write them before they call `super()._save_checkpoint`. A killed process may have left an incomplete
-    folder; its files are not part of the checkpoint that this run writes there.
+    Overrides of `_save_checkpoint` write such files before they call `super()`. The files in an incomplete folder of
+    a killed process do not belong to the checkpoint that this run writes there.
     """
 
     def __init__(self) -> None:
         self._oldest: int | None = None
-        self._known: dict[Path, _Stamp] = {}
+        self._known_stamps: dict[Path, _Stamp] = {}
 
     def begin_run(self, run_dir: str | None) -> None:
-        """Record the files in the folders that a run may write.
+        """Record the existing files in the folders that a run may write.
 
         Args:
-            run_dir: the folder of its checkpoints; None if a subclass chooses it only when saving. Files older than the
-                run then count as files of earlier runs.
+            run_dir: the folder of its checkpoints; None if a subclass chooses it only when saving. Then files older
+                than the run count as files of earlier runs.
         """
-        self._oldest = time.time_ns() - _COARSE if run_dir is None else 0
+        self._oldest = time.time_ns() - _CLOCK_LAG_NS if run_dir is None else 0
         folders = [] if run_dir is None else Path(run_dir).glob(f"{names.PREFIX_CHECKPOINT_DIR}-*")
-        self._known = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
+        self._known_stamps = {folder / name: stamp for folder in folders for name, stamp in _stamps(folder).items()}
 
     def copy_to(self, checkpoint: CheckpointFolder) -> None:
-        """Copy the script's new files from the final folder to the staging folder, where the Trainer has no such file.
+        """Copy the script's new files from the final folder to the staging folder.
 
-        Does nothing outside a run. Links are copied as links; the manifest does not check them.
+        Files that the Trainer has written there take precedence. Outside of a run, nothing is copied. Links are copied
+        as links; the manifest does not check them.
         """
         if self._oldest is None:
             return
-        of_trainer = _stamps(checkpoint.staging)
+        trainer_files = _stamps(checkpoint.staging)
         for name, stamp in _stamps(checkpoint.path).items():
-            is_new = stamp != self._known.get(checkpoint.path / name) and stamp[0] >= self._oldest
-            if is_new and name not in of_trainer:
+            is_new = stamp != self._known_stamps.get(checkpoint.path / name) and stamp[0] >= self._oldest
+            if is_new and name not in trainer_files:
                 target = checkpoint.staging / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _link(checkpoint.path / name, target)
-        # If the step is saved again, files that the Trainer has written now do not count as the script's.
-        self._known |= {checkpoint.path / name: stamp for name, stamp in of_trainer.items()}
+        # If the step is saved again, the files that the Trainer wrote this time do not count as the script's.
+        self._known_stamps |= {checkpoint.path / name: stamp for name, stamp in trainer_files.items()}
 
 
 def _stamps(folder: Path) -> dict[Path, _Stamp]:
-    """The files in a folder, by relative path; nothing for a missing folder."""
-    own = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
-    paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in own]
+    """Relative path → stamp of each file in a folder; empty for a missing folder."""
+    manifests = {folder / names.MANIFEST_NAME, folder / f"_{names.MANIFEST_NAME}"}
+    paths = [path for path in folder.rglob("*") if (path.is_file() or path.is_symlink()) and path not in manifests]
     return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
 
 
 def _link(source: Path, target: Path) -> None:
-    """Hard-link `target` to `source`, which may be large; copy it where the file system has no links."""
+    """Hard-link `target` to `source`, or copy it if the file system has no links."""
     try:
         os.link(source, target, follow_symlinks=False)
     except (OSError, NotImplementedError):
         shutil.copy2(source, target, follow_symlinks=False)
 
 
-#: Makes an executor with one thread, which starts with the first task.
+#: Makes an executor with one thread. The thread starts with the first task.
 _make_thread = functools.partial(ThreadPoolExecutor, max_workers=1, thread_name_prefix="checkpoint")
 
 
@@ -194,19 +196,19 @@ class CheckpointWriter:
         to_cpu: moves a state to the CPU where writing needs it.
 
     Attributes:
-        added: finds the files that the script itself has written into checkpoint folders.
-        failed: whether the last checkpoint could not be written.
+        script_files: finds the files that the script itself has written into checkpoint folders.
+        has_failed: whether the last checkpoint could not be written.
     """
 
     in_background: bool = False
     stop_on_error: bool = False
     to_cpu: Callable[[Any], Any] = lambda state: state
-    added: ScriptFiles = field(default_factory=ScriptFiles)
-    failed: bool = False
-    _filled: CheckpointInProgress | None = None
+    script_files: ScriptFiles = field(default_factory=ScriptFiles)
+    has_failed: bool = False
+    _current: CheckpointInProgress | None = None
     _pending: CheckpointInProgress | None = None
     _uses_other_thread: bool = False
-    _part: Future[None] | None = None
+    _part_future: Future[None] | None = None
     _thread: ThreadPoolExecutor = field(default_factory=_make_thread)
     _copies: files.HostCopies = field(default_factory=files.HostCopies)
     _process: WriterProcess | None = None
@@ -217,81 +219,83 @@ class CheckpointWriter:
             self._process = WriterProcess(copies)
 
     @contextlib.contextmanager
-    def checkpoint(self, path: str, *, then: Callable[[], None], if_failed: Callable[[], None]) -> Iterator[str | None]:
+    def checkpoint(
+        self, path: str, *, on_complete: Callable[[], None], on_failure: Callable[[], None]
+    ) -> Iterator[str | None]:
         """Write a checkpoint. Yields the folder to fill, or None if the storage failed.
 
         Args:
             path: its folder.
-            then: called once the checkpoint is complete, for instance to delete older ones.
-            if_failed: called in the caller's thread if the storage fails.
+            on_complete: called once the checkpoint is complete, for instance to delete older ones.
+            on_failure: called in the caller's thread if the storage fails.
 
         Raises:
-            CheckpointNotWritten: with `stop_on_error`, when this or the previous checkpoint could not be written.
+            CheckpointNotWritten: with `stop_on_error`, if this or the previous checkpoint could not be written.
         """
-        self._begin()
-        current = CheckpointInProgress(CheckpointFolder(path), then, if_failed)
-        self.failed = False
-        with self._reporting(path, if_failed), current.discard_partial_on_error():
+        self._begin_checkpoint()
+        current = CheckpointInProgress(CheckpointFolder(path), on_complete, on_failure)
+        self.has_failed = False
+        with self._report_errors(path, on_failure), current.discard_partial_on_error():
             current.folder.begin()
-        if self.failed:
+        if self.has_failed:
             yield None
             return
-        with self._reporting(path, if_failed):
+        with self._report_errors(path, on_failure):
             with current.discard_partial_on_error():
-                self._filled = current
+                self._current = current
                 try:
                     yield str(current.folder.staging)
                 except BaseException:
                     self.wait_for_part()
                     raise
                 finally:
-                    self._filled = None
-                    # Otherwise the other thread would go on writing into a folder that is discarded.
+                    self._current = None
+                    # Otherwise the other thread would continue to write into a discarded folder.
                     wait(current.futures)
                 for future in current.futures:
                     future.result()
             if self.in_background:
                 self._pack(current)
-                current.published = self._thread.submit(self._publish, current)
+                current.publication = self._thread.submit(self._publish, current)
                 self._pending = current
             else:
                 self._publish(current)
 
     def _publish(self, current: CheckpointInProgress) -> None:
-        """Run the deferred writes, rename the folder, and call `then`."""
+        """Run the deferred writes, rename the folder, and call `on_complete`."""
         with current.discard_partial_on_error():
-            if self._part is not None:
+            if self._part_future is not None:
                 # All processes finish their parts together.
-                self._part.result()
+                self._part_future.result()
             self._write_deferred(current)
-            self.added.copy_to(current.folder)
-            current.folder.publish(current.written)
+            self.script_files.copy_to(current.folder)
+            current.folder.publish(current.known_entries)
         try:
-            current.then()
+            current.on_complete()
         except OSError as error:
             logger.warning("Older checkpoints could not be deleted: %s", error)
 
     def _pack(self, current: CheckpointInProgress) -> None:
         """Pack a large checkpoint's writes for the writer process, or leave them to a thread."""
-        if self._process is None or self._copies.size < _WORTH_A_PROCESS:
+        if self._process is None or self._copies.size < _MIN_BYTES_FOR_PROCESS:
             return
         try:
-            current.packed = [self._process.pack(each.portable(), each.values) for each in current.writes]
+            current.pickled_writes = [self._process.pack(each.make_picklable(), each.values) for each in current.writes]
         # An object of the script may raise anything.
         except Exception as error:
-            self._keep_to_thread(error)
+            self._fall_back_to_thread(error)
 
     def _write_deferred(self, current: CheckpointInProgress) -> None:
-        if current.packed and self._process is not None:
+        if current.pickled_writes and self._process is not None:
             try:
-                current.written.update(self._process.run(current.packed, current.folder.staging))
+                current.known_entries.update(self._process.run(current.pickled_writes, current.folder.staging))
                 return
             except CannotUnpack as error:
-                self._keep_to_thread(error)
+                self._fall_back_to_thread(error)
         for each in current.writes:
             each.write(each.values)
 
-    def _keep_to_thread(self, error: Exception) -> None:
+    def _fall_back_to_thread(self, error: Exception) -> None:
         logger.info("A thread now writes checkpoints: the writer process failed: %s: %s", type(error).__name__, error)
         if self._process is not None:
             self._process.close()
@@ -299,49 +303,53 @@ class CheckpointWriter:
 
     @property
     def defers_writes(self) -> bool:
-        """Whether writes happen later, and therefore need a copy."""
-        return self.in_background and self._filled is not None
+        """Whether writes are deferred, and therefore need a copy."""
+        return self.in_background and self._current is not None
 
-    def call_after(self, announce: Callable[[], None]) -> None:
+    def call_when_complete(self, announce: Callable[[], None]) -> None:
         """Call `announce` once the last checkpoint is complete: now, or in `poll` or `wait`.
 
         A failed checkpoint is never announced.
         """
         if self._pending is not None:
             self._pending.announcements.append(announce)
-        elif not self.failed:
+        elif not self.has_failed:
             announce()
 
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
         # An override may rewrite a file that is written now, so its checksum is computed later.
-        written = self._filled.written if self._filled and (self.defers_writes or self._uses_other_thread) else {}
+        entries = (
+            self._current.known_entries if self._current and (self.defers_writes or self._uses_other_thread) else {}
+        )
 
         def write(values: Any) -> None:
             if (entry := files.save(values, path)) is not None:
-                written[path] = entry
+                entries[path] = entry
 
-        self.call(write, value, portable=lambda: functools.partial(files.save, path=path))
+        self.call(write, value, make_picklable=lambda: functools.partial(files.save, path=path))
 
     def call(
         self,
         write: Callable[[Any], None],
         values: Any,
         *,
-        portable: Callable[[], Callable[[Any], Any]] | None = None,
+        make_picklable: Callable[[], Callable[[Any], Any]] | None = None,
     ) -> None:
         """Call `write(values)` now, or with the current checkpoint on a CPU copy of the values.
 
         Args:
             write: the function.
             values: what it writes.
-            portable: makes a picklable function that does the same, for another process; default `write`.
+            make_picklable: makes a picklable function that does the same, for another process; default `write`.
         """
         values = self.to_cpu(values)
-        if self._filled is not None and self.in_background:
-            self._filled.writes.append(DeferredWrite(write, self._copies.copy(values), portable or (lambda: write)))
-        elif self._filled is not None and self._uses_other_thread:
-            self._filled.futures.append(self._thread.submit(write, values))
+        if self._current is not None and self.in_background:
+            self._current.writes.append(
+                DeferredWrite(write, self._copies.copy(values), make_picklable or (lambda: write))
+            )
+        elif self._current is not None and self._uses_other_thread:
+            self._current.futures.append(self._thread.submit(write, values))
         else:
             write(values)
 
@@ -351,25 +359,25 @@ class CheckpointWriter:
         Every process calls it for each checkpoint, in a block of `checkpoint` or `report_part_errors`.
         """
         if self.in_background:
-            self._part = start_in_thread(functools.partial(write, self._copies.copy(values)))
+            self._part_future = start_in_thread(functools.partial(write, self._copies.copy(values)))
         else:
             write(values)
 
     def wait_for_part(self) -> None:
         """Wait until this process's part is written. All processes get the same errors; rank 0 reports them."""
-        if self._part is not None:
-            wait([self._part])
+        if self._part_future is not None:
+            wait([self._part_future])
 
-    def _begin(self) -> None:
+    def _begin_checkpoint(self) -> None:
         self.wait()
-        self._part = None
+        self._part_future = None
         self._copies.begin()
 
     @contextlib.contextmanager
-    def in_other_thread(self) -> Iterator[None]:
+    def write_in_thread(self) -> Iterator[None]:
         """Run the writes of the block in another thread. The checkpoint waits for them at the end.
 
-        Until then their values must not change; devices must have finished computing them.
+        Until then the values must not change, and devices must have finished computing them.
         """
         self._uses_other_thread = True
         try:
@@ -382,29 +390,29 @@ class CheckpointWriter:
 
         It reports storage errors as `checkpoint` does.
         """
-        self._begin()
-        self.failed = False
-        return self._reporting(path, lambda: None)
+        self._begin_checkpoint()
+        self.has_failed = False
+        return self._report_errors(path, lambda: None)
 
     def poll(self) -> None:
         """Announce a checkpoint that was finished in the background."""
-        if self._pending is not None and self._pending.published is not None and self._pending.published.done():
+        if self._pending is not None and self._pending.publication is not None and self._pending.publication.done():
             self.wait()
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and announce it.
 
         Raises:
-            CheckpointNotWritten: with `stop_on_error`, when it could not be written.
+            CheckpointNotWritten: with `stop_on_error`, if it could not be written.
         """
         self.wait_for_part()
         pending, self._pending = self._pending, None
-        if pending is None or pending.published is None:
+        if pending is None or pending.publication is None:
             return
-        self.failed = False
-        with self._reporting(str(pending.folder.path), pending.if_failed):
-            pending.published.result()
-        if not self.failed:
+        self.has_failed = False
+        with self._report_errors(str(pending.folder.path), pending.on_failure):
+            pending.publication.result()
+        if not self.has_failed:
             for announce in pending.announcements:
                 announce()
 
@@ -428,16 +436,16 @@ class CheckpointWriter:
             self.__post_init__()
 
     @contextlib.contextmanager
-    def _reporting(self, path: str, if_failed: Callable[[], None]) -> Iterator[None]:
+    def _report_errors(self, path: str, on_failure: Callable[[], None]) -> Iterator[None]:
         """Skip the checkpoint after a storage error in the block; with `stop_on_error`, raise."""
         try:
             yield
         except Exception as error:
             if not is_storage_error(error, os.path.dirname(path)):
                 raise
-            self.failed = True
+            self.has_failed = True
             reason = error.strerror if isinstance(error, OSError) and error.errno in _STORAGE_ERRORS else str(error)
-            if_failed()
+            on_failure()
             message = f"{path} could not be written ({reason}); its partial files were removed."
             if self.stop_on_error:
                 raise CheckpointNotWritten(message) from error

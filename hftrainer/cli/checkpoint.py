@@ -96,7 +96,7 @@ def describe(folder: str) -> dict[str, Any]:
         state = TrainerState.load_from_json(state_file)
     except ValueError as error:
         raise DamagedCheckpoint(f"{state_file} cannot be read ({error}).") from error
-    damage = CheckpointFolder(folder).inspect().why_not_whole
+    damage = CheckpointFolder(folder).inspect().skip_reason
     progress = load_progress(folder, 0, 1)
     settings = {} if progress is None else progress.settings
     size = sum((Path(folder) / name).stat().st_size for name in list_files(Path(folder)))
@@ -123,7 +123,7 @@ def _lacks(folder: str, has_position: bool) -> str | None:
     """What a run that resumes starts anew."""
     from hftrainer.checkpointing import names
 
-    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.DCP, names.WHOLES["optimizer"], "latest")
+    optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.DCP, names.FULL_STATES["optimizer"], "latest")
     lacks = [] if has_position else ["the position in the data"]
     if not any(os.path.exists(os.path.join(folder, name)) for name in optimizers):
         lacks.append("the optimizer's state (a checkpoint-xxx holds it, an output folder does not)")

@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: opening a repository, uploading to it in the background, and resuming from it."""
+"""The Hugging Face Hub: opens a repository, uploads in the background, and downloads to resume."""

@@ -1,4 +1,4 @@
-"""Finding and downloading a checkpoint on the Hub, through the client's cache."""
+"""Finds and downloads a checkpoint on the Hub, through the client's cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrainer.errors import CheckpointNotFound
 from hftrainer.hub.failures import is_transient, reason
 
 _REFERENCE = re.compile(r"hub:(?P<id>[^/@]+(?:/[^/@]+)?)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>.+))?")
-_STATE = re.compile(
+_STATE_FILE = re.compile(
     rf"(?P<folder>{names.LAST_CHECKPOINT}|{names.PREFIX_CHECKPOINT_DIR}-(?P<step>\d+))/{names.TRAINER_STATE_NAME}"
 )
 
@@ -37,17 +37,17 @@ def download_checkpoint(
             `checkpoint-xxx` with the most steps; `hub:owner/name/checkpoint-500` for that checkpoint.
         token: a token with read access; None for that of `hf auth login`.
         hub_model_id: the repository of the run.
-        hub_revision: the branch of the run: the default revision if the reference names the same repository.
+        hub_revision: the branch of the run; the default revision if the reference names the same repository.
 
     Raises:
-        CheckpointNotFound: if there is no checkpoint, or it cannot be downloaded.
+        CheckpointNotFound: if the checkpoint does not exist or cannot be downloaded.
     """
-    match = _parse(reference)
+    match = _parse_reference(reference)
     repo_id, folder = match["id"], match["folder"]
     revision = match["revision"] or (hub_revision if repo_id == hub_model_id else None)
     try:
         files, is_offline = _list_files(repo_id, revision, token)
-        folder = folder or _newest(files)
+        folder = folder or _newest_checkpoint(files)
         if folder is None:
             raise CheckpointNotFound(
                 f"the repository has no checkpoint, neither {names.LAST_CHECKPOINT} nor checkpoint-xxx; "
@@ -57,43 +57,47 @@ def download_checkpoint(
         root = snapshot_download(
             repo_id, revision=revision, allow_patterns=[f"{folder}/*"], token=token, local_files_only=is_offline
         )
-        if not os.path.isdir(found := os.path.join(root, folder)):
+        if not os.path.isdir(path := os.path.join(root, folder)):
             raise CheckpointNotFound(f"the repository has no folder {folder!r}")
-        return found
+        return path
     # Raise from None: the traceback of the cause may show the token.
     except Exception as error:
-        why = _REASONS.get(type(error).__name__) or reason(error, token)
-        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {why}.") from None
+        problem = _REASONS.get(type(error).__name__) or reason(error, token)
+        raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {problem}.") from None
 
 
-def _parse(reference: str) -> re.Match[str]:
+def _parse_reference(reference: str) -> re.Match[str]:
     match = _REFERENCE.fullmatch(reference)
     parts = re.split(r"[/\\]", match["folder"] or "whole") if match else [""]
-    # Such a folder would be outside of the cache.
+    # A folder with such parts would be outside of the cache.
     if match is None or not {"", ".", ".."}.isdisjoint(parts):
         raise CheckpointNotFound(
-            f"resume_from_checkpoint={reference!r}: give 'hub:owner/name', 'hub:owner/name/checkpoint-500' or "
+            f"resume_from_checkpoint={reference!r}: pass 'hub:owner/name', 'hub:owner/name/checkpoint-500' or "
             "'hub:owner/name@revision'."
         )
     return match
 
 
 def _list_files(repo_id: str, revision: str | None, token: str | None) -> tuple[list[str], bool]:
-    """The files of a repository and False; if the Hub cannot be reached, those in the cache and True."""
+    """The files of a repository, and whether these are only the cached ones.
+
+    The cache is used if the Hub cannot be reached.
+    """
     try:
         return HfApi(library_name="hftrainer").list_repo_files(repo_id, revision=revision, token=token), False
     except Exception as error:
         if not (is_transient(error) or isinstance(error, OfflineModeIsEnabled)):
             raise
-        try:  # a pattern that matches no file: find the cached folder, complete or not
+        try:
+            # The pattern matches no file: this finds the cached folder, complete or not.
             root = Path(snapshot_download(repo_id, revision=revision, allow_patterns=["/"], local_files_only=True))
         except LocalEntryNotFoundError:
             raise error from None
     return [path.relative_to(root).as_posix() for path in root.rglob("*")], True
 
 
-def _newest(files: Iterable[str]) -> str | None:
+def _newest_checkpoint(files: Iterable[str]) -> str | None:
     """`last-checkpoint`, or else the checkpoint with the most optimizer steps; None without a checkpoint."""
-    found = [match for name in files if (match := _STATE.fullmatch(name))]
-    best = max(found, key=lambda match: float(match["step"] or "inf"), default=None)
+    matches = [match for name in files if (match := _STATE_FILE.fullmatch(name))]
+    best = max(matches, key=lambda match: float(match["step"] or "inf"), default=None)
     return best["folder"] if best is not None else None

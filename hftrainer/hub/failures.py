@@ -1,4 +1,4 @@
-"""Errors of the Hub: which of them to retry, and messages that explain them without revealing a token."""
+"""Errors of the Hub: which to retry, and messages that do not reveal tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
 
 T = TypeVar("T")
 
-#: Class names of network errors and of their base classes, in Python and in the client's HTTP libraries.
+#: Names of network error classes and of their base classes, in Python and in the client's HTTP libraries.
 _NETWORK_ERRORS = frozenset({"ConnectionError", "TimeoutError", "TransportError", "Timeout", "ChunkedEncodingError"})
-#: Statuses below 500 with which the same request may succeed later.
+#: HTTP statuses below 500 after which the same request may succeed later.
 _TRANSIENT_STATUSES = frozenset({408, 409, 412, 425, 429})
 
 
@@ -24,35 +24,36 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _status_of(error: BaseException) -> int | None:
-    """The HTTP status of the Hub's response, or None if there was none."""
-    found = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error))
-    return next((status for status in found if isinstance(status, int)), None)
+def _http_status(error: BaseException) -> int | None:
+    """The HTTP status of the Hub's response; None without a response."""
+    statuses = (getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error))
+    return next((status for status in statuses if isinstance(status, int)), None)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed: the network or the Hub failed, and the request was not refused."""
+    """Whether a retry may succeed: the network or the Hub failed, without a refusal."""
     if isinstance(error, (OfflineModeIsEnabled, ValueError, FileNotFoundError)):
         return False
-    status = _status_of(error)
+    status = _http_status(error)
     return _is_network_error(error) if status is None else status >= 500 or status in _TRANSIENT_STATUSES
 
 
 def _is_network_error(error: BaseException) -> bool:
     """Whether the Hub was not reached. Any other error without a response is local, such as a missing file."""
-    cause = _unwrapped(error)
-    if type(cause) is RuntimeError:  # the client's own transfers raise nothing more specific
+    cause = _unwrap(error)
+    # The client's transfers raise nothing more specific.
+    if type(cause) is RuntimeError:
         return True
     return any(kind.__name__ in _NETWORK_ERRORS for link in _chain(cause) for kind in type(link).__mro__)
 
 
-def _unwrapped(error: BaseException) -> BaseException:
+def _unwrap(error: BaseException) -> BaseException:
     """The error inside the RuntimeErrors that the client wraps around it."""
     return next((cause for cause in _chain(error) if type(cause) is not RuntimeError), error)
 
 
-def without_tokens(text: str, token: str | None = None) -> str:
-    """The text without the given token, the token of `hf auth login` and the signatures in URLs."""
+def remove_tokens(text: str, token: str | None = None) -> str:
+    """The text without `token`, the token of `hf auth login` and the signatures in URLs."""
     text = re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]+", r"\1", text)
     for secret in (token, huggingface_hub.get_token()):
         if secret and secret.strip():
@@ -62,15 +63,16 @@ def without_tokens(text: str, token: str | None = None) -> str:
 
 def reason(error: BaseException, token: str | None = None) -> str:
     """What went wrong and what to do about it, as the end of a sentence."""
-    cause = _unwrapped(error)
-    text = without_tokens(" ".join(str(cause).split()) or type(cause).__name__, token)
+    cause = _unwrap(error)
+    text = remove_tokens(" ".join(str(cause).split()) or type(cause).__name__, token)
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE=1 is set: unset it"
-    if "interpreter shutdown" in text:  # Python ends the client's thread pools before our thread
+    # Python ends the client's thread pools before our thread.
+    if "interpreter shutdown" in text:
         return "Python ended before the upload: wait for the result of push_to_hub(blocking=False)"
     if isinstance(error, (HFValidationError, ValueError)):
         return text
-    status = _status_of(error)
+    status = _http_status(error)
     if status is not None:
         has_token = token is not None or huggingface_hub.get_token() is not None
         return _reason_of_response(error, status, text, has_token)
@@ -82,31 +84,28 @@ def _reason_of_response(error: BaseException, status: int, text: str, has_token:
         return f"the Hub failed: try again later ({text})"
     responses = [getattr(cause, "response", None) for cause in _chain(error)]
     if "RevisionNotFound" in [(getattr(each, "headers", None) or {}).get("X-Error-Code") for each in responses]:
-        return (
-            "the revision does not exist: create the branch with huggingface_hub.create_branch, or leave hub_revision "
-            "out"
-        )
+        return "the revision does not exist: create the branch with huggingface_hub.create_branch, or omit hub_revision"
     if status == 401 and not has_token:
-        return f"the Hub needs a token: run `hf auth login`, or give hub_token ({text})"
+        return f"the Hub needs a token: run `hf auth login`, or pass hub_token ({text})"
     if status == 401:
-        return f"the Hub does not accept the token: run `hf auth login`, or give another hub_token ({text})"
+        return f"the Hub does not accept the token: run `hf auth login`, or pass another hub_token ({text})"
     if status == 403:
-        return f"the token has no write access: use one that has, or another hub_model_id ({text})"
+        return f"the token has no write access: use a token that has, or another hub_model_id ({text})"
     return text
 
 
 def with_retries(
-    act: Callable[[], T], waits: Sequence[float], may_pass: Callable[[Exception], bool] = is_transient
+    operation: Callable[[], T], waits: Sequence[float], is_retryable: Callable[[Exception], bool] = is_transient
 ) -> T:
-    """Call `act`, and retry it after each of `waits`, in seconds, as long as the error may pass.
+    """Call `operation`, and retry it after each of `waits` seconds as long as `is_retryable`.
 
-    The client retries most requests itself, but not the one that creates a repository.
+    The client itself retries most requests, but not the one that creates a repository.
     """
     for wait in waits:
         try:
-            return act()
+            return operation()
         except Exception as error:
-            if not may_pass(error):
+            if not is_retryable(error):
                 raise
             time.sleep(wait)
-    return act()
+    return operation()

@@ -1,4 +1,4 @@
-"""A model repository on the Hub. It is opened before training, so that errors show before any time is spent."""
+"""A model repository on the Hub, opened before training so that errors appear early."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hftrainer.hub.failures import reason, with_retries
 _WAITS = (1.0, 4.0)
 #: Files that SageMaker writes while it copies a folder to S3; never uploaded.
 _SAGEMAKER_FILES = ("*.sagemaker-uploading", "*.sagemaker-uploaded")
-#: Files of the output folder that are never uploaded with the model: private files and checkpoints, those of trials
-#: included.
-IGNORED = ("_*", "checkpoint-*", "*/checkpoint-*", "*/_tmp_*")
+#: Files of the output folder that are never uploaded with the model: private files, and checkpoints, including those of
+#: trials.
+IGNORE_PATTERNS = ("_*", "checkpoint-*", "*/checkpoint-*", "*/_tmp_*")
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Repository:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        """Check that the token can be put into an HTTP header; the client's own error would contain it."""
+        """Check that an HTTP header can hold the token. The client's error would reveal it."""
         if self.token == "":
-            raise InvalidArgument("hub_token is empty: give a token, or None for that of `hf auth login`.")
+            raise InvalidArgument("hub_token is empty: pass a token, or None for that of `hf auth login`.")
         if self.token is not None and self.token.split() != [self.token]:
             raise InvalidArgument("hub_token contains a space or a line break: remove it.")
 
@@ -84,7 +84,7 @@ class Repository:
     def command(
         self, folder: str, path_in_repo: str, *, include: tuple[str, ...] = (), exclude: tuple[str, ...] = ()
     ) -> str:
-        """The command line for the same upload."""
+        """The command line that makes the same upload."""
         words = ["hf", "upload", self.id, folder, path_in_repo or "."]
         words += [word for name in include for word in ("--include", name)]
         words += [word for name in exclude for word in ("--exclude", name)]
@@ -94,13 +94,13 @@ class Repository:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Turn off the client's progress bars; the switch is global, so uploads of another Trainer may show theirs."""
-    were_on = not are_progress_bars_disabled()
+    """Turn off the client's progress bars. Since the switch is global, other uploads may show theirs."""
+    was_enabled = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield
     finally:
-        if were_on:
+        if was_enabled:
             enable_progress_bars()
 
 
@@ -108,13 +108,13 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     """Create the repository unless it exists, and check that the token has write access.
 
     Args:
-        name: `owner/name`, or a name alone, whose owner is the user.
+        name: `owner/name`, or only `name` in the user's namespace.
         token: see `Repository`.
         private: whether a new repository is private.
         revision: a branch that must exist; None for main.
 
     Raises:
-        InvalidArgument: for an invalid name.
+        InvalidArgument: if the name is invalid.
         HubError: if the repository cannot be written to.
     """
     repository = Repository(name, token, revision)
@@ -122,7 +122,8 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         return with_retries(lambda: _open(repository, private), _WAITS)
     except HFValidationError as error:
         raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
-    except Exception as error:  # raised from None: the traceback of the cause may show the token
+    # Raise from None: the traceback of the cause may show the token.
+    except Exception as error:
         where = f"{name!r}" if revision is None else f"{name!r}, hub_revision={revision!r}"
         raise HubError(
             f"push_to_hub to {where}: {reason(error, token)}. You can train without push_to_hub, and upload "
@@ -132,10 +133,10 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
 
 def _open(repository: Repository, private: bool | None) -> Repository:
     api, token = HfApi(library_name="hftrainer"), repository.token
-    found = api.create_repo(repository.id, token=token, private=private, exist_ok=True).repo_id
-    # huggingface_hub 1.0 has `write`. Offline, the client answers only if a script has replaced it.
+    repo_id = api.create_repo(repository.id, token=token, private=private, exist_ok=True).repo_id
+    # `write` is new in huggingface_hub 1.0. Offline, only a client that a script has replaced gets here.
     if "write" in inspect.signature(api.auth_check).parameters and not constants.HF_HUB_OFFLINE:
-        api.auth_check(found, token=token, write=True)
+        api.auth_check(repo_id, token=token, write=True)
     if repository.revision is not None:
-        api.repo_info(found, revision=repository.revision, token=token)
-    return replace(repository, id=found)
+        api.repo_info(repo_id, revision=repository.revision, token=token)
+    return replace(repository, id=repo_id)

@@ -1,8 +1,8 @@
-"""Creates the folder for one upload, a snapshot of hard links. Later saves do not change it.
+"""Creates a snapshot of the files of one upload, which later saves do not change.
 
-Files of a checkpoint are never rewritten, only deleted, and a hard link keeps their contents. So the snapshot of a
-checkpoint takes no disk space, and `save_total_limit` may delete the checkpoint while its upload is running. Other
-files in the output folder, such as logs, are copied if they are small.
+The snapshot is a folder of hard links. Files of a checkpoint are never rewritten, only deleted, and a hard link keeps
+their contents. So the snapshot of a checkpoint needs no disk space, and `save_total_limit` may delete the checkpoint
+while its upload is running. Other files in the output folder, such as logs, are copied if they are small.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defin
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import clear_stale, staging_folder
-from hftrainer.hub.repository import IGNORED
+from hftrainer.hub.repository import IGNORE_PATTERNS
 
 #: Files of at least this many bytes are linked, not copied.
-_LARGE = 64 << 20
-#: Files of weights are linked too, since they are written once.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
-#: Patterns of files that the client leaves out of every commit, besides `IGNORED`.
+_MIN_LINK_BYTES = 64 << 20
+#: Suffixes of weights files, which are linked too, since they are written once.
+_WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack")
+#: Patterns of files that the client excludes from every commit, besides `IGNORE_PATTERNS`.
 _IGNORED_BY_CLIENT = (".git/*", "*/.git/*", ".cache/huggingface/*", "*/.cache/huggingface/*")
-_MODEL = (
+_MODEL_FILES = (
     *("config.json", "generation_config.json"),
     *(names.WEIGHTS_NAME, names.SAFE_WEIGHTS_NAME),
     *("adapter_config.json", names.ADAPTER_WEIGHTS_NAME, names.ADAPTER_SAFE_WEIGHTS_NAME),
 )
 #: Counts the Trainers of this process that upload.
-_trainers = itertools.count()
+_trainer_numbers = itertools.count()
 
 
 def model_files(checkpoint: str) -> list[str]:
-    """The names of the files in a checkpoint that belong to the model, and of the training arguments."""
+    """The names of a checkpoint's model files, and of its training arguments."""
     folder = Path(checkpoint)
     indexes = [name for name in (names.WEIGHTS_INDEX_NAME, names.SAFE_WEIGHTS_INDEX_NAME) if (folder / name).is_file()]
     shards = {shard for name in indexes for shard in json.loads((folder / name).read_text())["weight_map"].values()}
-    wanted = (*_MODEL, *indexes, *sorted(shards), names.TRAINING_ARGS_NAME)
-    return [name for name in wanted if (folder / name).is_file()]
+    candidates = (*_MODEL_FILES, *indexes, *sorted(shards), names.TRAINING_ARGS_NAME)
+    return [name for name in candidates if (folder / name).is_file()]
 
 
 @dataclass(eq=False)
@@ -53,11 +53,11 @@ class Commit:
     Attributes:
         number: increases with each commit.
         checkpoint: the folder to upload.
-        path_in_repo: the target folder: "" uploads the model to the top of the repository, any other path the whole
+        path_in_repo: the target folder. "" uploads the model to the top of the repository, any other path the full
             checkpoint.
         message: the commit message.
-        snapshot: the folder with its files; None before it is created, and once it is deleted.
-        reason: why it is not uploaded, as the end of a sentence.
+        snapshot: the folder with its files; None before the folder is created and after it is deleted.
+        reason: why the commit is not uploaded, as the end of a sentence.
     """
 
     number: int
@@ -83,7 +83,7 @@ class UploadSnapshots:
     def __post_init__(self) -> None:
         clear_stale(self.output_dir)
         # A process that is killed leaves its folder, which `clear_stale` then removes.
-        self._root = staging_folder(Path(self.output_dir) / f"uploads-{next(_trainers)}")
+        self._root = staging_folder(Path(self.output_dir) / f"uploads-{next(_trainer_numbers)}")
 
     def create(self, commit: Commit) -> str:
         """Create the folder to upload for a commit.
@@ -95,7 +95,7 @@ class UploadSnapshots:
         target.mkdir(parents=True)
         try:
             if commit.path_in_repo:
-                for name in _files(commit.checkpoint):
+                for name in _list_files(commit.checkpoint):
                     _link(Path(commit.checkpoint) / name, target / name)
             else:
                 self._add_model(commit.checkpoint, target)
@@ -106,23 +106,32 @@ class UploadSnapshots:
 
     def _add_model(self, checkpoint: str, target: Path) -> None:
         """Add the model of a checkpoint, and the other files of the output folder."""
-        # Save this before linking: writing through a hard link would change the checkpoint.
+        # Save before linking: writing through a hard link would change the checkpoint.
         if self.processing_class is not None:
             self.processing_class.save_pretrained(target)
         for name in model_files(checkpoint):
             (target / name).unlink(missing_ok=True)
             _link(Path(checkpoint) / name, target / name)
-        for name in filter_repo_objects(_files(self.output_dir), ignore_patterns=[*IGNORED, *_IGNORED_BY_CLIENT]):
+        for name in filter_repo_objects(
+            _list_files(self.output_dir), ignore_patterns=[*IGNORE_PATTERNS, *_IGNORED_BY_CLIENT]
+        ):
             path = Path(self.output_dir) / name
-            if (target / name).exists() or not path.is_file():  # not a file: a pipe, or a broken symbolic link
+            # The path may be a pipe or a broken symbolic link.
+            if (target / name).exists() or not path.is_file():
                 continue
-            with contextlib.suppress(FileNotFoundError):  # a temporary file of another program
-                _link(path.resolve(), target / name, copy=path.suffix not in _WEIGHTS and path.stat().st_size < _LARGE)
+            # Another program may have deleted its temporary file.
+            with contextlib.suppress(FileNotFoundError):
+                _link(
+                    path.resolve(),
+                    target / name,
+                    copy=path.suffix not in _WEIGHTS_SUFFIXES and path.stat().st_size < _MIN_LINK_BYTES,
+                )
 
     def delete(self, snapshot: str) -> None:
         """Delete one snapshot."""
         shutil.rmtree(snapshot, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the folder holds other snapshots
+        # The folder may hold other snapshots.
+        with contextlib.suppress(OSError):
             self._root.rmdir()
 
     def delete_all(self) -> None:
@@ -130,10 +139,12 @@ class UploadSnapshots:
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _files(folder: str) -> list[str]:
+def _list_files(folder: str) -> list[str]:
     """The paths of all files below a folder, relative to it."""
     return [
-        Path(root, name).relative_to(folder).as_posix() for root, _, found in os.walk(folder) for name in sorted(found)
+        Path(root, name).relative_to(folder).as_posix()
+        for root, _, file_names in os.walk(folder)
+        for name in sorted(file_names)
     ]
 
 
@@ -141,7 +152,8 @@ def _link(source: Path, target: Path, *, copy: bool = False) -> None:
     """Hard-link a file, or copy it where the file system has no hard links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if not copy:
-        with contextlib.suppress(OSError):  # a file that is missing is reported by the copy
+        # The copy below reports a missing file.
+        with contextlib.suppress(OSError):
             os.link(source, target)
             return
     shutil.copyfile(source, target)

@@ -1,1 +1,1 @@
-"""The output folder at a URL: checkpoints are written locally, uploaded in the background, and fetched to resume."""
+"""The output folder at a URL: background uploads, and downloads of checkpoints to resume."""

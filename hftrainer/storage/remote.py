@@ -1,7 +1,7 @@
-"""A folder at a URL, by fsspec. A checkpoint in it is whole if and only if its manifest is there.
+"""A folder at a URL, accessed with fsspec.
 
-The manifest is uploaded last and removed first, and names all other files. Listings are used only to find the
-checkpoints, since a listing may be incomplete.
+A checkpoint in it is complete if and only if its manifest exists. The manifest is uploaded last and deleted first, and
+lists all other files. Listings are used only to find the checkpoints, since a listing may be incomplete.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
-from hftrainer.hub.failures import with_retries, without_tokens
+from hftrainer.hub.failures import remove_tokens, with_retries
 
 T = TypeVar("T")
 
-#: Seconds before each retry of a request that has failed.
+#: Seconds before each retry of a failed request.
 WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)
-#: Errors with which the same request would fail again.
+#: Errors that the same request would raise again.
 _PERMANENT = (PermissionError, FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError, TypeError)
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-#: Names of environment variables whose values appear in no message.
+#: Names of environment variables whose values must not appear in messages.
 _SECRET = re.compile(r"(SECRET|TOKEN|PASSWORD|_KEY|KEY_ID|SAS|CONNECTION_STRING)$")
-#: Kind of URL → where its package looks for credentials.
+#: Scheme of a URL → where its package looks for credentials.
 _CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, of AWS_PROFILE in ~/.aws, or of the machine's role; storage "
     "other than Amazon's needs AWS_ENDPOINT_URL too",
@@ -50,76 +50,79 @@ class RemoteFolder:
         url: such as `s3://bucket/run`; fsspec finds the credentials in the environment.
 
     Raises:
-        InvalidArgument: for a URL of an unknown kind.
-        MissingPackage: if the package for this kind of URL is not installed.
+        InvalidArgument: if the scheme is unknown.
+        MissingPackage: if the package for the scheme is not installed.
     """
 
     def __init__(self, url: str) -> None:
         scheme = url.partition("://")[0]
-        known = "s3://, gs://, hf:// and file:// are known"
+        advice = "use s3://, gs://, hf:// or file://"
         if scheme in ("http", "https"):
-            raise InvalidArgument(f"{url!r}: files of a web server can only be read; {known}.")
+            raise InvalidArgument(f"{url!r}: files of a web server can only be read; {advice}.")
         try:
-            system, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if scheme in ("file", "local") else {}))
+            filesystem, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if scheme in ("file", "local") else {}))
         except ImportError:
             package = known_implementations[scheme]["class"].partition(".")[0]
             raise MissingPackage(f"{url} needs a package that is not installed: pip install {package}") from None
         except ValueError as error:
-            raise InvalidArgument(f"{url!r}: {error}; {known}.") from None
+            raise InvalidArgument(f"{url!r}: {error}; {advice}.") from None
         self.url = url
-        self._system = DirFileSystem(path, system)
+        self._filesystem = DirFileSystem(path, filesystem)
 
     def check_access(self) -> None:
-        """Write and remove a small file.
+        """Write and delete a small file.
 
         Raises:
-            StorageError: if that fails.
+            StorageError: if either fails.
         """
         probe = f"_tmp_{os.getpid()}"
-        self._call(lambda: self._system.pipe_file(probe, b"hftrainer"), f"{self.url} cannot be written")
-        self._call(lambda: self._system.rm_file(probe), f"Files at {self.url} cannot be deleted")
+        self._call(lambda: self._filesystem.pipe_file(probe, b"hftrainer"), f"{self.url} cannot be written")
+        self._call(lambda: self._filesystem.rm_file(probe), f"Files at {self.url} cannot be deleted")
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def checkpoints(self, folder: str = "") -> list[str]:
-        """The names of the checkpoints in a folder, whole or not, by their steps."""
-        found = [(step, name) for name in self._list(folder) if (step := names.step_of(name)) is not None]
-        return [name for _, name in sorted(found)]
+        """The names of the checkpoints in a folder, complete or not, sorted by step."""
+        checkpoints = [(step, name) for name in self._list(folder) if (step := names.step_of(name)) is not None]
+        return [name for _, name in sorted(checkpoints)]
 
     def manifest(self, checkpoint: str) -> dict[str, Entry] | None:
-        """The entries of a checkpoint's manifest; None for one that is not whole."""
+        """The entries of a checkpoint's manifest; None if the checkpoint is incomplete."""
         path = f"{checkpoint}/{names.MANIFEST_NAME}"
         try:
-            content = self._call_for(lambda: self._system.cat_file(path), f"{self.url}/{path} cannot be read")
+            content = self._call_on_existing(
+                lambda: self._filesystem.cat_file(path), f"{self.url}/{path} cannot be read"
+            )
             return parse_manifest(content, f"{self.url}/{path}")
-        except (FileNotFoundError, DamagedCheckpoint):  # its upload was interrupted
+        # The upload was interrupted.
+        except (FileNotFoundError, DamagedCheckpoint):
             return None
 
     def has_manifest(self, checkpoint: str) -> bool:
         """Whether a checkpoint has a manifest, readable or not."""
         path = f"{checkpoint}/{names.MANIFEST_NAME}"
-        return self._call(lambda: self._system.exists(path), f"{self.url}/{path} cannot be read")
+        return self._call(lambda: self._filesystem.exists(path), f"{self.url}/{path} cannot be read")
 
     def upload(self, local: Path, checkpoint: str) -> None:
-        """Upload a whole checkpoint. Until its manifest is there, the checkpoint does not exist.
+        """Upload a complete checkpoint. Its manifest is last, and makes it a checkpoint.
 
         Raises:
-            StorageError: if that fails, after retries.
+            StorageError: if the upload fails after retries.
         """
         manifest = f"{checkpoint}/{names.MANIFEST_NAME}"
         entries = parse_manifest((local / names.MANIFEST_NAME).read_bytes(), str(local))
-        self.delete([manifest])
-        self.delete(set(self._find(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
+        self.delete_files([manifest])
+        self.delete_files(set(self._find(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
         for name in entries:
             self.upload_file(local / name, f"{checkpoint}/{name}")
         self.upload_file(local / names.MANIFEST_NAME, manifest)
 
     def download(self, checkpoint: str, local: str) -> None:
-        """Download a checkpoint into a local folder, whole or not at all.
+        """Download a checkpoint into a local folder atomically.
 
         Raises:
-            StorageError: if that fails, after retries.
-            DamagedCheckpoint: if the checkpoint is not whole, or a file has other bytes than its manifest says.
+            StorageError: if the download fails after retries.
+            DamagedCheckpoint: if the checkpoint is incomplete, or a file differs from its entry in the manifest.
             OSError: if the local disk fails.
         """
         entries = self.manifest(checkpoint)
@@ -141,13 +144,14 @@ class RemoteFolder:
             folder.discard()
             raise
 
-    def remove(self, checkpoint: str) -> None:
+    def delete_checkpoint(self, checkpoint: str) -> None:
         """Delete a checkpoint, its manifest first."""
-        self.delete([f"{checkpoint}/{names.MANIFEST_NAME}"])
-        self.delete(self._find(checkpoint))
+        self.delete_files([f"{checkpoint}/{names.MANIFEST_NAME}"])
+        self.delete_files(self._find(checkpoint))
         failure = f"{self.url}/{checkpoint} cannot be deleted"
-        if self._call(lambda: self._system.isdir(checkpoint), failure):  # not where folders are but parts of names
-            self._call(lambda: self._system.rm(checkpoint, recursive=True), failure)
+        # In object stores, folders are only parts of names.
+        if self._call(lambda: self._filesystem.isdir(checkpoint), failure):
+            self._call(lambda: self._filesystem.rm(checkpoint, recursive=True), failure)
 
     # ---- Files -------------------------------------------------------------------------------------------------
 
@@ -156,59 +160,63 @@ class RemoteFolder:
         return [name for name in self._find("") if all(names.step_of(part) is None for part in name.split("/")[:-1])]
 
     def upload_file(self, local: Path, name: str) -> None:
-        """Upload one file; FileNotFoundError if it is not here."""
+        """Upload one file. Raises FileNotFoundError if it does not exist locally."""
         local.stat()
-        self._call(lambda: self._system.put_file(str(local), name), f"{self.url}/{name} cannot be written")
+        self._call(lambda: self._filesystem.put_file(str(local), name), f"{self.url}/{name} cannot be written")
 
     def download_file(self, name: str, local: Path) -> None:
-        """Download one file, whole or not at all; FileNotFoundError if there is none."""
+        """Download one file atomically. Raises FileNotFoundError if it does not exist."""
         local.parent.mkdir(parents=True, exist_ok=True)
-        beside = local.with_name(f"_tmp_{local.name}")
-        self._call_for(lambda: self._system.get_file(name, str(beside)), f"{self.url}/{name} cannot be read")
-        beside.replace(local)
+        temporary = local.with_name(f"_tmp_{local.name}")
+        self._call_on_existing(
+            lambda: self._filesystem.get_file(name, str(temporary)), f"{self.url}/{name} cannot be read"
+        )
+        temporary.replace(local)
 
-    def delete(self, files: Iterable[str]) -> None:
-        """Delete files, where they exist."""
+    def delete_files(self, files: Iterable[str]) -> None:
+        """Delete those of the files that exist."""
         for name in files:
             failure = f"{self.url}/{name} cannot be deleted"
             try:
-                if self._call(functools.partial(self._system.exists, name), failure):
-                    self._call_for(functools.partial(self._system.rm_file, name), failure)
+                if self._call(functools.partial(self._filesystem.exists, name), failure):
+                    self._call_on_existing(functools.partial(self._filesystem.rm_file, name), failure)
             except FileNotFoundError:
                 continue
 
     def _list(self, folder: str) -> list[str]:
-        """The names in a folder; none if it does not exist."""
-        self._system.invalidate_cache()
+        """The names in a folder; empty if the folder does not exist."""
+        self._filesystem.invalidate_cache()
         try:
-            return self._call_for(lambda: self._system.ls(folder, detail=False), f"{self.url} cannot be listed")
+            return self._call_on_existing(
+                lambda: self._filesystem.ls(folder, detail=False), f"{self.url} cannot be listed"
+            )
         except FileNotFoundError:
             return []
 
     def _find(self, folder: str) -> list[str]:
         """The names of all files below a folder."""
-        self._system.invalidate_cache()
+        self._filesystem.invalidate_cache()
         try:
-            return self._call_for(lambda: self._system.find(folder), f"{self.url} cannot be listed")
+            return self._call_on_existing(lambda: self._filesystem.find(folder), f"{self.url} cannot be listed")
         except FileNotFoundError:
             return []
 
-    def _call(self, act: Callable[[], T], failure: str) -> T:
-        """Call `act`, with retries; what does not exist is an error like others.
+    def _call(self, operation: Callable[[], T], failure: str) -> T:
+        """Call `operation` with retries. A missing file is an error like others.
 
         Raises:
             OSError: if the local disk is full.
             StorageError: for all other errors, without their causes, which may show credentials.
         """
         try:
-            return self._call_for(act, failure)
+            return self._call_on_existing(operation, failure)
         except FileNotFoundError as error:
             raise StorageError(f"{failure}: {reason(error)}.") from None
 
-    def _call_for(self, act: Callable[[], T], failure: str) -> T:
-        """Call `act` as `_call` does; FileNotFoundError if what it is for does not exist."""
+    def _call_on_existing(self, operation: Callable[[], T], failure: str) -> T:
+        """Call `operation` as `_call` does, but raise FileNotFoundError for a missing file."""
         try:
-            return with_retries(act, WAITS, _is_transient)
+            return with_retries(operation, WAITS, _is_transient)
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -217,20 +225,20 @@ class RemoteFolder:
             raise StorageError(f"{failure}: {reason(error)}.{self._hint(error)}") from None
 
     def _hint(self, error: Exception) -> str:
-        """Where the credentials are looked for, if they are missing or refused."""
+        """Where the credentials are expected, if they are missing or refused."""
         where = _CREDENTIALS.get(self.url.partition("://")[0])
         is_refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
         return f" The credentials are those of {where}." if where and is_refused else ""
 
 
 def digest(entries: dict[str, Entry] | None) -> int | None:
-    """A checksum of a manifest, by which to compare two copies of a checkpoint."""
+    """A checksum of a manifest, for comparing two copies of a checkpoint."""
     return None if entries is None else crc32_of_list({name: vars(entry) for name, entry in entries.items()})
 
 
 def reason(error: BaseException) -> str:
     """What went wrong, without credentials, as the end of a sentence."""
-    text = without_tokens(" ".join(str(error).split())).rstrip(".")
+    text = remove_tokens(" ".join(str(error).split())).rstrip(".")
     for name, value in os.environ.items():
         if len(value) > 7 and _SECRET.search(name):
             text = text.replace(value, f"<{name}>")
@@ -238,6 +246,6 @@ def reason(error: BaseException) -> str:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether a retry may succeed: neither refused, nor a full disk, nor credentials that are missing."""
+    """Whether a retry may succeed. It cannot if access is refused or the disk is full."""
     is_full = isinstance(error, OSError) and error.errno in _FULL
     return not (is_full or isinstance(error, _PERMANENT) or "Credential" in type(error).__name__)

@@ -76,7 +76,7 @@ class FsdpStrategy(Strategy):
 
     def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
         """Gather the full weights by name."""
-        return sharded.model_state(model, whole=True)
+        return sharded.model_state(model, full=True)
 
     def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters for the block, unless the model's methods gather them."""
@@ -120,21 +120,21 @@ class FsdpStrategy(Strategy):
             return
         is_full = not self.writes_parts
         only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
-        self._gathered = {"model": sharded.model_state(model, whole=is_full, only_trainable=only_trainable)}
+        self._gathered = {"model": sharded.model_state(model, full=is_full, only_trainable=only_trainable)}
         if optimizer is not None:
-            self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), whole=is_full)
+            self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), full=is_full)
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
         gathered = None if self.writes_parts else self._gathered.get("model")
         # Copy the mapping, since transformers empties the one that it writes.
-        return dict(gathered) if gathered is not None else sharded.model_state(model, whole=True)
+        return dict(gathered) if gathered is not None else sharded.model_state(model, full=True)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the contents of each full state that was gathered."""
         for kind, state in self._gathered.items():
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
-                yield names.WHOLES[kind], state
+                yield names.FULL_STATES[kind], state
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
         save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts

@@ -323,7 +323,7 @@ class ReplicasStrategy(Strategy):
 
             model, optimizer = self._gathered["model"], self._gathered["optimizer"]
             states = sharded.states_for_dcp(model, None if optimizer is None else optimizer(), shards=False)
-            write(functools.partial(sharded.save_dcp, folder=folder, alone=True), states)
+            write(functools.partial(sharded.save_dcp, folder=folder, is_only_writer=True), states)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights of any checkpoint."""

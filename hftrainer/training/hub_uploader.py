@@ -69,7 +69,7 @@ class HubUploader(Component):
         from hftrainer.hub.uploads import PushInProgress
 
         by_steps = trainer.args.save_strategy == SaveStrategy.STEPS
-        commits = uploads.commits_for(folder, trainer.args.hub_strategy, by_steps=by_steps)
+        commits = uploads.make_commits(folder, trainer.args.hub_strategy, by_steps=by_steps)
         if not commits:
             return
         done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()

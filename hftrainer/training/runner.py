@@ -15,7 +15,7 @@ from hftrainer.callbacks.progress import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
-from hftrainer.checkpointing.progress import global_batch_of
+from hftrainer.checkpointing.progress import read_global_batch
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
@@ -72,7 +72,7 @@ class TrainingRunner(Component):
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model and apply the arguments of this `train()`; returns the checkpoint to resume from."""
         model_setup = self.components.model_setup
-        resume.warn_of_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
+        resume.warn_about_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.components.checkpoint_writer.close_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
         if self.components.policy.makes_model_before_trial:
@@ -130,7 +130,7 @@ class TrainingRunner(Component):
     def _keep_global_batch(self, folder: str) -> None:
         """Set the accumulation steps so that a step has as many samples as before the checkpoint."""
         processes = self.trainer.accelerator.processes
-        global_batch = processes.from_main(lambda: global_batch_of(folder))
+        global_batch = processes.from_main(lambda: read_global_batch(folder))
         if global_batch is None:
             logger.warning("elastic=True: %s does not say how many samples a step had; those of now are kept.", folder)
             return
@@ -295,7 +295,7 @@ class TrainingRunner(Component):
             begin_runs(trainer.callback_handler.callbacks, saved, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
-            self.components.checkpoint_writer.added.begin_run(run_dir)
+            self.components.checkpoint_writer.script_files.begin_run(run_dir)
 
     def _resume_finished_run(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
         """Resume a run that had already finished: load and upload its checkpoint, without training."""
@@ -325,7 +325,7 @@ class TrainingRunner(Component):
         kept = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
         # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        keeps_best_alone = kept is not None and trainer.args.save_total_limit == 1 and not writer.failed
+        keeps_best_alone = kept is not None and trainer.args.save_total_limit == 1 and not writer.has_failed
         if trainer.args.should_save and keeps_best_alone and self.components.storage.mirror is None:
             delete_all_but_best(str(kept), run_dir)
         self.components.announce("on_train_end")

@@ -19,7 +19,7 @@ from hftrainer.callbacks.state import TrainerState, drop_from_json, export_state
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
 from hftrainer.checkpointing.progress import POSITION_SETTINGS, RunProgress, load_progress
-from hftrainer.checkpointing.weights import save_configs, save_weights, without_tensors
+from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
 from hftrainer.compat.tracebacks import add_note
@@ -60,14 +60,14 @@ class CheckpointSaver(Component):
         components = self.components
         components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
         components.strategy.write_full_states(folder, components.checkpoint_writer.call)
-        in_other_thread = not trainer.args.save_only_model and self._can_write_optimizer_beside()
-        if in_other_thread:
-            with components.checkpoint_writer.in_other_thread():
+        uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_beside()
+        if uses_thread:
+            with components.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
         with components.engine.saving(trainer.model) as (_, kept):
             trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
-            if not in_other_thread:
+            if not uses_thread:
                 trainer._save_optimizer_and_scheduler(folder)
             trainer._save_scaler(folder)
             trainer._save_rng_state(folder)
@@ -124,12 +124,14 @@ class CheckpointSaver(Component):
         if writer.in_background:
             writer.wait_for_part()
             from_main(writer.wait)
-            writer.failed, state.best_model_checkpoint = from_main(lambda: (writer.failed, state.best_model_checkpoint))
+            writer.has_failed, state.best_model_checkpoint = from_main(
+                lambda: (writer.has_failed, state.best_model_checkpoint)
+            )
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
         self.wait()
-        if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.failed:
+        if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.has_failed:
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
             self.run.last_saved_step = self.trainer.state.global_step
             self.call_on_save()
@@ -156,7 +158,7 @@ class CheckpointSaver(Component):
             trainer.control.should_save |= due
 
         trainer.control.should_save = False
-        self.components.checkpoint_writer.call_after(announce)
+        self.components.checkpoint_writer.call_when_complete(announce)
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
@@ -284,7 +286,7 @@ class CheckpointSaver(Component):
             self.components.checkpoint_writer.call(
                 write,
                 weights,
-                portable=lambda: functools.partial(save_weights, without_tensors(model), folder, safe=safe),
+                make_picklable=lambda: functools.partial(save_weights, make_meta_copy(model), folder, safe=safe),
             )
         processing_class = self.trainer.processing_class
         if processing_class is None and self.components.policy.saves_tokenizer_of_collator:
@@ -327,10 +329,12 @@ class CheckpointSaver(Component):
 
         with self._write_on_all_ranks(path, on_written, on_failure) as fill:
             yield fill
-        if self.components.checkpoint_writer.failed:
+        if self.components.checkpoint_writer.has_failed:
             on_failure()
         if self.trainer.args.push_to_hub:
-            self.components.checkpoint_writer.call_after(functools.partial(self.trainer._push_from_checkpoint, path))
+            self.components.checkpoint_writer.call_when_complete(
+                functools.partial(self.trainer._push_from_checkpoint, path)
+            )
         if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
             self.wait()
 
@@ -359,7 +363,7 @@ class CheckpointSaver(Component):
         strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)
         try:
             if trainer.args.should_save:
-                with writer.checkpoint(path, then=on_written, if_failed=on_failure) as folder:
+                with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:
                     yield (lambda: None) if folder is None else functools.partial(self._write_files, folder, others)
             else:
                 staged = next(filter(None, folders[processes.rank :: -1]))
@@ -370,7 +374,7 @@ class CheckpointSaver(Component):
                 yield lambda: None
         finally:
             strategy.finish()
-        writer.failed = any(processes.gather_objects([writer.failed]))
+        writer.has_failed = any(processes.gather_objects([writer.has_failed]))
 
     def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""

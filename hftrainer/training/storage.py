@@ -180,7 +180,7 @@ class Storage(Component):
     def wait_for_room(self) -> None:
         """Before a save, wait until there is room for another checkpoint on the local disk."""
         if (mirror := self.mirror) is not None:
-            self.trainer.accelerator.processes.run_on_main(mirror.wait_for_room)
+            self.trainer.accelerator.processes.run_on_main(mirror.wait_for_local_space)
 
     def uploading(self, checkpoint: str, keep: Sequence[str | None]) -> Callable[[], None] | None:
         """A function that uploads a checkpoint once it is written, and deletes older ones; None without a URL."""
@@ -211,7 +211,7 @@ class Storage(Component):
             if mirror.finish():
                 tell(f"Uploaded to {mirror.remote.url}.")
             if best is not None:
-                mirror.delete_all_but(best, run_dir)
+                mirror.delete_others(best, run_dir)
 
         self.trainer.accelerator.processes.run_on_main(finish)
 

@@ -123,7 +123,7 @@ def test_an_optimizer_that_cannot_be_stored_is_refused_before_the_first_step(tmp
     settings = {**DCP, "optim": "galore_adamw_layerwise", **LOW_RANK}
     if kind == "foreign parameter":
         settings = {**DCP, "trainer": {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}}
-    with pytest.raises(InvalidArgument, match=r"checkpoint_format='dcp' .* leave it out") as raised:
+    with pytest.raises(InvalidArgument, match=r"checkpoint_format='dcp' .* remove checkpoint_format") as raised:
         run("plain", settings, tmp_path)
     assert "optimizer steps" not in "".join(getattr(raised.value, "__notes__", []))
     # Without the optimizer's state there is nothing to refuse.

@@ -84,4 +84,4 @@ def test_states_by_name_do_not_resume_without_groups(found, way):
     if way == "ddp":
         assert [name for name, _ in found[way, "ungrouped"][1]] == [None, None]
     else:
-        assert "was written with 4 groups of parameters, and the optimizer has 2" in found[way, "ungrouped"]
+        assert "was written with 4 parameter groups, but the optimizer has 2" in found[way, "ungrouped"]

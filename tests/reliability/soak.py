@@ -223,7 +223,7 @@ class Run:
             assert printed[0].count("Traceback") == printed[0].count(HANDS_OVER) or excused, printed[0]
         for checkpoint in self.folder.glob("checkpoint-*") if "adds" in self.scenario.settings else ():
             if (
-                CheckpointFolder(checkpoint).inspect().why_not_whole is None
+                CheckpointFolder(checkpoint).inspect().skip_reason is None
             ):  # then what the script has added is whole too
                 assert (checkpoint / "before.txt").read_text() == f"{checkpoint.name}/before.txt " * 1000
         self._check_processes(group)
@@ -237,7 +237,7 @@ class Run:
     def _damage(self):
         """Harm the newest whole checkpoint, if there is another one and the best is elsewhere."""
         found = self.folder.glob("checkpoint-*")
-        whole = (folder for folder in found if CheckpointFolder(folder).inspect().why_not_whole is None)
+        whole = (folder for folder in found if CheckpointFolder(folder).inspect().skip_reason is None)
         folders = sorted(whole, key=step_of)
         if len(folders) < 2 or "load_best_model_at_end" in self.scenario.settings:
             return

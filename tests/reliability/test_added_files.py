@@ -63,8 +63,8 @@ def listed(folder):
     return set(read_manifest(folder))
 
 
-def why_not_whole(folder):
-    return CheckpointFolder(folder).inspect().why_not_whole
+def skip_reason(folder):
+    return CheckpointFolder(folder).inspect().skip_reason
 
 
 @pytest.mark.parametrize("settings", [{}, {"save_only_model": True}, {"save_total_limit": 1}, BACKGROUND], ids=str)
@@ -83,7 +83,7 @@ def test_same_files_as_transformers(tmp_path, model, settings):
             assert (folder / f"{name}.txt").read_text() == f"{name} {folder.name}"
         assert {"before.txt", "deeper/before.txt"} <= listed(folder)
         assert not {"after.txt", "on_save.txt"} & listed(folder)
-        assert why_not_whole(folder) is None
+        assert skip_reason(folder) is None
 
 
 @pytest.mark.parametrize("asks", [False, True])
@@ -118,14 +118,14 @@ def test_leftovers_of_a_killed_run_are_not_taken(tmp_path):
     assert (half / "before.txt").read_text() == "before checkpoint-4"
     assert {*files_in(half)} >= {"before.txt", "deeper/before.txt", "model.safetensors"}
     assert not {*files_in(half)} & stale
-    assert why_not_whole(half) is None
+    assert skip_reason(half) is None
 
 
 def test_files_of_an_earlier_checkpoint_are_not_taken(tmp_path):
     """A run in a used folder replaces its checkpoints, in which damage to the script's files is found."""
     make(tmp_path).train()
     (tmp_path / "checkpoint-4" / "before.txt").write_text("broken!!")
-    assert "before.txt" in str(why_not_whole(tmp_path / "checkpoint-4"))
+    assert "before.txt" in str(skip_reason(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / "old.txt").write_text("old")
     make(tmp_path, trainer_class=saving()).train()
     assert not {"old.txt", "before.txt", "after.txt"} & {*files_in(tmp_path / "checkpoint-4")}
@@ -155,14 +155,14 @@ def test_hyperparameter_trials(tmp_path):
     for number in (0, 1):
         folder = tmp_path / f"run-{number}" / "checkpoint-4"
         assert (folder / "before.txt").read_text() == "before checkpoint-4"
-        assert why_not_whole(folder) is None
+        assert skip_reason(folder) is None
 
 
 def test_copied_where_files_cannot_be_linked(tmp_path, monkeypatch):
     monkeypatch.setattr(writer.os, "link", mock.Mock(side_effect=OSError("no links here")))
     make(tmp_path).train()
     assert (tmp_path / "checkpoint-4" / "deeper" / "before.txt").read_text() == "deeper"
-    assert why_not_whole(tmp_path / "checkpoint-4") is None
+    assert skip_reason(tmp_path / "checkpoint-4") is None
 
 
 def test_links_are_taken_as_links(tmp_path):
@@ -187,7 +187,7 @@ def test_storage_that_fails_leaves_the_files_of_the_script(tmp_path, monkeypatch
     make(tmp_path, trainer_class=BEFORE).train()
     assert "could not be written" in caplog.text
     assert files_in(tmp_path / "checkpoint-4") == ["before.txt", "config.json", "deeper/before.txt"]
-    assert why_not_whole(tmp_path / "checkpoint-6") is None
+    assert skip_reason(tmp_path / "checkpoint-6") is None
 
 
 def test_outside_a_run(tmp_path):

@@ -22,7 +22,7 @@ from tests.support.jobs import names
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_bert
 
-CHANGED = "was changed since it was written"
+CHANGED = "has changed since it was written"
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_nothing_whole_is_left(runs, tmp_path):
     folder = copy(runs("plain")[0], tmp_path / "out")
     for optimizer in folder.parent.glob("*/optimizer.pt"):
         truncate(optimizer)
-    with pytest.raises(CheckpointNotFound, match="no whole checkpoint-xxx folder"):
+    with pytest.raises(CheckpointNotFound, match="no intact checkpoint-xxx folder"):
         resumed(folder, True, model="plain")
     assert get_last_checkpoint(str(folder.parent)) is None
 
@@ -323,7 +323,7 @@ def test_accept(runs, checkpoint, command, caplog):
 def test_accept_other_bytes(checkpoint, command):
     """Weights that were edited in place have their old size: the command is how to say that it was meant."""
     change_weights(checkpoint, lambda tensor: tensor * 2)
-    with pytest.raises(CheckpointNotFound, match="have changed since it was written, not its size"):
+    with pytest.raises(CheckpointNotFound, match="have changed since it was written, but not its size"):
         resumed(checkpoint)
     status, printed, errors = command("--accept", checkpoint)
     assert (status, errors) == (0, "")
@@ -346,4 +346,4 @@ def test_accept_a_folder_of_transformers(checkpoint, command):
     (checkpoint / "model.safetensors").unlink()
     status, _, errors = command("--accept", checkpoint)
     assert status == 1
-    assert "model.safetensors is missing, and no weights replace it: a run cannot resume from it" in errors
+    assert "model.safetensors is missing, and no weights replace it: a run cannot resume from the checkpoint" in errors

@@ -127,7 +127,7 @@ def load(kind):
         if kind == "model":
             load_model_parts(model, str(folder))
         else:
-            load_optimizer(model, optimizer, str(folder), read_numbered=dict)
+            load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
 
     return load_parts
 
@@ -342,5 +342,5 @@ def test_made_up_references(repos, tmp_path, data):
     "place", ["..", "../..", "checkpoint-2/../../../..", "/", "//", "/tmp", "checkpoint-2//", ".", "a\\..\\.."]
 )
 def test_a_reference_that_leads_out_of_the_cache(repos, place):
-    with pytest.raises(CheckpointNotFound, match="give 'hub:owner/name'"):
+    with pytest.raises(CheckpointNotFound, match="pass 'hub:owner/name'"):
         download_checkpoint(f"hub:me/run/{place}", TOKEN)

@@ -298,7 +298,7 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
     assert f"To upload it: hf upload me/run {tmp_path}/run/checkpoint-6" in caplog.text
     assert not messages(hub)
     assert not list((tmp_path / "run").glob("_tmp_*"))
-    assert uploads.commits_for(deleted, "every_save", by_steps=True) == []
+    assert uploads.make_commits(deleted, "every_save", by_steps=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 
@@ -403,9 +403,9 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
     ("words", "settings"),
     [
         ("does not accept the token: run `hf auth login`", {"hub_token": "hf_wrong"}),
-        ("needs a token: run `hf auth login`, or give hub_token", {"hub_token": None}),
+        ("needs a token: run `hf auth login`, or pass hub_token", {"hub_token": None}),
         ("contains a space or a line break", {"hub_token": f"{TOKEN}\n"}),
-        ("hub_token is empty: give a token", {"hub_token": ""}),
+        ("hub_token is empty: pass a token", {"hub_token": ""}),
         ("hub_model_id='a/b/c' is not a valid repository name", {"hub_model_id": "a/b/c"}),
         ("has no write access", {"hub_model_id": "other/run"}),
         ("has no write access", {"hub_token": READS, "hub_model_id": "me/there"}),
@@ -435,7 +435,7 @@ def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
 def test_errors_in_words(hub, tmp_path, monkeypatch):
     """They contain the Hub's message and no token, and do not take a local failure for one of the network."""
     monkeypatch.setenv("HF_TOKEN", READS)
-    hidden = failures.without_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
+    hidden = failures.remove_tokens(f"a {TOKEN}, b {READS}, https://x.co/y?X-Sig=abc", TOKEN)
     assert hidden == "a <HUB_TOKEN>, b <HUB_TOKEN>, https://x.co/y"
     trainer = make_uploading(tmp_path / "run", hub_strategy="end", max_steps=1)
     with pytest.raises(InvalidArgument, match="contains a space or a line break") as caught:
@@ -526,7 +526,7 @@ def test_nothing_to_resume_from(hub, tmp_path):
         "hub:me/weights": "has no checkpoint, neither last-checkpoint nor checkpoint-xxx",
         "hub:me/weights@dev": "the revision does not exist",
         "hub:me/weights/checkpoint-2": "the repository has no folder 'checkpoint-2'",
-        "hub:": "give 'hub:owner/name'",
+        "hub:": "pass 'hub:owner/name'",
     }.items():
         with pytest.raises(CheckpointNotFound, match=words):
             trainer.train(resume_from_checkpoint=reference)

@@ -247,7 +247,7 @@ def test_what_somebody_has_deleted_is_not_resumed(tmp_path, caplog):
     fsspec.filesystem("faulty").rm("/bucket/run", recursive=True)
     trainer = on_machine(tmp_path / "a", max_steps=2)
     trainer.train(resume_from_checkpoint="auto")
-    assert "checkpoint-9 is skipped: it was uploaded, and is no longer at faulty://bucket/run" in caplog.text
+    assert "checkpoint-9 is skipped: it was uploaded, but is no longer at faulty://bucket/run" in caplog.text
     assert trainer.state.global_step == 2
     assert "checkpoint-9" in names(tmp_path / "a")
     with pytest.raises(CheckpointNotFound, match=r"neither in .* nor at faulty://bucket/other"):

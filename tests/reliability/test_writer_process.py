@@ -20,7 +20,7 @@ from tests.support.tiny import MODELS
 
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setattr(writer, "_WORTH_A_PROCESS", 0)
+    monkeypatch.setattr(writer, "_MIN_BYTES_FOR_PROCESS", 0)
 
 
 @pytest.fixture

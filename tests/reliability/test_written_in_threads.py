@@ -27,7 +27,7 @@ from tests.support.parity import assert_same_weights, leaves
 
 
 def damage(folder):
-    return CheckpointFolder(folder).inspect().why_not_whole
+    return CheckpointFolder(folder).inspect().skip_reason
 
 
 LARGE = 5 * 2**20 + 12_345  # more than a part that is read at once, and no multiple of it
@@ -95,7 +95,7 @@ def test_one_bit_after_the_writing(tmp_path, name, place):
     write_manifest(tmp_path)
     assert_listed(tmp_path)
     flip(tmp_path / name, place, 1)
-    assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written, not its size"
+    assert damage(tmp_path) == f"the contents of {tmp_path / name} have changed since it was written, but not its size"
 
 
 @pytest.fixture

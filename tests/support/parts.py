@@ -17,6 +17,6 @@ def stepped():
 def write(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(more)
-    parts = {"model": model_state(model, whole=False), "optimizer": optimizer_state(model, optimizer, whole=False)}
+    parts = {"model": model_state(model, full=False), "optimizer": optimizer_state(model, optimizer, full=False)}
     save_parts(parts, folder)
     return model

@@ -399,9 +399,9 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     (tmp_path / "half" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "half" / "checkpoint-5" / "trainer_state.json").write_text("{}")
     for path, message in [
-        (True, "no whole checkpoint-xxx folder"),
+        (True, "no intact checkpoint-xxx folder"),
         ("", "the folder does not exist"),
-        ("True", "the folder does not exist.*On a command line write auto"),
+        ("True", "the folder does not exist.*On a command line, pass auto"),
         (str(tmp_path / "absent"), "the folder does not exist"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "it lacks trainer_state.json"),
@@ -534,7 +534,7 @@ def test_a_timeout_that_no_operation_meets(make_args, monkeypatch):
 def test_resume_from_checkpoint_is_for_the_script(make_args, caplog, given, is_told):
     args = make_args(resume_from_checkpoint=f"checkpoint-{len(given)}-{is_told}")
     Trainer(make_plain(), args, train_dataset=plain_data()).train(*given)
-    told = "to resume, call train(resume_from_checkpoint=args.resume_from_checkpoint)" in caplog.text
+    told = "To resume, call train(resume_from_checkpoint=args.resume_from_checkpoint)" in caplog.text
     assert told is is_told
 
 

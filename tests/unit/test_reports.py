@@ -140,8 +140,14 @@ def test_said(make_trainer, said, case):
 
 RESUMED = {
     "#28544, patience": ({}, r"EarlyStoppingCallback starts from scratch \(.*counter=0, 1 in the checkpoint"),
-    "another rate": ({"learning_rate": 1.0}, "settings of the optimizer stay in use: learning_rate=5e-05, not 1.0"),
-    "another decay": ({"weight_decay": 0.5}, "settings of the optimizer stay in use: weight_decay=0.0, not 0.5"),
+    "another rate": (
+        {"learning_rate": 1.0},
+        "optimizer settings of the checkpoint stay in use: learning_rate=5e-05, not 1.0",
+    ),
+    "another decay": (
+        {"weight_decay": 0.5},
+        "optimizer settings of the checkpoint stay in use: weight_decay=0.0, not 0.5",
+    ),
     "other betas": ({"adam_beta1": 0.5}, r"stay in use: betas=\(0.9, 0.999\), not \(0.5, 0.999\)"),
 }
 
@@ -163,7 +169,7 @@ def test_said_when_resuming(make_trainer, said, tmp_path, case):
 def test_resuming_with_another_optimizer_is_named(make_trainer, tmp_path):
     make_trainer(**SAVED).train()
     with pytest.raises(
-        ValueError, match="written with another optim, whose groups lack 'dampening': set optim as before"
+        ValueError, match="written with another optim, whose groups lack 'dampening': set optim as in that run"
     ):
         make_trainer(optim="sgd").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 

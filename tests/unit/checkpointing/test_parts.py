@@ -37,7 +37,7 @@ def write(folder, names, tag="global_step4", latest="latest"):
 def test_without_a_manifest(tmp_path, names, damage):
     found = CheckpointFolder(write(tmp_path / "run", names)).inspect()
     assert found.fault is None if damage is None else found.fault.endswith(damage)
-    assert found.why_not_whole == found.unusable_reason == found.fault
+    assert found.skip_reason == found.unusable_reason == found.fault
 
 
 def test_truncated(tmp_path):

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hftrainer.checkpointing import sharded
 from hftrainer.checkpointing.names import DCP, PARTS
-from hftrainer.checkpointing.sharded import check_all_is_read, load_model_parts, save_dcp
+from hftrainer.checkpointing.sharded import check_unread_states, load_model_parts, save_dcp
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint, UnsupportedArgument
 from tests.support.checkpoints import Mischief
 from tests.support.parity import assert_same_weights
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def load_optimizer(folder, **more):
     model, optimizer = stepped()
     optimizer.param_groups[0].update(dict.fromkeys(more))
-    sharded.load_optimizer(model, optimizer, str(folder), read_numbered=dict)
+    sharded.load_optimizer(model, optimizer, str(folder), read_unsharded=dict)
     return optimizer
 
 
@@ -71,11 +71,11 @@ def test_a_folder_of_both_states(tmp_path):
     """Read as data too; one that another program wrote may lack the optimizer."""
     model, optimizer = stepped()
     for folder, given in (("both", optimizer), ("weights", None)):
-        sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), alone=True)
+        sharded.save_dcp(sharded.states_for_dcp(model, given), str(tmp_path / folder), is_only_writer=True)
         assert sharded.holds_optimizer(str(tmp_path / folder / DCP)) == (given is not None)
     assert load_optimizer(tmp_path / "both").state_dict()["state"][0]["step"] == 1
     optimizer.param_groups[0]["note"] = Mischief(tmp_path / "trace")
-    sharded.save_dcp(sharded.states_for_dcp(model, optimizer), str(tmp_path / "harm"), alone=True)
+    sharded.save_dcp(sharded.states_for_dcp(model, optimizer), str(tmp_path / "harm"), is_only_writer=True)
     with pytest.raises(UnsafeCheckpoint, match=r"dcp holds a pickled posix\.mkdir"):
         load_optimizer(tmp_path / "harm", note=None)
     assert not (tmp_path / "trace").exists()
@@ -145,8 +145,8 @@ def test_torch_itself_reads_the_same_list(tmp_path):
 def test_a_state_that_would_be_left_out_is_refused(tmp_path):
     """torch reads what an optimizer holds before its first step, and nothing else that is stored."""
     stored = {"state.w.exp_avg": torch.zeros(2), "state.w.projector.scale": torch.zeros(1), "state.other.x": 1}
-    save_dcp({"w": torch.zeros(2), "optimizer": stored}, str(tmp_path), alone=True)
+    save_dcp({"w": torch.zeros(2), "optimizer": stored}, str(tmp_path), is_only_writer=True)
     path = str(tmp_path / "dcp")
-    check_all_is_read({"w": {"exp_avg": torch.zeros(2), "projector": None}}, path)
+    check_unread_states({"w": {"exp_avg": torch.zeros(2), "projector": None}}, path)
     with pytest.raises(UnsupportedArgument, match="'projector' of w, which this optimizer cannot read"):
-        check_all_is_read({"w": {"exp_avg": torch.zeros(2)}}, path)
+        check_unread_states({"w": {"exp_avg": torch.zeros(2)}}, path)

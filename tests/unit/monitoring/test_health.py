@@ -15,7 +15,7 @@ from huggingface_hub.utils import filter_repo_objects
 from hftrainer import TrainerCallback, TrainingArguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.errors import InvalidArgument, MissingPackage
-from hftrainer.hub.repository import IGNORED
+from hftrainer.hub.repository import IGNORE_PATTERNS
 from hftrainer.monitoring import health
 from tests.support.checkpoints import At, make_trainer
 from tests.support.health import ask, wait_until
@@ -310,4 +310,4 @@ def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
 
 def test_uploads_leave_the_records_out():
     names = [f"{health.NAME}/rank-0.json", "config.json"]
-    assert list(filter_repo_objects(names, ignore_patterns=list(IGNORED))) == ["config.json"]
+    assert list(filter_repo_objects(names, ignore_patterns=list(IGNORE_PATTERNS))) == ["config.json"]
