@@ -148,6 +148,6 @@ def test_any_state(run, capsys, tmp_path, state):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     status, shown = command(capsys, run("a"), str(tmp_path))
     if isinstance(state, dict):
-        assert status == 1 and "for the steps that both have" in shown.out
+        assert status == 1 and "in their common steps" in shown.out
     else:
         assert status == 2 and "trainer_state.json does not hold what a checkpoint" in shown.err

@@ -120,7 +120,7 @@ def test_a_run_that_has_probably_ended(tmp_path, capsys, is_observed):
         TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
     with pytest.raises(SystemExit):
         main(["ask", str(tmp_path), "save", "--timeout", "0"])
-    assert "its run has ended, at step 6; waiting for 0 s" in capsys.readouterr().err
+    assert "the run ended at step 6; waiting for 0 s" in capsys.readouterr().err
 
 
 class Passes(TrainerCallback):

@@ -46,8 +46,8 @@ def test_command_line(url, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give the output folders of runs, or --study for a search"),
-        (("folder", "--study", "x"), "give the output folders of runs, or --study for a search"),
+        ((), "pass the output folders of runs, or --study for a search"),
+        (("folder", "--study", "x"), "pass the output folders of runs, or --study for a search"),
         (("folder", "--output", "x"), "--output is for --study"),
         (("--study", "x", "--out", "a.png"), "--out is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
