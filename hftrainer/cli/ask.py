@@ -30,7 +30,7 @@ def _ask(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.page import WatchedRun
-    from hftrainer.monitoring.requests import ask
+    from hftrainer.monitoring.requests import send_request
 
     try:
         check_folder(options.folder)
@@ -43,7 +43,7 @@ def _ask(parser: Parser, options: argparse.Namespace) -> None:
         if run["state"] == "killed" or (run["state"] == "unobserved" and run["step"] >= run["max_steps"]):
             waits = f"waiting for {options.timeout:g} s, in case another run has started here"
             print(f"{options.folder}: the run ended at step {run['step']}; {waits}.", file=sys.stderr)
-    answer = ask(options.folder, options.request, options.timeout)
+    answer = send_request(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(
             f"{options.folder}: no answer within {options.timeout:g} s: no run writes here now, or a step takes longer "

@@ -9,7 +9,7 @@ import torch
 from hftrainer.arguments.choices import SaveStrategy, observed
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import Journal
-from hftrainer.monitoring.observer import Measured, Observer
+from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
 from hftrainer.training.storage import run_folder
@@ -30,7 +30,7 @@ def make_observer(components: Components, loop: TrainingLoop) -> Observer | None
     writes = "journal" in what and trainer.is_world_process_zero()
     observer = Observer(
         what,
-        Measured(lambda: components.run.seconds, loop.reader.waits),
+        Measurements(lambda: components.run.seconds, loop.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(run_folder(trainer, loop.trial) if writes else None),

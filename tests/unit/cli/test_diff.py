@@ -109,7 +109,7 @@ def test_a_run_of_transformers_is_equal_to_ours(run, tmp_path):
 
 def test_errors_say_what_to_do(run, tmp_path, capsys):
     status, shown = command(capsys, run("a"), str(tmp_path / "none"))
-    assert status == 2 and "give the output_dir of a run" in shown.err
+    assert status == 2 and "pass the output_dir of a run" in shown.err
     folder = shutil.copytree(run("a"), tmp_path / "damaged")
     (folder / "checkpoint-12" / "training_args.bin").write_bytes(b"x")
     status, shown = command(capsys, run("a"), str(folder))

@@ -111,7 +111,7 @@ def test_command_line(runs, tmp_path, capsys):
         main(["plot", str(tmp_path / "none")])
     assert ended.value.code == 2
     assert (
-        "the folder does not exist; give the output_dir of a run, which holds its checkpoint-xxx folders"
+        "the folder does not exist; pass the output_dir of a run, which contains its checkpoint-xxx folders"
         in capsys.readouterr().err
     )
 
