@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.compat.messages import log_once
 from hftrainer.errors import MissingPackage
 from hftrainer.model_card import contents
-from hftrainer.reporting.metrics import write_atomically
+from hftrainer.reporting.metrics import write_file_atomically
 from hftrainer.reporting.plot import draw_picture, lines_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
     if not any(len(line.steps) > 1 for line in lines):
         return None
     try:
-        write_atomically(str(path), functools.partial(draw_picture, lines, title=folder.name))
+        write_file_atomically(str(path), functools.partial(draw_picture, lines, title=folder.name))
     except MissingPackage as error:
         log_once(logger, f"The model card has no plot of the training run. {error}", logging.INFO)
         return None

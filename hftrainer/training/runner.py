@@ -434,7 +434,7 @@ class TrainingRunner(Component):
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
         waited, evaluating = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
         seconds = {"waiting for data": waited, "in evaluations": evaluating, "saving": run.seconds.get("saving", 0.0)}
-        for sentence in summary.finished(state, metric, metrics, seconds, steps, share):
+        for sentence in summary.make_summary(state, metric, metrics, seconds, steps, share):
             tell(sentence)
         if loop.observer is not None:
             for line in summary.time_table(float(metrics["train_runtime"]), seconds, loop.observer.goodput()):

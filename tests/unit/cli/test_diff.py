@@ -116,7 +116,9 @@ def test_errors_say_what_to_do(run, tmp_path, capsys):
     assert status == 2 and "save the arguments again with trainer.save_model()" in shown.err
     (folder / "trainer_state.json").write_text("{")
     status, shown = command(capsys, run("a"), str(folder))
-    assert status == 2 and "trainer_state.json cannot be read" in shown.err and "give a whole checkpoint" in shown.err
+    assert (
+        status == 2 and "trainer_state.json cannot be read" in shown.err and "Pass a complete checkpoint" in shown.err
+    )
 
 
 def test_saved_arguments_are_read_as_values(tmp_path):
