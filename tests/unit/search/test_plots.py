@@ -64,7 +64,7 @@ def test_several_studies_and_objectives(tmp_path):
     for name in ("a", "b"):
         make_study(url, name, directions=("minimize", "maximize"))
     for name in (None, "c"):
-        with pytest.raises(InvalidArgument, match="has the studies a, b: name one of them with --study-name"):
+        with pytest.raises(InvalidArgument, match="has the studies a, b: choose one of them with --study-name"):
             plot_study(url, name, out=str(tmp_path))
     written = plot_study(url, "b", out=str(tmp_path))
     assert written == [str(tmp_path / f"{name}_{number}.png") for name in NAMES for number in (0, 1)]
@@ -74,7 +74,7 @@ def test_journal(tmp_path, caplog):
     path = str(tmp_path / "search.log")
     make_study(optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)), trials=1)
     assert plot_study(path, out=str(tmp_path)) == [str(tmp_path / "history.png")]
-    assert "Skipping importance: it needs 2 completed trials, and the study has 1" in caplog.text
+    assert "Skipping importance: it needs 2 completed trials, but the study has 1" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
