@@ -56,13 +56,13 @@ def _run_checkpoint(parser: Parser, options: argparse.Namespace) -> None:
     parser.exit(0 if description["damage"] is None else 1)
 
 
-def _table(found: dict[str, Any]) -> str:
+def _table(description: dict[str, Any]) -> str:
     rows = {
-        "complete": "yes" if found["damage"] is None else f"no: {found['damage']}",
-        "optimizer step": f"{found['step']} of {found['max_steps']}",
-        "epoch": f"{found['epoch'] or 0:.4g}",
-        "size": f"{found['bytes'] / 1e6:,.1f} MB",
-        **{name.replace("_", " "): value for name, value in found.items() if name not in _RENAMED},
+        "complete": "yes" if description["damage"] is None else f"no: {description['damage']}",
+        "optimizer step": f"{description['step']} of {description['max_steps']}",
+        "epoch": f"{description['epoch'] or 0:.4g}",
+        "size": f"{description['bytes'] / 1e6:,.1f} MB",
+        **{name.replace("_", " "): value for name, value in description.items() if name not in _RENAMED},
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items() if value is not None)

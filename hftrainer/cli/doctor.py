@@ -201,17 +201,17 @@ def _extra(requirement: Any) -> str:
 
 def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
     """Extra → its missing or unsupported packages, and the command that installs them."""
-    missing: dict[str, list[str]] = {}
+    packages_by_extra: dict[str, list[str]] = {}
     for requirement in _requirements():
         extra, version = _extra(requirement), _version(requirement.name)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
             # For another system.
             continue
         if version is None:
-            missing.setdefault(extra, []).append(requirement.name)
+            packages_by_extra.setdefault(extra, []).append(requirement.name)
         elif not requirement.specifier.contains(version, prereleases=True):
-            missing.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
-    for extra, packages in missing.items():
+            packages_by_extra.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
+    for extra, packages in packages_by_extra.items():
         if extra != "other":
             target = f"'hftrainer[{extra}]'" if extra else "--upgrade hftrainer"
             yield extra, {"packages": packages, "install": f"pip install {target}"}
@@ -246,8 +246,8 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         if torch.version.cuda is None:
             advice = "this torch is built without CUDA: install another as described at https://pytorch.org/get-started"
         problems.append(f"There are NVIDIA GPUs that torch does not see; {advice}.")
-    if kind == "cpu" and (unused := devices.unused_tpu_message()):
-        problems.append(unused)
+    if kind == "cpu" and (message := devices.unused_tpu_message()):
+        problems.append(message)
     return report, problems
 
 

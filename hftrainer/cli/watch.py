@@ -188,8 +188,10 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
         yield Text(" · ".join(values))
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
-    if saved := [f"{os.path.basename(event['folder'])} {_ago(now, event)}" for event in reversed(page["checkpoints"])]:
-        yield Text(f"saved: {', '.join(saved)}")
+    if checkpoints := [
+        f"{os.path.basename(event['folder'])} {_ago(now, event)}" for event in reversed(page["checkpoints"])
+    ]:
+        yield Text(f"saved: {', '.join(checkpoints)}")
     for warning in page["warnings"]:
         text = f"{_ago(now, warning)}, step {warning['step']:,}: {warning['text']}"
         yield Text("".join(filter(str.isprintable, textwrap.shorten(text, 2 * width, placeholder=" ..."))), "yellow")

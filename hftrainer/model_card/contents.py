@@ -103,14 +103,9 @@ def _merge_evaluations(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """The lines, after merging evaluations of several datasets at the same step."""
     merged_lines: list[dict[str, Any]] = []
     for line in lines:
-        names, last_line = {name for name in line if name.startswith("eval_")}, merged_lines[-1] if merged_lines else {}
-        if (
-            names
-            and _is_evaluation(last_line)
-            and last_line.get("step") == line.get("step")
-            and not names & last_line.keys()
-        ):
-            last_line.update(line)
+        names, last = {name for name in line if name.startswith("eval_")}, merged_lines[-1] if merged_lines else {}
+        if names and _is_evaluation(last) and last.get("step") == line.get("step") and not names & last.keys():
+            last.update(line)
         else:
             merged_lines.append(dict(line))
     return merged_lines
@@ -175,9 +170,9 @@ def _batches(components: Components) -> dict[str, Any]:
 
 def _format_optimizer(components: Components) -> str:
     trainer, args = components.trainer, components.trainer.args
-    own_optimizer, _ = components.script_optimizers
-    if own_optimizer is not None:
-        return _format_settings(type(own_optimizer).__name__, own_optimizer.defaults)
+    script_optimizer, _ = components.script_optimizers
+    if script_optimizer is not None:
+        return _format_settings(type(script_optimizer).__name__, script_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
         return _format_settings(kind.__name__, settings)
@@ -188,16 +183,16 @@ def _format_optimizer(components: Components) -> str:
 
 
 def _format_settings(name: str, settings: Mapping[str, Any]) -> str:
-    printable = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
-    return ", ".join([name, *(f"{key}={value}" for key, value in printable.items())])
+    values = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
+    return ", ".join([name, *(f"{key}={value}" for key, value in values.items())])
 
 
 def _schedule(components: Components) -> dict[str, Any]:
     args = components.trainer.args
-    _, own_schedule = components.script_optimizers
+    _, script_schedule = components.script_optimizers
     length = {"training_steps": args.max_steps} if args.max_steps != -1 else {"num_epochs": args.num_train_epochs}
-    if own_schedule is not None:
-        return {"lr_scheduler_type": type(own_schedule).__name__, **length}
+    if script_schedule is not None:
+        return {"lr_scheduler_type": type(script_schedule).__name__, **length}
     schedule: dict[str, Any] = {"lr_scheduler_type": spelled(args.lr_scheduler_type)}
     if args.lr_scheduler_kwargs:
         schedule["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs

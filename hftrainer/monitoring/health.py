@@ -214,8 +214,8 @@ class _Reporter:
         records = {}
         for path in self._paths:
             with contextlib.suppress(OSError, ValueError):
-                record, known = json.loads(path.read_text()), self._records.get(path)
-                records[path] = known if known and known[0] == record else (record, time.monotonic())
+                record, old_record = json.loads(path.read_text()), self._records.get(path)
+                records[path] = old_record if old_record and old_record[0] == record else (record, time.monotonic())
         self._records = records
         late = [_position(rank) for rank in self._behind() if rank["is_late"]]
         self._late_since = {each: self._late_since.get(each, time.monotonic()) for each in late}
@@ -277,11 +277,11 @@ class _Reporter:
         phases = GaugeMetricFamily("hftrainer_phase", "1 for the current phase.", labels=["phase"])
         for phase in PHASES:
             phases.add_metric([phase], int(phase == report["phase"]))
-        logged = GaugeMetricFamily("hftrainer_log", "The numbers of the last log line.", labels=["name"])
+        log_values = GaugeMetricFamily("hftrainer_log", "The numbers of the last log line.", labels=["name"])
         for name, value in (state.log_history or [{}])[-1].items():
             if isinstance(value, (int, float)):
-                logged.add_metric([name], value)
-        yield from (phases, logged)
+                log_values.add_metric([name], value)
+        yield from (phases, log_values)
 
 
 def _position(rank: dict[str, Any]) -> tuple[int, int, int]:

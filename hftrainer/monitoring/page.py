@@ -201,7 +201,7 @@ class WatchedRun:
         )
         # Rotation removes checkpoints.
         files = os.listdir(self.folder)
-        saved = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]
+        checkpoints = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]
         return {
             "folder": self.folder,
             "state": state,
@@ -217,7 +217,9 @@ class WatchedRun:
             "metrics": {name: run.metric(name) for name in names},
             "values": run.values,
             "seconds": {"recent": run.recent_seconds(), "all": {name: run.seconds[name] for name in ACTIVITIES}},
-            "checkpoints": [{name: each[name] for name in ("folder", "step", "time")} for each in saved[-MAX_ROWS:]],
+            "checkpoints": [
+                {name: each[name] for name in ("folder", "step", "time")} for each in checkpoints[-MAX_ROWS:]
+            ],
             "warnings": [{name: each[name] for name in ("text", "step", "time")} for each in run.warnings],
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }

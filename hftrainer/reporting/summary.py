@@ -98,7 +98,7 @@ def _time(seconds: float) -> str:
 def _memory() -> str:
     """The peak memory of this process, and of its tensors on an accelerator."""
     peaks = {"": peak_process_memory(), " of tensors on the accelerator": devices.memory_peak()}
-    return ", ".join(f"{peak / 1e9:.3g} GB{what}" for what, peak in peaks.items() if peak) or "unknown"
+    return ", ".join(f"{peak / 1e9:.3g} GB{label}" for label, peak in peaks.items() if peak) or "unknown"
 
 
 def peak_process_memory() -> int:

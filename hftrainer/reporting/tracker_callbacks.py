@@ -84,19 +84,19 @@ class WandbCallback(TrackerCallback):
 
     def _make_loggers(self, args: Any) -> list[Any]:
         """Use the open run, or start one, named after `run_name` or the hyperparameter trial."""
-        naming: dict[str, Any] = {"name": args.run_name}
+        name_options: dict[str, Any] = {"name": args.run_name}
         if self._trial is not None:
-            naming = {"name": self._trial, "group": args.run_name or str(args.output_dir)}
+            name_options = {"name": self._trial, "group": args.run_name or str(args.output_dir)}
         run = self._wandb.run
         if run is None:
             project = os.environ.get("WANDB_PROJECT", "huggingface")
-            naming = {key: value for key, value in naming.items() if value is not None}
-            if (logger := self._reopen_run(project, naming)) is not None:
+            name_options = {key: value for key, value in name_options.items() if value is not None}
+            if (logger := self._reopen_run(project, name_options)) is not None:
                 return [logger]
-            run = self._wandb.init(project=project, **naming)
+            run = self._wandb.init(project=project, **name_options)
         return [load("lightning", "loggers").TrainStepLogger(run)]
 
-    def _reopen_run(self, project: str, naming: Mapping[str, Any]) -> Any:
+    def _reopen_run(self, project: str, name_options: Mapping[str, Any]) -> Any:
         """A logger for the checkpoint's run, with the lines up to it; None without a run that can continue."""
         earlier_run = self._take_earlier_run()
         if earlier_run is None or any(os.environ.get(name) for name in _WANDB_RUN):
@@ -111,7 +111,7 @@ class WandbCallback(TrackerCallback):
         is_all_ours = lines == len(earlier_run.log) and all("step" in line for line in earlier_run.log)
         line_count = run.starting_step
         if line_count > lines:
-            run = self._rewind(run, project, naming, lines, earlier_run.step)
+            run = self._rewind(run, project, name_options, lines, earlier_run.step)
         elif line_count < lines and not is_all_ours:
             reason = (
                 f"it has {line_count} of {lines} lines. Some are not from the Trainer, which restores only its own."
@@ -127,13 +127,13 @@ class WandbCallback(TrackerCallback):
             self._write_line(tracker, {name: value for name, value in line.items() if name != "step"}, line["step"])
         return tracker
 
-    def _rewind(self, run: Any, project: str, naming: Mapping[str, Any], lines: int, step: int) -> Any:
+    def _rewind(self, run: Any, project: str, name_options: Mapping[str, Any], lines: int, step: int) -> Any:
         """The same run with only its first lines; if the server cannot rewind, with all lines and a mark."""
         init = functools.partial(self._wandb.init, project=project)
         run.finish()
         try:
             # W&B counts lines from 0. A run without remaining lines is started again.
-            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id, **naming)
+            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id, **name_options)
         except self._wandb.Error as error:
             logger.warning(
                 "W&B cannot rewind the run %s to step %d, so it has later steps twice: %s", run.id, step, error

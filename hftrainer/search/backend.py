@@ -159,19 +159,19 @@ def read_directions(direction: Any) -> list[str]:
     return names
 
 
-def check_keywords(library: str, names: Collection[str], known: Collection[str], ours: Mapping[str, str]) -> None:
+def check_keywords(library: str, names: Collection[str], known_names: Collection[str], ours: Mapping[str, str]) -> None:
     """Check that a library knows all keyword arguments of a search.
 
     Args:
         library: the library's name for the error.
         names: names of the keyword arguments.
-        known: names of the library's keyword arguments.
+        known_names: names of the library's keyword arguments.
         ours: keyword arguments that the search sets → their names in `hyperparameter_search`.
 
     Raises:
         UnknownArgument: for an unknown name, with the most similar known name.
     """
-    allowed = {*known, *ours.values()} - set(ours)
+    allowed = {*known_names, *ours.values()} - set(ours)
     for name in [name for name in names if name not in allowed]:
         hint = f"; did you mean {ours[name]!r}?" if name in ours else suggest(name, allowed)
         raise UnknownArgument(f"hyperparameter_search with {library} has no argument {name!r}{hint}")

@@ -75,11 +75,11 @@ def _objective(number: int) -> dict[str, Any]:
 
 
 def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
-    plt, drawing = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
+    plt, visualization = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
     with warnings.catch_warnings():
         # Optuna warns that its matplotlib plots are experimental.
         warnings.simplefilter("ignore")
-        axes = getattr(drawing, function)(study, **objective)
+        axes = getattr(visualization, function)(study, **objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
     # The grid would hide the lines.
