@@ -84,7 +84,7 @@ def test_a_file_that_is_no_storage(tmp_path, capsys, url, content):
     path.write_bytes(content)
     with pytest.raises(SystemExit):
         main(["plot", "--study", url.format(path), "--output", str(tmp_path)])
-    assert "give the" in capsys.readouterr().err
+    assert "pass its file" in capsys.readouterr().err
 
 
 def test_nothing_to_draw(tmp_path):
