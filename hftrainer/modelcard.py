@@ -17,7 +17,7 @@ from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import contents
 from hftrainer.model_card.contents import format_value
 from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
-from hftrainer.reporting.metrics import write_atomically
+from hftrainer.reporting.metrics import write_file_atomically
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCardData
@@ -266,7 +266,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     card = summary.to_model_card()
     if summary.library_name == "peft":
         card = add_peft_parts(card, model)
-    write_atomically(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
+    write_file_atomically(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
     trainer._hftrainer.storage.upload_files()
 
 

@@ -1129,7 +1129,7 @@ class Trainer(EarlierMethods):
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
         """Report an evaluation within a trial to the search, which may end the trial."""
         if self._hftrainer.search is not None and trial is not None:
-            self.objective = self._hftrainer.search.objective_of(self, metrics)
+            self.objective = self._hftrainer.search.compute_trial_objective(self, metrics)
             self._hftrainer.search.report(self, trial, step, self.objective, metrics)
 
     # ---- Logs and metrics --------------------------------------------------------------------------------------

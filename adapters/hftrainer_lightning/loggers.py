@@ -127,7 +127,7 @@ class WriterLogger(TensorBoardLogger):
     It omits the scalar that Lightning writes for its table of hyperparameters.
 
     Args:
-        writer: returns the writer; with `make=False`, None if it has not been created yet.
+        writer: returns the writer; with `create=False`, None if it has not been created yet.
         folder: where it writes.
     """
 
@@ -138,8 +138,8 @@ class WriterLogger(TensorBoardLogger):
     @property
     def experiment(self) -> Any:
         """The callback's writer, or a stand-in that creates it at its first use."""
-        there = self._writer(make=False)
-        return there if there is not None else _LateWriter(self._writer)
+        writer = self._writer(create=False)
+        return writer if writer is not None else _LateWriter(self._writer)
 
 
 class CallbackMetricsLogger(Logger):

@@ -1,1 +1,1 @@
-"""`python -m hftrainer`: a module for each subcommand, launching, and `install()`."""
+"""`python -m hftrainer`: one module per subcommand, the launcher, and `install()`."""

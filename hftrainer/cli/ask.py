@@ -1,4 +1,4 @@
-"""`python -m hftrainer ask`: lets a live run save, evaluate, stop, or trace its next steps."""
+"""`python -m hftrainer ask`: makes a live run save, evaluate, stop, or trace its next steps."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "ask",
-        help="let a live run save, evaluate, stop, or trace its next steps",
-        description="Ask the run that writes to OUTPUT_DIR. All its processes do it after the same optimizer step. "
-        "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run gives no answer.",
+        help="make a live run save, evaluate, stop, or trace its next steps",
+        description="Send a request to the run that writes to OUTPUT_DIR: all its processes act after the same step. "
+        "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run does not answer.",
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
-    parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run is to do")
+    parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run should do")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.set_defaults(execute=_ask, parser=parser)
@@ -30,19 +30,20 @@ def _ask(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.page import WatchedRun
-    from hftrainer.monitoring.requests import ask
+    from hftrainer.monitoring.requests import send_request
 
     try:
         check_folder(options.folder)
     except InvalidArgument as error:
         parser.fail(error)
-    with contextlib.suppress(InvalidArgument):  # a run may have saved nothing yet
+    # A run that has saved nothing yet raises this error.
+    with contextlib.suppress(InvalidArgument):
         run = WatchedRun(options.folder).read()
-        # Another run without a journal may have begun since.
+        # Another run without a journal may have started since.
         if run["state"] == "killed" or (run["state"] == "unobserved" and run["step"] >= run["max_steps"]):
-            waits = f"waiting for {options.timeout:g} s, in case another has begun here"
-            print(f"{options.folder}: its run has ended, at step {run['step']}; {waits}.", file=sys.stderr)
-    answer = ask(options.folder, options.request, options.timeout)
+            waits = f"waiting for {options.timeout:g} s, in case another run has started here"
+            print(f"{options.folder}: the run ended at step {run['step']}; {waits}.", file=sys.stderr)
+    answer = send_request(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(
             f"{options.folder}: no answer within {options.timeout:g} s: no run writes here now, or a step takes longer "

@@ -1,4 +1,4 @@
-"""`python -m hftrainer checkpoint FOLDER`: what a checkpoint holds, and which processes can resume it."""
+"""`python -m hftrainer checkpoint FOLDER`: the contents of a checkpoint, and which processes can resume it."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 from hftrainer.cli.parser import Parser
 
-#: What the table shows in rows of other names.
-_IN_OTHER_ROWS = ("damage", "step", "max_steps", "epoch", "bytes")
+#: Entries that the table shows under other names.
+_RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")
 
 
 def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "checkpoint",
-        help="show what a checkpoint holds and on what it resumes, or accept one that was changed intentionally",
-        description="Show the step, the position in the data, the sizes and whether the checkpoint is whole; exits "
+        help="show a checkpoint's contents and what can resume it, or accept one that was changed intentionally",
+        description="Show the step, the position in the data, the sizes and whether the checkpoint is complete; exits "
         "with 1 if it is not, and with 2 if FOLDER is not a checkpoint. With --accept, read the files of a checkpoint "
         "that was changed after it was written (for example, its weights were converted), and write a new manifest, "
-        "so that it counts as whole; if a file cannot be read, exits with 1 and changes nothing.",
+        "so that it counts as complete; if a file cannot be read, exit with 1 and change nothing.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint-xxx folder")
-    parser.add_argument("--accept", action="store_true", help="accept its files as they are")
+    parser.add_argument("--accept", action="store_true", help="accept the files in their current state")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_checkpoint, parser=parser)
+    parser.set_defaults(execute=_run_checkpoint, parser=parser)
 
 
-def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
+def _run_checkpoint(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.arguments.storage import explain_unreadable_url
     from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
@@ -46,26 +46,26 @@ def _checkpoint(parser: Parser, options: argparse.Namespace) -> None:
         if options.accept:
             _accept(options.folder, as_json=options.json)
             return
-        found = describe(options.folder)
+        description = describe(options.folder)
     except (CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint, OSError) as error:
         parser.fail(error, status=1)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(description, indent=2))
     else:
-        print(_table(found))
-    parser.exit(0 if found["damage"] is None else 1)
+        print(_table(description))
+    parser.exit(0 if description["damage"] is None else 1)
 
 
-def _table(found: dict[str, Any]) -> str:
-    shown = {
-        "complete": "yes" if found["damage"] is None else f"no: {found['damage']}",
-        "optimizer step": f"{found['step']} of {found['max_steps']}",
-        "epoch": f"{found['epoch'] or 0:.4g}",
-        "size": f"{found['bytes'] / 1e6:,.1f} MB",
-        **{name.replace("_", " "): value for name, value in found.items() if name not in _IN_OTHER_ROWS},
+def _table(description: dict[str, Any]) -> str:
+    rows = {
+        "complete": "yes" if description["damage"] is None else f"no: {description['damage']}",
+        "optimizer step": f"{description['step']} of {description['max_steps']}",
+        "epoch": f"{description['epoch'] or 0:.4g}",
+        "size": f"{description['bytes'] / 1e6:,.1f} MB",
+        **{name.replace("_", " "): value for name, value in description.items() if name not in _RENAMED},
     }
-    width = max(map(len, shown))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items() if value is not None)
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items() if value is not None)
 
 
 def _accept(folder: str, *, as_json: bool) -> None:
@@ -75,7 +75,7 @@ def _accept(folder: str, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"folder": folder, "changes": changes or None}, indent=2))
     else:
-        print(f"{folder} is accepted" + (f" ({changes})." if changes else ", all its files can be read."))
+        print(f"{folder} is accepted" + (f" ({changes})." if changes else ": all its files can be read."))
 
 
 def describe(folder: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def describe(folder: str) -> dict[str, Any]:
 
 
 def _lacks(folder: str, has_position: bool) -> str | None:
-    """What a run that resumes starts anew."""
+    """The state that a resumed run has to start without, if any."""
     from hftrainer.checkpointing import names
 
     optimizers = (names.OPTIMIZER_NAME, names.PARTS["optimizer"], names.DCP, names.FULL_STATES["optimizer"], "latest")
@@ -154,5 +154,5 @@ def _strategy(folder: str) -> tuple[str, str]:
 def _release(folder: str) -> str | None:
     """The release of transformers that wrote the model's configuration."""
     path = Path(folder) / "config.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found.get("transformers_version") if isinstance(found, dict) else None
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return config.get("transformers_version") if isinstance(config, dict) else None

@@ -14,7 +14,7 @@ from hftrainer.cli.parser import Parser
 if TYPE_CHECKING:
     from hftrainer.checkpointing.progress import RunProgress
 
-#: Subject → the entries of log lines that belong to it; 'metrics' has all others.
+#: Subject → the log entries that belong to it; 'metrics' has all others.
 SUBJECTS = {
     "data": ("epoch", "num_input_tokens_seen"),
     "loss": ("loss",),
@@ -22,14 +22,14 @@ SUBJECTS = {
     "learning rate": ("learning_rate",),
     "metrics": (),
 }
-#: Arguments that may differ between equal runs: where a run is written, and from what it resumes.
+#: Arguments that may differ between equal runs: output paths, and the checkpoint from which a run resumes.
 _PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
 _NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs diverge: the optimizer step, the name of the value, and both values."""
+    """The point where two runs diverge: the optimizer step, the value's name, and both values."""
 
     step: float
     name: str
@@ -38,15 +38,15 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two runs differ.
+    """The differences between two runs.
 
     Attributes:
         steps: optimizer steps of each run.
         partings: subject → its first divergence.
-        compared: subject → number of values that both runs have recorded at the same step.
-        only_in_one: name of a value that only one run has logged → that run, 'A' or 'B'.
-        arguments: name → both values, for arguments that differ; None if they are not recorded.
-        versions: as `arguments`.
+        compared: subject → number of values that both runs recorded at the same step.
+        only_in_one: name of a value that only one run logged → that run, 'A' or 'B'.
+        arguments: name → both values, for arguments that differ; None if arguments are not recorded.
+        versions: the same for versions.
     """
 
     steps: tuple[int, int]
@@ -58,9 +58,9 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs."""
-        found = (self.partings, self.only_in_one, self.arguments, self.versions)
-        return self.steps[0] == self.steps[1] and not any(found)
+        """Whether the runs do not differ."""
+        differences = (self.partings, self.only_in_one, self.arguments, self.versions)
+        return self.steps[0] == self.steps[1] and not any(differences)
 
     def __str__(self) -> str:
         parts = [self._summary(), ""]
@@ -71,11 +71,12 @@ class Difference:
                 text = f"step {parting.step}, {parting.name}: {_pair(parting.values)}"
             parts.append(f"{subject:<14} {text}")
         parts += [f"{name} is logged by {run} only" for name, run in self.only_in_one.items()]
-        for title, found in (("arguments", self.arguments), ("versions", self.versions)):
+        for title, differences in (("arguments", self.arguments), ("versions", self.versions)):
             parts.append(
-                f"{title:<14} " + (_NOT_RECORDED if found is None else f"{len(found)} differ" if found else "equal")
+                f"{title:<14} "
+                + (_NOT_RECORDED if differences is None else f"{len(differences)} differ" if differences else "equal")
             )
-            parts += [f"  {name}: {_pair(values)}" for name, values in (found or {}).items()]
+            parts += [f"  {name}: {_pair(values)}" for name, values in (differences or {}).items()]
         return "\n".join(parts)
 
     def _summary(self) -> str:
@@ -84,7 +85,7 @@ class Difference:
             subjects = [subject for subject, parting in self.partings.items() if parting.step == step]
             return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
         if self.steps[0] != self.steps[1]:
-            return f"The runs are equal for the steps that both have: A has {self.steps[0]}, B has {self.steps[1]}."
+            return f"The runs are equal in their common steps: A has {self.steps[0]}, B has {self.steps[1]}."
         return "The runs are equal." if self.equal else "All common values are equal, but other parts differ (A | B)."
 
 
@@ -97,9 +98,9 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "diff",
         help="show the first step at which two runs differ, and which values differ",
-        description="Compare the logs, checkpoints and arguments of two runs, exactly. Exits with 0 if they are equal, "
-        "1 if they differ, 2 if they cannot be compared. Data is compared by what is recorded: the position in the "
-        "epoch, counted tokens, and, in checkpoints of the same step, what the order of samples depends on.",
+        description="Compare the logs, checkpoints and arguments of two runs exactly. Exits with 0 if they are equal, "
+        "1 if they differ, 2 if they cannot be compared. Data is compared by its records: the position in the "
+        "epoch, the token count, and, in checkpoints of the same step, what determines the order of samples.",
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -109,10 +110,11 @@ def add(commands: Any) -> None:
 def _diff(parser: Parser, options: argparse.Namespace) -> None:
     try:
         difference = compare(*options.runs)
-    except (ValueError, OSError) as error:  # our errors derive from ValueError
+    # Our errors derive from ValueError.
+    except (ValueError, OSError) as error:
         parser.fail(error)
-    shown = {"equal": difference.equal, **asdict(difference)}
-    print(json.dumps(shown, indent=2) if options.json else difference)
+    report = {"equal": difference.equal, **asdict(difference)}
+    print(json.dumps(report, indent=2) if options.json else difference)
     parser.exit(0 if difference.equal else 1)
 
 
@@ -126,7 +128,8 @@ def compare(a: str, b: str) -> Difference:
     from hftrainer.reporting.plot import logged, read_state
 
     states = read_state(a), read_state(b)
-    logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}  # name → optimizer step → value
+    # Name → optimizer step → value.
+    logs: tuple[dict[str, dict[float, Any]], ...] = {}, {}
     for values, state in zip(logs, states, strict=True):
         for step, name, value in logged(state):
             values.setdefault(name, {})[step] = value
@@ -148,20 +151,20 @@ def compare(a: str, b: str) -> Difference:
 
 def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -> Iterator[tuple[str, Divergence]]:
     for name in sorted(a.keys() & b.keys()):
-        subject = next((subject for subject, shown in SUBJECTS.items() if name in shown), "metrics")
+        subject = next((subject for subject, entries in SUBJECTS.items() if name in entries), "metrics")
         for step in a[name].keys() & b[name].keys():
             yield subject, Divergence(step, name, (a[name][step], b[name][step]))
 
 
 def _data_pairs(a: str, b: str) -> Iterator[Divergence]:
-    """Pairs of values that determine the order of samples, from checkpoints of the same step."""
-    of_a, of_b = dict(_progress(a)), dict(_progress(b))
-    for step in sorted(of_a.keys() & of_b.keys()):
-        one, other = of_a[step], of_b[step]
+    """Pairs of values that determine the sample order, from checkpoints of the same step."""
+    progress_a, progress_b = dict(_progress(a)), dict(_progress(b))
+    for step in sorted(progress_a.keys() & progress_b.keys()):
+        one, other = progress_a[step], progress_b[step]
         for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
             yield Divergence(step, name, (one.settings[name], other.settings[name]))
-        same = _same(one.data, other.data)
-        yield Divergence(step, "random states of the data", ("the same",) * 2 if same else ("one", "another"))
+        is_same = _same(one.data, other.data)
+        yield Divergence(step, "random states of the data", ("the same",) * 2 if is_same else ("one", "another"))
 
 
 def _folders(run: str) -> list[str]:
@@ -199,13 +202,13 @@ def _versions(run: str) -> dict[str, Any] | None:
         file = os.path.join(folder, "config.json")
         if os.path.isfile(file):
             with open(file, encoding="utf-8") as content:
-                found = json.load(content).get("transformers_version")
-            return None if found is None else {"transformers": found}
+                release = json.load(content).get("transformers_version")
+            return None if release is None else {"transformers": release}
     return None
 
 
 def _find_differences(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
-    """Differences among the names that both have. Other names depend on the library and its release."""
+    """The differences between common names. Other names depend on the library and its release."""
     if a is None or b is None:
         return None
     pairs = {name: (a[name], b[name]) for name in sorted(a.keys() & b.keys())}
@@ -218,6 +221,7 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
-    if hasattr(a, "tobytes") or hasattr(a, "untyped_storage"):  # arrays and tensors
+    # Arrays and tensors.
+    if hasattr(a, "tobytes") or hasattr(a, "untyped_storage"):
         return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
     return bool(a == b) or (a != a and b != b)

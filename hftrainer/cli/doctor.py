@@ -1,4 +1,4 @@
-"""`python -m hftrainer doctor`: what this machine has for training, what is missing, and what to do about it."""
+"""`python -m hftrainer doctor`: what this machine has for training, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from hftrainer.cli.parser import Parser
 from hftrainer.compat.version import __version__
 
-#: Extra of pyproject.toml → what it is for.
+#: Extra of pyproject.toml → the features that need it.
 EXTRAS = {
     "transformers": "models of transformers, run and install()",
     "deepspeed": "deepspeed=...",
@@ -29,13 +29,13 @@ EXTRAS = {
     "wandb": "report_to='wandb'",
     "mlflow": "report_to='mlflow'",
     "comet": "report_to='comet_ml'",
-    "tpu": "TPUs, by torch_xla",
-    "torch-tpu": "TPUs, by torch_tpu",
+    "tpu": "TPUs, with torch_xla",
+    "torch-tpu": "TPUs, with torch_tpu",
     "tf": "TFTrainer",
     "optimizers": "optimizers of other libraries",
     "demo": "the demo and the examples",
 }
-#: Package of fsspec → the URLs that it opens.
+#: fsspec package → the prefix of the URLs that it opens.
 FILE_SYSTEMS = {"s3fs": "s3://", "gcsfs": "gs://", "adlfs": "abfs://"}
 LAUNCHERS = {
     "torchrun": "comes with torch",
@@ -44,10 +44,10 @@ LAUNCHERS = {
     "srun": "comes with SLURM",
     "mpirun": "comes with Open MPI, MPICH or Intel MPI",
 }
-#: Libraries whose versions matter besides those of pyproject.toml.
-_OTHERS = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
-#: Folder → bytes below which it is reported as small, and what to do. Docker gives /dev/shm 64 MB.
-_SMALL = {
+#: Libraries whose versions matter, in addition to those of pyproject.toml.
+_LIBRARIES = ("datasets", "peft", "trl", "tokenizers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton", *FILE_SYSTEMS)
+#: Folder → minimum of free bytes, and advice for less. In Docker /dev/shm has 64 MB.
+_MIN_FREE_SPACE = {
     "folder": (5 << 30, "checkpoints may not fit; set output_dir on another disk, or save_total_limit"),
     "temporary": (1 << 30, "set TMPDIR to a folder on another disk"),
     "/dev/shm": (
@@ -55,12 +55,12 @@ _SMALL = {
         "loader workers pass batches through it; in Docker use --shm-size=8g, or set dataloader_num_workers=0",
     ),
 }
-#: Entry of the report → what the text says instead.
+#: Entry of the report → its label in the text.
 _LABELS = {
     "used": "a Trainer uses",
     "number": "how many",
     "processes by": "processes are started by",
-    "lightning": "no launcher, so by Lightning where several are asked for",
+    "lightning": "Lightning, if several are requested, since there is no launcher",
 }
 
 
@@ -70,19 +70,21 @@ def _text(report: dict[str, Any]) -> str:
     devices = report["devices"].items()
     lines = {
         "Result": [f"A Trainer {'can train' if report['ready'] else 'cannot train'} here."],
-        "Problems": report["problems"] or ["none was found"],
+        "Problems": report["problems"] or ["none found"],
         "Devices": [f"{_LABELS.get(name, name)}: {_LABELS.get(value, value)}" for name, value in devices if value != 0],
         "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
         "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
-        "Free space": [f"{at}: {_gb(on['free'])} of {_gb(on['total'])} at {on['path']}" for at, on in disks],
-        "Optional packages that are missing, by feature": [
-            f"{what.partition(' [')[0]}, for lack of {', '.join(gap['packages'])}: {gap['install']}"
-            for what, gap in missing
+        "Free space": [
+            f"{name}: {_gb(disk['free'])} of {_gb(disk['total'])} at {disk['path']}" for name, disk in disks
+        ],
+        "Missing optional packages, by feature": [
+            f"{feature.partition(' [')[0]} (needs {', '.join(gap['packages'])}): {gap['install']}"
+            for feature, gap in missing
         ],
         "Environment variables": [f"{name}: {text}" for name, text in report["environment"].items()],
     }
-    shown = {title: found for title, found in lines.items() if found or title == "Devices"}
-    return "\n\n".join("\n  ".join([title, *found]) for title, found in shown.items())
+    sections = {title: items for title, items in lines.items() if items or title == "Devices"}
+    return "\n\n".join("\n  ".join([title, *items]) for title, items in sections.items())
 
 
 def add(commands: Any) -> None:
@@ -90,7 +92,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show versions, devices, launchers, disk space, missing packages and how to install them",
-        description="Show what this machine has for training. Secrets are named as set, and never printed. Exits "
+        description="Show what this machine has for training. Of secrets, only the names are printed. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -104,16 +106,16 @@ def _doctor(parser: Parser, options: argparse.Namespace) -> None:
 
 
 def examine() -> dict[str, Any]:
-    """Collect the report. Imports nothing heavier than torch, and allocates nothing on a device.
+    """Build the report, with torch as the heaviest import, and without allocating on a device.
 
     Returns:
         versions: of Python and of libraries, None for those that are not installed.
-        devices: what a run uses here, by `use_cpu=False`.
+        devices: what a run with `use_cpu=False` uses here.
         launchers: name → path, or None.
         disks: 'folder', 'temporary' and '/dev/shm' → path, free and total bytes.
         missing: feature → packages that are missing or too old, and the command that installs them.
-        environment: variables that change behaviour; secrets are only named as set.
-        problems: what stops or slows training, each with what to do.
+        environment: variables that change behaviour; secrets only as 'set'.
+        problems: what prevents or slows training, each with advice.
         ready: whether a Trainer can train here.
     """
     from hftrainer.parallel.environment import InvalidEnvironment
@@ -124,27 +126,29 @@ def examine() -> dict[str, Any]:
     problems = [f"hftrainer needs {', '.join(broken['packages'])}: {broken['install']}"] if broken else []
     if (peer := _version("transformers")) and (newer := describe_newer_release(peer)):
         problems.append(newer)
-    found: dict[str, Any] = {}
+    device_report: dict[str, Any] = {}
     if not _requirements():
-        problems.append("hftrainer is not installed by pip, so its requirements are not checked: pip install .")
+        problems.append("hftrainer is not installed with pip, so its requirements are not checked: pip install .")
     try:
-        found, wrong = _devices()
-        problems += wrong
-    except (ImportError, OSError) as error:  # a library that torch loads is missing
+        device_report, device_problems = _devices()
+        problems += device_problems
+    # A library that torch loads is missing.
+    except (ImportError, OSError) as error:
         problems.append(f"torch cannot be imported ({error}): pip install --force-reinstall torch")
     except InvalidEnvironment as error:
         problems.append(str(error))
     disks = dict(_disks())
     problems += [
-        f"{where} has {_gb(at['free'])} free at {at['path']}: {_SMALL[where][1]}"
-        for where, at in disks.items()
-        if at["free"] < _SMALL[where][0]
+        f"{name} has {_gb(disk['free'])} free at {disk['path']}: {_MIN_FREE_SPACE[name][1]}"
+        for name, disk in disks.items()
+        if disk["free"] < _MIN_FREE_SPACE[name][0]
     ]
-    beside = os.path.dirname(sys.executable)  # the programs that belong to this Python
+    # The folder of the programs that belong to this Python.
+    program_folder = os.path.dirname(sys.executable)
     return {
         "versions": _versions(),
-        "devices": found,
-        "launchers": {name: shutil.which(name) or shutil.which(name, path=beside) for name in LAUNCHERS},
+        "devices": device_report,
+        "launchers": {name: shutil.which(name) or shutil.which(name, path=program_folder) for name in LAUNCHERS},
         "disks": disks,
         "missing": {f"{EXTRAS[extra]} [{extra}]": gap for extra, gap in gaps.items()}
         | {
@@ -154,7 +158,7 @@ def examine() -> dict[str, Any]:
         },
         "environment": environment(),
         "problems": problems,
-        "ready": broken is None and bool(found),
+        "ready": broken is None and bool(device_report),
     }
 
 
@@ -166,50 +170,55 @@ def _version(name: str) -> str | None:
 
 
 def _requirements() -> list[Any]:
-    """The requirements of pyproject.toml, as the installed package has them; none if it was not installed by pip."""
+    """The requirements of the installed package; empty if it was not installed with pip."""
     try:
         from packaging.requirements import Requirement
 
         return [Requirement(text) for text in importlib.metadata.requires("hftrainer") or []]
-    except ImportError:  # also raised if hftrainer is not installed
+    # Also raised if hftrainer is not installed.
+    except ImportError:
         return []
 
 
 def _versions() -> dict[str, str | None]:
     names = ["torch", "lightning", "transformers", "accelerate"]
-    shown: dict[str, str | None] = {"python": platform.python_version(), "hftrainer": __version__}
-    shown |= {name: _version(name) for name in names}
-    others = {*_OTHERS, *(requirement.name for requirement in _requirements() if _extra(requirement) in ("", *EXTRAS))}
-    shown |= {name: found for name in sorted(others - shown.keys()) if (found := _version(name))}
-    return shown
+    versions: dict[str, str | None] = {"python": platform.python_version(), "hftrainer": __version__}
+    versions |= {name: _version(name) for name in names}
+    others = {
+        *_LIBRARIES,
+        *(requirement.name for requirement in _requirements() if _extra(requirement) in ("", *EXTRAS)),
+    }
+    versions |= {name: version for name in sorted(others - versions.keys()) if (version := _version(name))}
+    return versions
 
 
 def _extra(requirement: Any) -> str:
-    """The extra that a requirement belongs to; '' for those of hftrainer itself, 'other' for those of developers."""
+    """The extra of a requirement; '' for a required package, 'other' for an extra for developers."""
     if "extra ==" not in str(requirement.marker):
         return ""
     return next((extra for extra in EXTRAS if f'extra == "{extra}"' in str(requirement.marker)), "other")
 
 
 def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Extra → the packages that are missing or of a release that is not supported, and how to install them."""
-    lacking: dict[str, list[str]] = {}
+    """Extra → its missing or unsupported packages, and the command that installs them."""
+    packages_by_extra: dict[str, list[str]] = {}
     for requirement in _requirements():
-        extra, installed = _extra(requirement), _version(requirement.name)
+        extra, version = _extra(requirement), _version(requirement.name)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            continue  # for another system
-        if installed is None:
-            lacking.setdefault(extra, []).append(requirement.name)
-        elif not requirement.specifier.contains(installed, prereleases=True):
-            lacking.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {installed}")
-    for extra, packages in lacking.items():
+            # For another system.
+            continue
+        if version is None:
+            packages_by_extra.setdefault(extra, []).append(requirement.name)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            packages_by_extra.setdefault(extra, []).append(f"{requirement.name}{requirement.specifier}, not {version}")
+    for extra, packages in packages_by_extra.items():
         if extra != "other":
             target = f"'hftrainer[{extra}]'" if extra else "--upgrade hftrainer"
             yield extra, {"packages": packages, "install": f"pip install {target}"}
 
 
 def _devices() -> tuple[dict[str, Any], list[str]]:
-    """The devices that a run would use, as `TrainingArguments.device` chooses, and problems with them."""
+    """The devices that a run would use, as in `TrainingArguments.device`, and problems with them."""
     import torch
     from torch.utils import collect_env
 
@@ -218,33 +227,35 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
 
     kind = "xla" if devices.uses_xla() else devices.detect_device_type()
     build = torch.version.cuda or torch.version.hip
-    shown: dict[str, Any] = {
+    report: dict[str, Any] = {
         "used": kind,
         "number": devices.device_count(kind) if kind != "xla" else "known when torch_xla starts",
         "torch is built for": f"CUDA {build}" if torch.version.cuda else f"ROCm {build}" if build else "CPU",
         "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "processes by": detect(),
     }
-    # Ask nvidia-smi: to get the name, torch would create a context on the first GPU.
+    # Ask nvidia-smi, since torch would create a context on the first GPU to get the name.
     names, problems = (collect_env.get_gpu_info(collect_env.run) or "").splitlines(), []
     if names:
-        shown["NVIDIA GPUs"] = names
+        report["NVIDIA GPUs"] = names
     if names and kind == "cpu":
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        why = "CUDA_VISIBLE_DEVICES hides them: unset it" if hidden else "update the driver, or install an older torch"
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        advice = (
+            "CUDA_VISIBLE_DEVICES hides them: unset it" if is_hidden else "update the driver, or install an older torch"
+        )
         if torch.version.cuda is None:
-            why = "this torch is built without CUDA: install one as https://pytorch.org/get-started says"
-        problems.append(f"There are NVIDIA GPUs that torch does not see; {why}.")
-    if kind == "cpu" and (unused := devices.unused_tpu_message()):
-        problems.append(unused)
-    return shown, problems
+            advice = "this torch is built without CUDA: install another as described at https://pytorch.org/get-started"
+        problems.append(f"There are NVIDIA GPUs that torch does not see; {advice}.")
+    if kind == "cpu" and (message := devices.unused_tpu_message()):
+        problems.append(message)
+    return report, problems
 
 
 def _disks() -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, path in (("folder", os.getcwd()), ("temporary", tempfile.gettempdir()), ("/dev/shm", "/dev/shm")):
+    for name, path in (("folder", os.getcwd()), ("temporary", tempfile.gettempdir()), ("/dev/shm", "/dev/shm")):
         if os.path.isdir(path):
             usage = shutil.disk_usage(path)
-            yield where, {"path": path, "free": usage.free, "total": usage.total}
+            yield name, {"path": path, "free": usage.free, "total": usage.total}
 
 
 def _gb(size: int) -> str:
@@ -261,18 +272,18 @@ PRINTABLE = """
     MLFLOW_EXPERIMENT_NAME MLFLOW_RUN_ID MLFLOW_MAX_LOG_PARAMS HF_MLFLOW_LOG_ARTIFACTS DISABLE_MLFLOW_INTEGRATION
     COMET_MODE COMET_LOG_ASSETS RAY_SCOPE GLIBC_TUNABLES
 """.split()
-#: Other variables of these libraries, and likely secrets: shown by name only.
-_NAMED = re.compile(
+#: Other variables of these libraries, and likely secrets, of which only the name is shown.
+_SHOWN_BY_NAME = re.compile(
     r"^(HFTRAINER|HF|HUGGING|TRANSFORMERS|ACCELERATE|FSDP|WANDB|MLFLOW|COMET|CLEARML|SWANLAB|TRACKIO|NCCL|TORCH|PYTORCH"
     r"|CUDA|XLA|PJRT)_|TOKEN$|API_KEY$|SECRET|PASSWORD|CREDENTIAL"
 )
 
 
 def environment() -> dict[str, str]:
-    """The variables that are set, with value or effect where known, and 'set' for the others."""
+    """The variables that are set, with value or effect if known, else 'set'."""
     from hftrainer.arguments.accelerate import find_variable
 
-    shown = {name: os.environ[name] for name in PRINTABLE if name in os.environ}
-    launched = {name: row.effect for name in os.environ if (row := find_variable(name)) is not None}
-    shown |= {name: f"{os.environ[name]} ({effect})" for name, effect in launched.items()}
-    return shown | {name: "set" for name in sorted(os.environ) if name not in shown and _NAMED.search(name)}
+    values = {name: os.environ[name] for name in PRINTABLE if name in os.environ}
+    effects = {name: row.effect for name in os.environ if (row := find_variable(name)) is not None}
+    values |= {name: f"{os.environ[name]} ({effect})" for name, effect in effects.items()}
+    return values | {name: "set" for name in sorted(os.environ) if name not in values and _SHOWN_BY_NAME.search(name)}

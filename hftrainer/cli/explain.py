@@ -1,4 +1,4 @@
-"""`python -m hftrainer explain`: how training arguments are handled, from the command line or from a script."""
+"""`python -m hftrainer explain`: how hftrainer handles training arguments, from the command line or a script."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--json] [-m] SCRIPT [arguments …]"
 _DESCRIPTION = (
-    "Show what becomes of training arguments; with a script, of the arguments that it makes. The script runs until it "
-    "makes a Trainer, which ends it, so nothing is trained; the libraries of Hugging Face are offline. If it ends "
-    "before, the arguments that it made last are shown."
+    "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
+    "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
+    "that it created last are shown."
 )
 
 
@@ -32,13 +32,12 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
-    # argparse returns unknown training arguments separately from the first value and everything after it; `main` joins
-    # both.
+    # argparse separates unknown training arguments from the first value and what follows it. `main` joins both.
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
     parser.set_defaults(execute=_explain, parser=parser)
 
 
-def arguments_parser() -> HfArgumentParser:
+def make_arguments_parser() -> HfArgumentParser:
     """The parser of training arguments."""
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
@@ -64,16 +63,17 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
         args = _arguments(words)
     try:
         explanation = args.explain()
-    except (ValueError, OSError) as error:  # a file named by an argument; our errors derive from ValueError
+    # OSError for a file that an argument names. Our errors derive from ValueError.
+    except (ValueError, OSError) as error:
         parser.fail(error)
     print(explanation.to_json() if options.json else explanation)
     if failure is not None:
-        parser.exit(1, f"{failure}. These are the arguments that it made last.\n")
+        parser.exit(1, f"{failure}. These are the arguments that it created last.\n")
     parser.exit(1 if explanation.refused or explanation.errors else 0)
 
 
 def _arguments(words: list[str]) -> TrainingArguments:
-    parser = arguments_parser()
+    parser = make_arguments_parser()
     try:
         args: TrainingArguments
         args, unknown = parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
@@ -81,7 +81,7 @@ def _arguments(words: list[str]) -> TrainingArguments:
         parser.error(str(error))
     if unknown:
         options = [f"--{field.name}" for field in dataclasses.fields(args)]
-        hint = suggest(unknown[0], options, "; a script comes first: explain train.py --fp16")
+        hint = suggest(unknown[0], options, "; a script must come first: explain train.py --fp16")
         parser.error(f"unknown argument {unknown[0]}{hint}")
     return args
 
@@ -97,48 +97,51 @@ def _arguments_of_script(
     parser: Parser, script: str, *arguments: str, as_module: bool
 ) -> tuple[TrainingArguments, str | None]:
     """The arguments of the script's first Trainer, or its last arguments and the error that ended it."""
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")  # before these libraries are imported
+    # These libraries read the variables during their import.
+    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     from hftrainer.cli.run import check_script, run_script
     from hftrainer.training_args import TrainingArguments
 
     check_script(parser, script, as_module=as_module)
-    made, failure = _patch_trainer_to_stop(), None
+    all_args, failure = _patch_trainer_to_stop(), None
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the explanation alone is on stdout
+        # Only the explanation goes to stdout.
+        with contextlib.redirect_stdout(sys.stderr):
             run_script(script, list(arguments), as_module=as_module)
     except _Stop as stop:
         return stop.args_of_trainer or TrainingArguments("tmp_trainer"), None
     except (Exception, SystemExit) as error:
-        if not made and isinstance(error, SystemExit):  # the script itself has printed the reason
+        # The script has already printed the reason.
+        if not all_args and isinstance(error, SystemExit):
             raise
-        if not made and isinstance(error, (InvalidArgument, UnknownArgument, UnsupportedArgument)):
-            parser.fail(f"{script} makes arguments that are refused: {error}", status=1)
+        if not all_args and isinstance(error, (InvalidArgument, UnknownArgument, UnsupportedArgument)):
+            parser.fail(f"{script} creates arguments that are refused: {error}", status=1)
         failure = f"{script} ended before its Trainer with {type(error).__name__}: {error}".rstrip(".")
-    if not made:
+    if not all_args:
         parser.fail(
-            f"{failure or f'{script} ended'}, and made no TrainingArguments. Give the arguments themselves, as in "
+            f"{failure or f'{script} ended'}, and created no TrainingArguments. Pass the arguments directly, as in "
             f"{parser.prog} --fp16; python -m hftrainer run {script} shows where the script ends.",
             status=1,
         )
-    return made[-1], failure
+    return all_args[-1], failure
 
 
 def _patch_trainer_to_stop() -> list[TrainingArguments]:
-    """Make Trainer construction raise `_Stop`. Returns a list that collects all arguments made."""
+    """Make `Trainer()` raise `_Stop`; returns a list that collects all TrainingArguments."""
     from hftrainer.trainer import Trainer
     from hftrainer.training_args import TrainingArguments
 
-    made: list[TrainingArguments] = []
-    check = TrainingArguments.__post_init__
+    all_args: list[TrainingArguments] = []
+    post_init = TrainingArguments.__post_init__
 
-    def keep(self: TrainingArguments) -> None:
-        check(self)
-        made.append(self)
+    def collect(self: TrainingArguments) -> None:
+        post_init(self)
+        all_args.append(self)
 
-    # In `__new__`, because `__init__` of subclasses may prepare data first.
-    def stop(_: type[Trainer], *given: Any, **named: Any) -> NoReturn:
-        raise _Stop(next((value for value in (*given, *named.values()) if isinstance(value, TrainingArguments)), None))
+    # Patch `__new__`, because `__init__` of subclasses may prepare data first.
+    def stop(_: type[Trainer], *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Stop(next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None))
 
-    setattr(TrainingArguments, "__post_init__", keep)  # noqa: B010 - mypy takes no assignment
+    setattr(TrainingArguments, "__post_init__", collect)  # noqa: B010 - mypy rejects an assignment
     setattr(Trainer, "__new__", stop)  # noqa: B010
-    return made
+    return all_args

@@ -14,18 +14,18 @@ from hftrainer.releases.policy import NEWEST
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
 
-#: Argument → its original default, which `install()` has replaced.
+#: Argument → the original default that `install()` replaced.
 _original_defaults: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Replace `Trainer`, `TrainingArguments`, the callbacks and their helpers in `transformers` by ours.
+    """Replace Trainer, TrainingArguments, callbacks and their helpers in `transformers` with ours.
 
-    Trainers then behave as those of the installed release (`hftrainer.releases`), and arguments have its
-    fields and defaults; names of other releases are still accepted as keywords and on the command line.
+    Trainers then behave as in the installed release (`hftrainer.releases`), and arguments have its fields and
+    defaults. Names of other releases are still accepted as keyword arguments and on the command line.
 
-    Works before and after `import transformers`. A module that imported or subclassed the original `Trainer` before
-    keeps it: a warning names the module. Another warning names methods that were replaced before.
+    Works before and after `import transformers`. A module that has already imported or subclassed the original
+    `Trainer` keeps it, and a warning names the module. Another warning names methods that were already replaced.
     """
     if swap.is_installed():
         return

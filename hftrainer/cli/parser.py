@@ -1,4 +1,4 @@
-"""What the parsers of all subcommands have in common."""
+"""The base class of the subcommands' parsers."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class Parser(argparse.ArgumentParser):
         super().error(f"{message}; see {self.prog} --help")
 
     def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:
-        """End with an error whose message says what to do."""
+        """Exit with an error whose message says what to do."""
         self.exit(status, f"{self.prog}: error: {error}\n")

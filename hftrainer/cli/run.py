@@ -1,4 +1,4 @@
-"""`python -m hftrainer run script.py …`: an unmodified Trainer script on Lightning, in one process or in several."""
+"""`python -m hftrainer run script.py …`: runs an unmodified Trainer script on Lightning, in one or more processes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _USAGE = "%(prog)s [--nproc N ...] [-m] SCRIPT [arguments …]\n       %(prog)s 
 #: torchrun's options for how machines find each other. Without any, one machine uses a free port.
 _RENDEZVOUS = {"nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port"}
 _HELP = """\
-Run an unmodified Trainer script on Lightning. What follows SCRIPT is its own.
+Run an unmodified Trainer script on Lightning. What follows SCRIPT belongs to SCRIPT.
 
-  -m            run a module, as python -m does
+  -m            run a module, like python -m
   --nproc N     number of processes that torchrun starts, or auto, cpu, gpu
-  --tpu         a process for each TPU core of this machine; on a pod, run this
+  --tpu         one process per TPU core of this machine; on a pod, run this
                 on each host
-  --num-cores N with --tpu: 1 core, or all of this machine
+  --num-cores N with --tpu: 1 core, or all cores of this machine
 
-Torchrun's options are taken too, such as --nnodes and --rdzv-endpoint:
+Torchrun's options are accepted too, such as --nnodes and --rdzv-endpoint:
 torchrun --help lists them.
 """
 #: torchrun's names of the options that say which program to start.
@@ -36,9 +36,9 @@ _SCRIPT = ("module", "training_script", "training_script_args")
 
 
 def add(commands: Any) -> None:
-    """Add the subcommand. Its options are torchrun's, whose parser is imported only if an option is given."""
+    """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     parser = commands.add_parser(
-        "run", help="run an unmodified Trainer script, in one process or in several", usage=_USAGE, add_help=False
+        "run", help="run an unmodified Trainer script, in one or more processes", usage=_USAGE, add_help=False
     )
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(execute=_run, parser=parser)
@@ -53,22 +53,22 @@ def _run(parser: Parser, options: argparse.Namespace) -> None:
     if script.startswith("-"):
         launch(parser, options.words)
     if not script:
-        parser.error("give a script")
+        parser.error("a script is missing")
     check_script(parser, script, as_module=as_module)
     run_script(script, arguments, as_module=as_module)
 
 
 def check_script(parser: Parser, script: str, *, as_module: bool) -> None:
-    """End with an error unless the script is a file; modules are found later."""
+    """Exit with an error if the script is not a file. Modules are not checked here."""
     if not as_module and not os.path.isfile(script):
-        kind = "is no file" if os.path.exists(script) else "does not exist"
-        parser.fail(f"the script {script!r} {kind}: give the path of a file, or -m and a module")
+        problem = "is not a file" if os.path.exists(script) else "does not exist"
+        parser.fail(f"the script {script!r} {problem}: pass the path of a file, or -m and a module")
 
 
 def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> None:
-    """Run a script as `python` would, with `transformers`' Trainer replaced.
+    """Run a script as `python` would, but with our Trainer in `transformers`.
 
-    Its exit code, its exceptions and Ctrl-C pass through; tracebacks begin in the script.
+    Exit codes, exceptions and Ctrl-C propagate. Tracebacks start in the script.
 
     Args:
         target: path of the script, or with `as_module` the name of a module.
@@ -89,17 +89,18 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
 
 
 def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception without the frames that led to the script."""
+    """Print an uncaught exception without the frames outside the script."""
     ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen runpy>", runpy.__file__)
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename.startswith(ours):
         first = first.tb_next
-    has_no_frame = isinstance(error, (SyntaxError, ImportError))  # the script itself cannot be read or found
+    # The script cannot be parsed or found.
+    has_no_frame = isinstance(error, (SyntaxError, ImportError))
     traceback.print_exception(kind, error, first if first or has_no_frame else trace)
 
 
 def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
-    """Make the parser of torchrun, with `--nproc` and the options for TPUs."""
+    """Make torchrun's parser, with the additional options `--nproc`, `--tpu` and `--num-cores`."""
     from torch.distributed.run import get_args_parser
 
     launcher = get_args_parser()
@@ -111,30 +112,30 @@ def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
 
 
 def launch(parser: Parser, words: list[str]) -> NoReturn:
-    """Start the processes and wait for them; forward signals to them.
+    """Start the processes, forward signals to them, and wait for them.
 
     Raises:
         SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
     """
     launcher = make_launch_parser(parser)
     defaults = vars(launcher.parse_args(["SCRIPT"]))
-    # argparse sets no default for an attribute that exists, so an option that is still None was not given.
-    told, unknown = launcher.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
+    # argparse keeps the value of an existing attribute, so an option that is still None was not set.
+    parsed, unknown = launcher.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
     if unknown:
         parser.error(
             f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], launcher._option_string_actions)}"
         )
-    given = {name: value for name, value in vars(told).items() if value is not None}
-    options = argparse.Namespace(**{**defaults, **given})
-    if wrong := _contradiction(options, given):
-        parser.error(wrong)
+    set_options = {name: value for name, value in vars(parsed).items() if value is not None}
+    options = argparse.Namespace(**{**defaults, **set_options})
+    if error := _find_option_error(options, set_options):
+        parser.error(error)
     on_tpu, cores = (vars(options).pop(name) for name in ("tpu", "num_cores"))
     script, arguments, as_module = options.training_script, options.training_script_args, options.module
     if on_tpu and not prepare_torch_tpu(options, cores):
         launch_on_tpu(parser, script, arguments, as_module, cores)
         raise SystemExit(0)
-    options.standalone |= given.keys().isdisjoint(_RENDEZVOUS)
-    if "rdzv_endpoint" in given and "rdzv_backend" not in given:
+    options.standalone |= set_options.keys().isdisjoint(_RENDEZVOUS)
+    if "rdzv_endpoint" in set_options and "rdzv_backend" not in set_options:
         options.rdzv_backend = "c10d"
     options.module, options.training_script = True, "hftrainer"
     options.training_script_args = ["run", *(["-m"] if as_module else []), script, *arguments]
@@ -157,27 +158,27 @@ def run_torchrun(options: argparse.Namespace) -> NoReturn:
     raise SystemExit(0)
 
 
-def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str | None:
-    """The first error in the options that torchrun would miss or explain badly. `given`: the options that are set."""
+def _find_option_error(options: argparse.Namespace, set_options: Collection[str]) -> str | None:
+    """The first error in the options that torchrun would miss or explain badly."""
     nodes = re.fullmatch("([1-9][0-9]*)(?::([1-9][0-9]*))?", options.nnodes)
-    least, most = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
-    if least > most:
+    min_nodes, max_nodes = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
+    if min_nodes > max_nodes:
         return f"--nnodes {options.nnodes} is neither a number >= 1 nor MIN:MAX"
     if options.nproc_per_node == "0":
         return "--nproc 0 starts no process: use a number >= 1, or auto, cpu, gpu or xpu"
     if not re.fullmatch("[0-9]+|auto|cpu|gpu|xpu", options.nproc_per_node):
         return f"--nproc {options.nproc_per_node} is neither a number >= 1 nor auto, cpu, gpu or xpu"
-    if not 0 <= options.node_rank < most:
+    if not 0 <= options.node_rank < max_nodes:
         return f"--node-rank {options.node_rank} must be at least 0, and below --nnodes {options.nnodes}"
-    if most > 1 and options.standalone:
+    if max_nodes > 1 and options.standalone:
         return f"--standalone is for one machine, but --nnodes {options.nnodes} asks for more: remove one of them"
-    if most > 1 and "rdzv_endpoint" not in given and "master_addr" not in given:
+    if max_nodes > 1 and "rdzv_endpoint" not in set_options and "master_addr" not in set_options:
         return f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, or --master-addr HOST and --node-rank N"
     if options.num_cores is not None and not options.tpu:
         return "--num-cores is for TPUs: add --tpu, or use --nproc for processes on GPUs and CPUs"
     if options.num_cores is not None and options.num_cores < 1:
         return f"--num-cores {options.num_cores} is not a number >= 1"
-    if options.tpu and not {"tpu", "num_cores", *_SCRIPT}.issuperset(given):
+    if options.tpu and not {"tpu", "num_cores", *_SCRIPT}.issuperset(set_options):
         return "--tpu starts processes with torch_xla, the other options configure torchrun: remove one or the other"
     if not options.module and not os.path.isfile(options.training_script):
         return f"the script {options.training_script!r} does not exist"
@@ -185,7 +186,7 @@ def _contradiction(options: argparse.Namespace, given: Collection[str]) -> str |
 
 
 def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
-    """Prepare the environment and options for torchrun with torch_tpu. Returns False without torch_tpu."""
+    """Prepare the environment and options for torchrun with torch_tpu; False if it is not installed."""
     import torch
 
     from hftrainer.parallel import devices
@@ -199,10 +200,12 @@ def prepare_torch_tpu(options: argparse.Namespace, cores: int | None) -> bool:
 
 
 def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:
-    """Start a process for each core by torch_xla and wait for them; a single core is used by this process.
+    """Start one process per core with torch_xla, and wait for them.
+
+    With one core, the script runs in this process.
 
     Raises:
-        SystemExit: when the script ends with it.
+        SystemExit: if the script raises it.
     """
     from hftrainer.parallel import devices
 
@@ -214,7 +217,7 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
 
 
 def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:
-    """Run the script on one core."""
+    """Run the script on one TPU core."""
     from torch_xla import runtime
 
     if cores not in (None, 1, runtime.local_device_count()):

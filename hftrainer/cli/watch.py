@@ -1,4 +1,4 @@
-"""`python -m hftrainer watch`: a page of live or ended runs, in the terminal."""
+"""`python -m hftrainer watch`: shows live or finished runs in the terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
     from hftrainer.monitoring.page import WatchedRun
 
-#: State of a run → colour of its frame and bar; any other is red.
+#: State of a run → colour of its frame and progress bar; red for other states.
 COLOURS = {"running": "cyan", "complete": "green", "stopped": "yellow", "unobserved": "blue", "waiting": "blue"}
 CURVE_COLOURS = ("cyan", "yellow", "green", "magenta")
-#: Runs stand side by side if each has this many columns.
-NARROWEST = 78
-#: Rows of a chart on a page that is printed once, and the most on a live page.
-ROWS, MOST_ROWS = 6, 20
+#: Columns that each run needs for several runs to be side by side.
+MIN_COLUMNS = 78
+#: Rows of a chart on a page that is printed once, and their maximum on a live page.
+ROWS, MAX_ROWS = 6, 20
 #: The bits of the dots in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
@@ -40,19 +40,19 @@ def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "watch",
-        help="show live or ended runs in the terminal: curves, speeds, time by activity, checkpoints, warnings",
-        description="Show a page of each run, from the files in its folder alone, until Ctrl-C. A run with "
-        "observe=True is shown as it goes, any other as of its newest checkpoint.",
+        help="show live or finished runs in the terminal: curves, speeds, time by activity, checkpoints, warnings",
+        description="Show each run from the files in its folder, until Ctrl-C. A run with "
+        "observe=True is shown live, any other run as of its newest checkpoint.",
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
-    parser.add_argument("--every", metavar="SECONDS", type=seconds, default=2.0, help="between two pages; default: 2")
+    parser.add_argument("--every", metavar="SECONDS", type=seconds, default=2.0, help="between two updates; default: 2")
     parser.add_argument("--json", action="store_true", help="print the data behind the page, for programs")
     parser.set_defaults(execute=_watch, parser=parser)
 
 
 def seconds(text: str) -> float:
-    """A number of seconds; argparse names this function in its error."""
+    """A number of seconds. The errors of argparse contain this function's name."""
     if not 0 < (number := float(text)) <= 86_400:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
     return number
@@ -77,7 +77,8 @@ def _watch(parser: Parser, options: argparse.Namespace) -> None:
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if console is None:
-        strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)  # NaN is not JSON
+        # NaN is not JSON.
+        strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)
         print(json.dumps({"runs": strict}, indent=2))
     else:
         console.print(_page(console, names, pages, None))
@@ -87,7 +88,7 @@ def _console() -> Console:
     """The terminal.
 
     Raises:
-        MissingPackage: without rich.
+        MissingPackage: if rich is not installed.
     """
     from hftrainer.errors import MissingPackage, unless_absent
 
@@ -110,24 +111,25 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
             for run in runs:
                 try:
                     pages.append(run.read())
-                except (InvalidArgument, OSError) as error:  # a run that has not begun
+                # The run has not started yet.
+                except (InvalidArgument, OSError) as error:
                     pages.append({"state": "waiting", "problem": str(error)})
             live.update(_page(console, names, pages, console.height), refresh=True)
             time.sleep(every)
 
 
 def _page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> Table:
-    """The runs, side by side where the terminal is wide.
+    """All runs, side by side in a wide terminal.
 
     Args:
-        console: where it is shown.
-        names: of the runs.
-        pages: their data, as `WatchedRun.read` returns it.
-        height: lines of the whole page; None for as many as it takes.
+        console: the terminal.
+        names: names of the runs.
+        pages: data of the runs, from `WatchedRun.read`.
+        height: lines of the page; None for no limit.
     """
     from rich.table import Column, Table
 
-    columns = max(1, min(len(pages), console.width // NARROWEST))
+    columns = max(1, min(len(pages), console.width // MIN_COLUMNS))
     lines = None if height is None else max(3, height // -(-len(pages) // columns))
     grid = Table.grid(*(Column(ratio=1) for _ in range(columns)), expand=True)
     panels = [_panel(console, *each, console.width // columns, lines) for each in zip(names, pages, strict=True)]
@@ -137,7 +139,7 @@ def _page(console: Console, names: list[str], pages: list[dict[str, Any]], heigh
 
 
 def _panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel:
-    """One run, in a frame that is `width` characters wide."""
+    """One run in a frame that is `width` characters wide."""
     from rich.console import Group
     from rich.panel import Panel
     from rich.text import Text
@@ -147,7 +149,7 @@ def _panel(console: Console, name: str, page: dict[str, Any], width: int, height
     parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
     if page.get("curves"):
         lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-        rows = ROWS if height is None else min(MOST_ROWS, height - lines - 4)
+        rows = ROWS if height is None else min(MAX_ROWS, height - lines - 4)
         if rows > 1:
             parts.append(_charts(page["curves"], inner, rows))
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
@@ -155,8 +157,8 @@ def _panel(console: Console, name: str, page: dict[str, Any], width: int, height
 
 
 def _state(page: dict[str, Any]) -> str:
-    """The state in words."""
-    silence = f"no sign of life for {duration(time.time() - page['updated'])}" if page.get("updated") else ""
+    """The state of a run as text."""
+    silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
     words = {
         "unobserved": "no journal",
         "running": "running on {host}",
@@ -168,23 +170,28 @@ def _state(page: dict[str, Any]) -> str:
 
 
 def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[RenderableType]:
-    """What stands above the curves, from top to bottom."""
+    """The lines above the curves, from top to bottom."""
     from rich.text import Text
 
     from hftrainer.reporting.plot import SPEEDS
 
-    now, shares = time.time(), SPEEDS["share of time"]  # which the table of activities has, too
+    # The table of activities has these values too.
+    now, shares = time.time(), SPEEDS["share of time"]
     yield _progress(page, colour)
     yield Text(" · ".join(_facts(page, now)), "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     metrics = page["metrics"].items()
-    yield _table(["", *titles.values()], [(name, *(number(found[each]) for each in titles)) for name, found in metrics])
-    if values := [f"{name} {number(value)}" for name, value in page["values"].items() if name not in shares]:
+    yield _table(
+        ["", *titles.values()], [(name, *(format_number(metric[each]) for each in titles)) for name, metric in metrics]
+    )
+    if values := [f"{name} {format_number(value)}" for name, value in page["values"].items() if name not in shares]:
         yield Text(" · ".join(values))
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
-    if saved := [f"{os.path.basename(made['folder'])} {_ago(now, made)}" for made in reversed(page["checkpoints"])]:
-        yield Text(f"saved: {', '.join(saved)}")
+    if checkpoints := [
+        f"{os.path.basename(event['folder'])} {_ago(now, event)}" for event in reversed(page["checkpoints"])
+    ]:
+        yield Text(f"saved: {', '.join(checkpoints)}")
     for warning in page["warnings"]:
         text = f"{_ago(now, warning)}, step {warning['step']:,}: {warning['text']}"
         yield Text("".join(filter(str.isprintable, textwrap.shorten(text, 2 * width, placeholder=" ..."))), "yellow")
@@ -194,7 +201,7 @@ def _progress(page: dict[str, Any], colour: str) -> Table:
     from rich.progress_bar import ProgressBar
     from rich.table import Column, Table
 
-    step, steps, left = page["step"], page["max_steps"], page["seconds_left"]
+    step, steps, seconds_left = page["step"], page["max_steps"], page["seconds_left"]
     columns = (Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True))
     grid = Table.grid(*columns, expand=True, padding=(0, 1))
     bar = ProgressBar(max(steps, step, 1), step, complete_style=colour, finished_style=colour)
@@ -202,7 +209,7 @@ def _progress(page: dict[str, Any], colour: str) -> Table:
     grid.add_row(
         f"step {step:,}" + (f" of {steps:,}" if steps else ""),
         bar,
-        share if left is None else f"{share}, {duration(left)} left",
+        share if seconds_left is None else f"{share}, {format_duration(seconds_left)} left",
     )
     return grid
 
@@ -211,11 +218,11 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["device"]:
         yield f"{page['world_size']} x {page['device']}"
     if page["phase"]:
-        yield f"{page['phase']['name']} for {duration(now - page['phase']['since'])}"
+        yield f"{page['phase']['name']} for {format_duration(now - page['phase']['since'])}"
     if page["started"]:
-        yield f"began {duration(now - page['started'])} ago"
+        yield f"started {format_duration(now - page['started'])} ago"
     if page["updated"]:
-        yield f"last event {duration(now - page['updated'])} ago"
+        yield f"last event {format_duration(now - page['updated'])} ago"
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
@@ -224,14 +231,14 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
     rows = []
-    for label, spent in zip(("last intervals", "in all"), seconds.values(), strict=True):
-        total = sum(spent.values()) or 1.0
-        rows.append((label, *(f"{each / total:.1%}" for each in spent.values()), number(total)))
+    for label, spent_seconds in zip(("last intervals", "total"), seconds.values(), strict=True):
+        total = sum(spent_seconds.values()) or 1.0
+        rows.append((label, *(f"{each / total:.1%}" for each in spent_seconds.values()), format_number(total)))
     return _table(["time", *seconds["all"], "seconds"], rows)
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table of labels and numbers."""
+    """A table with a column of labels and columns of numbers."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -244,17 +251,17 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def _charts(curves: dict[str, Any], width: int, rows: int) -> Table:
-    """The losses in one chart, and metrics in another beside it."""
+    """A chart of the losses, and a chart of metrics next to it."""
     from rich.table import Table
 
     losses = {name: curve for name, curve in curves.items() if name.endswith("loss")}
     others = {name: curve for name, curve in curves.items() if name not in losses}
     shares = {name: curve for name, curve in others.items() if all(not abs(value) > 1 for value in curve["values"])}
     first = dict(list(others.items())[:1])
-    shown = [chart for chart in (losses, shares or first) if any(map(_finite, chart.values()))]
+    charts = [chart for chart in (losses, shares or first) if any(map(_finite, chart.values()))]
     grid = Table.grid(padding=(0, 2))
-    width = width // max(1, len(shown)) - 2
-    grid.add_row(*(_chart(dict(list(chart.items())[: len(CURVE_COLOURS)]), width, rows) for chart in shown))
+    width = width // max(1, len(charts)) - 2
+    grid.add_row(*(_chart(dict(list(chart.items())[: len(CURVE_COLOURS)]), width, rows) for chart in charts))
     return grid
 
 
@@ -263,24 +270,24 @@ def _finite(curve: dict[str, list[float]]) -> list[float]:
 
 
 def _chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int) -> Text:
-    """Curves in braille characters: their names, the highest and lowest value at the left, steps below."""
+    """Curves in braille characters, with their names, the range of values and the range of steps."""
     from rich.text import Text
 
-    found = [value for curve in curves.values() for value in _finite(curve)]
-    low, high = min(found), max(found)
-    labels = [number(high), *[""] * (rows - 2), number(low)]
+    values = [value for curve in curves.values() for value in _finite(curve)]
+    low, high = min(values), max(values)
+    labels = [format_number(high), *[""] * (rows - 2), format_number(low)]
     margin = max(map(len, labels)) + 1
     steps = [step for curve in curves.values() for step in curve["steps"]]
     box = (min(steps), max(steps), low, high)
     columns = max(1, width - margin)
-    drawn = [_braille(curve, box, columns, rows) for curve in curves.values()]
+    curve_offsets = [_braille(curve, box, columns, rows) for curve in curves.values()]
     text = Text(" " * margin, no_wrap=True)
     for colour, name in zip(CURVE_COLOURS, curves, strict=False):
         text.append(f"{name}  ", colour)
     for row, label in enumerate(labels):
         text.append(f"\n{label:>{margin - 1}} ", "dim")
         for column in range(columns):
-            codes = [offsets[row, column] for offsets in drawn]
+            codes = [offsets[row, column] for offsets in curve_offsets]
             colour = next((colour for colour, code in zip(CURVE_COLOURS, codes, strict=False) if code), "")
             text.append(chr(0x2800 + functools.reduce(operator.or_, codes)) if colour else " ", colour)
     first, last = f"{box[0]:,.0f}", f"step {box[1]:,.0f}"
@@ -291,32 +298,33 @@ def _chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int) -> 
 def _braille(curve: dict[str, list[float]], box: tuple[float, float, float, float], width: int, rows: int) -> Any:
     """A curve as offsets of braille characters, shape `(rows, width)`.
 
-    plotext 6.1 ends the process at a NaN, plotext 5.3 and uniplot 0.23 label axes with wrong numbers.
+    plotext 6.1 ends the process at a NaN; plotext 5.3 and uniplot 0.23 label axes with wrong numbers.
     """
     import numpy as np
 
     first, last, low, high = box
     steps, values = np.array(curve["steps"], float), np.array(curve["values"], float)
-    between = np.linspace(first, last, 20 * width)  # so many that steep lines have no gaps
-    at = np.concatenate([steps, between])
-    heights = np.concatenate([values, np.interp(between, steps, values, left=math.nan, right=math.nan)])
-    at, heights = at[np.isfinite(heights)], heights[np.isfinite(heights)]
+    # So many points that steep lines have no gaps.
+    dense_steps = np.linspace(first, last, 20 * width)
+    positions = np.concatenate([steps, dense_steps])
+    heights = np.concatenate([values, np.interp(dense_steps, steps, values, left=math.nan, right=math.nan)])
+    positions, heights = positions[np.isfinite(heights)], heights[np.isfinite(heights)]
     dots = np.zeros((4 * rows, 2 * width), int)
-    down = (high - heights) / (high - low or 1) * (4 * rows - 1)
-    right = (at - first) / (last - first or 1) * (2 * width - 1)
-    dots[down.round().astype(int), right.round().astype(int)] = 1
+    row_of_dot = (high - heights) / (high - low or 1) * (4 * rows - 1)
+    column_of_dot = (positions - first) / (last - first or 1) * (2 * width - 1)
+    dots[row_of_dot.round().astype(int), column_of_dot.round().astype(int)] = 1
     return np.einsum("hrwc,rc->hw", dots.reshape(rows, 4, width, 2), np.array(_DOTS))
 
 
-def number(value: float | None) -> str:
-    """A number for people; None is empty."""
+def format_number(value: float | None) -> str:
+    """A number as short text; empty for None."""
     if value is None:
         return ""
     is_long = math.isfinite(value) and abs(value) < 1e15 and (abs(value) >= 1000 or value == int(value))
     return f"{value:,.0f}" if is_long else f"{value:.4g}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration as text, such as '34 min'."""
     for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
@@ -325,4 +333,4 @@ def duration(seconds: float) -> str:
 
 
 def _ago(now: float, event: dict[str, Any]) -> str:
-    return f"{duration(now - event['time'])} ago"
+    return f"{format_duration(now - event['time'])} ago"

@@ -1,1 +1,1 @@
-"""The parts of a model card: its contents, and its files."""
+"""The contents and files of a model card."""

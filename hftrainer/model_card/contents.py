@@ -1,4 +1,4 @@
-"""The contents of a model card: results, hyperparameters, and where model and data come from."""
+"""The contents of a model card: results, hyperparameters, and the origins of model and data."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ Line = Mapping[str, Any]
 
 #: Entries of log lines that are not metrics.
 _NOT_METRICS = ("step", "epoch", "total_flos")
-#: Metrics that the Hub knows as tags of a model. 'rouge1' counts as 'rouge'.
+#: Metrics that the Hub accepts as tags of a model. 'rouge1' counts as 'rouge'.
 METRIC_TAGS = "accuracy bleu f1 matthews_correlation pearsonr precision recall rouge sacrebleu spearmanr wer".split()
 
 
 def evaluation_rows(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
-    """A row for each evaluation during training, as column → value; None without an evaluation."""
+    """One row (column → value) per evaluation during training; None without evaluations."""
     end = _end_of_training(log_history)
     lines = log_history[:end]
-    if not any("loss" in line for line in lines) and end is None:  # not a training run
+    # This was not a training run.
+    if not any("loss" in line for line in lines) and end is None:
         return None
     rows = []
     training_loss: Any = "No log"
@@ -48,27 +49,27 @@ def evaluation_rows(log_history: Sequence[Line]) -> list[dict[str, Any]] | None:
 
 
 def final_results(log_history: Sequence[Line], best_step: int | None) -> dict[str, Any] | None:
-    """Title → value for the metrics of the final model; None without an evaluation.
+    """The metrics of the final model, as title → value; None without an evaluation.
 
     Args:
         log_history: the log lines of the run.
-        best_step: the optimizer step whose weights were loaded at the end of training; None if none were loaded.
+        best_step: the step whose weights were loaded at the end of training; None if no weights were loaded.
     """
     lines, end = log_history, _end_of_training(log_history)
     if best_step is not None and end is not None and not any(map(_is_evaluation, lines[end:])):
         lines = [line for line in lines if line.get("step") == best_step] or lines
-    found = [line for line in _merge_evaluations(lines) if _is_evaluation(line)]
-    return {_title(name): value for name, value in _metrics(found[-1]).items()} if found else None
+    evaluations = [line for line in _merge_evaluations(lines) if _is_evaluation(line)]
+    return {_title(name): value for name, value in _metrics(evaluations[-1]).items()} if evaluations else None
 
 
 def metric_tags(results: Mapping[str, Any]) -> dict[str, str]:
-    """Tag → title, for the results that the Hub knows."""
+    """Tag → title, for the results that are tags on the Hub."""
     tags = {title.lower().replace(" ", "_").replace("rouge1", "rouge"): title for title in results}
     return {tag: title for tag, title in tags.items() if tag in METRIC_TAGS}
 
 
 def format_value(value: Any) -> str:
-    """Format a value for the card: numbers with four decimals, very small and very large ones with four digits."""
+    """Format a value: numbers with four decimals; in exponent notation with four digits."""
     text = str(value)
     if not isinstance(value, float) or "." not in text:
         return text
@@ -78,7 +79,7 @@ def format_value(value: Any) -> str:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format rows as a table. A cell is empty if its row does not have the column."""
+    """Format rows as a Markdown table. A cell is empty if its row has no such column."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [columns, *([format_value(row.get(name, "")) for name in columns] for row in rows)]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in cells]
@@ -89,9 +90,9 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _end_of_training(lines: Sequence[Line]) -> int | None:
-    """The index of the last line that summarizes training, or None."""
-    found = (i for i, line in enumerate(lines) if "train_runtime" in line and "train_loss" in line)
-    return max(found, default=None)
+    """The index of the last line that summarizes training; None without such a line."""
+    indices = (i for i, line in enumerate(lines) if "train_runtime" in line and "train_loss" in line)
+    return max(indices, default=None)
 
 
 def _is_evaluation(line: Line) -> bool:
@@ -99,19 +100,19 @@ def _is_evaluation(line: Line) -> bool:
 
 
 def _merge_evaluations(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """The lines, with the evaluations of several datasets at one step merged into one line."""
-    merged: list[dict[str, Any]] = []
+    """The lines, after merging evaluations of several datasets at the same step."""
+    merged_lines: list[dict[str, Any]] = []
     for line in lines:
-        names, last = {name for name in line if name.startswith("eval_")}, merged[-1] if merged else {}
+        names, last = {name for name in line if name.startswith("eval_")}, merged_lines[-1] if merged_lines else {}
         if names and _is_evaluation(last) and last.get("step") == line.get("step") and not names & last.keys():
             last.update(line)
         else:
-            merged.append(dict(line))
-    return merged
+            merged_lines.append(dict(line))
+    return merged_lines
 
 
 def _metrics(line: Line) -> dict[str, Any]:
-    """The metrics in a line, with numbers of NumPy and torch converted to Python's."""
+    """The metrics in a line, with NumPy and torch numbers converted to Python numbers."""
     values = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in line.items()}
     return {
         name: value
@@ -129,14 +130,14 @@ def _title(name: str) -> str:
 
 
 def hyperparameters(components: Components) -> dict[str, Any]:
-    """Name → value, named after the arguments where possible."""
+    """The hyperparameters as name → value, with the names of arguments if possible."""
     args = components.trainer.args
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     return {
         "learning_rate": args.learning_rate,
         **_batches(components),
         "seed": args.seed,
-        "optimizer": _optimizer(components),
+        "optimizer": _format_optimizer(components),
         **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
         **_schedule(components),
         **({"mixed_precision_training": f"Native AMP ({precision})"} if precision else {}),
@@ -145,32 +146,33 @@ def hyperparameters(components: Components) -> dict[str, Any]:
 
 
 def _batches(components: Components) -> dict[str, Any]:
-    """Batch sizes in samples or tokens, per process and in total, and how the processes work together."""
+    """Batch sizes (samples or tokens) per process and in total, and the kind of parallelism."""
     trainer, args = components.trainer, components.trainer.args
     processes = trainer.accelerator.processes.data_world_size
     train, evaluation = args.tokens_per_batch or components.run.train_batch_size, args.eval_batch_size
     name = "train_batch_size" if args.tokens_per_batch is None else "tokens_per_batch"
-    found: dict[str, Any] = {name: train, "eval_batch_size": evaluation}
-    if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:  # also the enum of transformers
+    sizes: dict[str, Any] = {name: train, "eval_batch_size": evaluation}
+    # `as_text` also reads the enum of transformers.
+    if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
         strategy = f" ({components.strategy.card})" if components.strategy.card else ""
-        found["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
+        sizes["distributed_type"] = kinds.get(args.device.type, "multi-GPU") + strategy
     if args.world_size > 1:
-        found["num_devices"] = args.world_size
+        sizes["num_devices"] = args.world_size
     if args.gradient_accumulation_steps > 1:
-        found["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+        sizes["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     if (total := train * processes * args.gradient_accumulation_steps) != train:
-        found[f"total_{name}"] = total
+        sizes[f"total_{name}"] = total
     if (total := evaluation * processes) != evaluation:
-        found["total_eval_batch_size"] = total
-    return found
+        sizes["total_eval_batch_size"] = total
+    return sizes
 
 
-def _optimizer(components: Components) -> str:
+def _format_optimizer(components: Components) -> str:
     trainer, args = components.trainer, components.trainer.args
-    own_optimizer, _ = components.script_optimizers
-    if own_optimizer is not None:
-        return _format_settings(type(own_optimizer).__name__, own_optimizer.defaults)
+    script_optimizer, _ = components.script_optimizers
+    if script_optimizer is not None:
+        return _format_settings(type(script_optimizer).__name__, script_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
         kind, settings = trainer.optimizer_cls_and_kwargs
         return _format_settings(kind.__name__, settings)
@@ -181,30 +183,30 @@ def _optimizer(components: Components) -> str:
 
 
 def _format_settings(name: str, settings: Mapping[str, Any]) -> str:
-    printable = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
-    return ", ".join([name, *(f"{key}={value}" for key, value in printable.items())])
+    values = {key: value for key, value in settings.items() if isinstance(value, (int, float, str, tuple))}
+    return ", ".join([name, *(f"{key}={value}" for key, value in values.items())])
 
 
 def _schedule(components: Components) -> dict[str, Any]:
     args = components.trainer.args
-    _, own_schedule = components.script_optimizers
+    _, script_schedule = components.script_optimizers
     length = {"training_steps": args.max_steps} if args.max_steps != -1 else {"num_epochs": args.num_train_epochs}
-    if own_schedule is not None:
-        return {"lr_scheduler_type": type(own_schedule).__name__, **length}
-    found: dict[str, Any] = {"lr_scheduler_type": as_text(args.lr_scheduler_type)}
+    if script_schedule is not None:
+        return {"lr_scheduler_type": type(script_schedule).__name__, **length}
+    schedule: dict[str, Any] = {"lr_scheduler_type": as_text(args.lr_scheduler_type)}
     if args.lr_scheduler_kwargs:
-        found["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
+        schedule["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
     if args.warmup_steps:
-        found["lr_scheduler_warmup_steps"] = args.warmup_steps
+        schedule["lr_scheduler_warmup_steps"] = args.warmup_steps
     elif legacy.keeps_ratio("warmup_ratio") and args.warmup_ratio:
-        found["lr_scheduler_warmup_ratio"] = args.warmup_ratio
-    return {**found, **length}
+        schedule["lr_scheduler_warmup_ratio"] = args.warmup_ratio
+    return {**schedule, **length}
 
 
-# ---- The provenance of model and data, and the task, as far as the objects tell --------------------------------------
+# ---- The origins of model and data, and the task ---------------------------------------------------------------------
 
 _TASK_NAMES = {"fill-mask": "Masked Language Modeling", "text-generation": "Causal Language Modeling"}
-#: Seconds to wait for the Hub when asking for a licence. After that, the card has no licence.
+#: Timeout in seconds for the licence on the Hub. After a timeout, the card has no licence.
 LICENSE_TIMEOUT = 5.0
 
 
@@ -222,7 +224,7 @@ def task_name(task: str) -> str:
 
 
 def task_of(model: Any) -> str | None:
-    """The task of a transformers model, or of the model inside an adapter, by its class; None if unknown."""
+    """The task of a transformers model (also inside an adapter), from its class; None if unknown."""
     tasks = _tasks_by_class() if "transformers" in sys.modules else {}
     return tasks.get(type(peers.unwrap_peft(model)).__name__.removeprefix("FSDP"))
 
@@ -232,18 +234,18 @@ def _tasks_by_class() -> dict[str, str]:
     from transformers.modelcard import TASK_MAPPING
 
     tables: dict[str, Any] = TASK_MAPPING
-    listed = [(task, names) for task, models in tables.items() for names in models.values()]
-    return {name: task for task, names in listed for name in ([names] if isinstance(names, str) else names)}
+    classes_by_task = [(task, names) for task, models in tables.items() for names in models.values()]
+    return {name: task for task, names in classes_by_task for name in ([names] if isinstance(names, str) else names)}
 
 
 def base_model_of(model: Any) -> str | None:
-    """The repository of the pretrained weights. None without such weights, or if they came from a folder."""
+    """The repository of the pretrained weights; None without pretrained weights or if they came from a folder."""
     name = getattr(getattr(model, "config", None), "_name_or_path", None)
     return name if isinstance(name, str) and not os.path.isdir(name) and is_repo_id(name) else None
 
 
 def is_repo_id(name: str) -> bool:
-    """Whether this is a valid repository name."""
+    """Whether a name is a valid repository id."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # documented, but not in its __all__
 
@@ -258,7 +260,7 @@ def is_repo_id(name: str) -> bool:
 def license_of(repo_id: str) -> str | None:
     """The licence of a model on the Hub; None if the Hub does not answer within `LICENSE_TIMEOUT`.
 
-    The answer is cached, so that a process waits at most once for a network that does not answer.
+    The answer is cached, so that a process waits at most once for a repository.
     """
     from huggingface_hub import HfApi, constants
 
@@ -266,7 +268,8 @@ def license_of(repo_id: str) -> str | None:
         return None
     try:
         tags = HfApi().model_info(repo_id, timeout=LICENSE_TIMEOUT).tags or []
-    except Exception as error:  # no failure of the Hub may prevent the card
+    # No failure of the Hub may prevent the card.
+    except Exception as error:
         logger.info("The licence of %s is unknown: %s.", repo_id, type(error).__name__)
         return None
     return next((tag.removeprefix("license:") for tag in tags if tag.startswith("license:")), None)
@@ -274,11 +277,11 @@ def license_of(repo_id: str) -> str | None:
 
 def datasets_of(dataset: Any) -> list[DatasetSource]:
     """The named datasets among one dataset or a dict of datasets, without duplicates."""
-    found: dict[str, DatasetSource] = {}
-    for one in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
-        name = one.builder_name if peers.is_dataset_or_stream(one) else None
+    sources: dict[str, DatasetSource] = {}
+    for each in dataset.values() if isinstance(dataset, Mapping) else [dataset]:
+        name = each.builder_name if peers.is_dataset_or_stream(each) else None
         # A generic reader of the `datasets` library, such as 'csv', does not name a dataset.
         if name is not None and importlib.util.find_spec(f"datasets.packaged_modules.{name}") is None:
-            split = None if one.split is None else str(one.split)
-            found.setdefault(name, DatasetSource(name, one.config_name, split))
-    return list(found.values())
+            split = None if each.split is None else str(each.split)
+            sources.setdefault(name, DatasetSource(name, each.config_name, split))
+    return list(sources.values())

@@ -1,4 +1,4 @@
-"""The files of a model card: the tags of an earlier card, the plot of the run, and what PEFT adds to the card."""
+"""The files of a model card: the tags of an earlier card, the plot of the run, and PEFT's parts of a card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.compat.messages import log_once
 from hftrainer.errors import MissingPackage
 from hftrainer.model_card import contents
-from hftrainer.reporting.metrics import write_atomically
+from hftrainer.reporting.metrics import write_file_atomically
 from hftrainer.reporting.plot import draw_picture, lines_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 CARD_NAME = "README.md"
 PLOT_NAME = "training.png"
-#: Minimum time between two plots: drawing one blocks training for half a second.
+#: Minimum number of seconds between two plots, since a plot blocks training for half a second.
 _SECONDS_BETWEEN_PLOTS = 60
 _ADAPTER_OF = "base_model:adapter:"
 
@@ -47,8 +47,8 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
 
     Args:
         state: the state of the run, with its log history.
-        folder: where the plot is written.
-        force: draw even if there is a recent plot.
+        folder: the folder for the plot.
+        force: draw even if a recent plot exists.
 
     Returns:
         The file name of the plot; None if there is nothing to plot, or matplotlib is not installed.
@@ -60,7 +60,7 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
     if not any(len(line.steps) > 1 for line in lines):
         return None
     try:
-        write_atomically(str(path), functools.partial(draw_picture, lines, title=folder.name))
+        write_file_atomically(str(path), functools.partial(draw_picture, lines, title=folder.name))
     except MissingPackage as error:
         log_once(logger, f"The model card has no plot of the training run. {error}", logging.INFO)
         return None
@@ -68,24 +68,25 @@ def draw_plot(state: TrainerState, folder: Path, *, force: bool) -> str | None:
 
 
 def add_peft_parts(card: str, model: Any) -> str:
-    """Add what PEFT writes into a card, and restore what PEFT removes: the other tags and a valid base model."""
+    """Add PEFT's parts to a card, and restore the tags and the base model that PEFT removes."""
     from huggingface_hub import ModelCard
 
-    before: Any = ModelCard(card).data
+    old_data: Any = ModelCard(card).data
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / CARD_NAME
         path.write_text(card, encoding="utf-8")
         try:
             model.create_or_update_model_card(folder)
-        except NotImplementedError:  # raised by models with mixed adapter types
+        # Models with mixed adapter types raise this.
+        except NotImplementedError:
             return card
-        after = ModelCard.load(path)
-    data: Any = after.data
+        new_card = ModelCard.load(path)
+    data: Any = new_card.data
     # PEFT's tag for the base model is invalid if the model was loaded from a folder, or has no name.
     data.tags = [
         tag
-        for tag in dict.fromkeys([*before.tags, *data.tags])
+        for tag in dict.fromkeys([*old_data.tags, *data.tags])
         if not tag.startswith(_ADAPTER_OF) or contents.is_repo_id(tag.removeprefix(_ADAPTER_OF))
     ]
-    data.base_model = before.base_model
-    return f"{after}\n"
+    data.base_model = old_data.base_model
+    return f"{new_card}\n"

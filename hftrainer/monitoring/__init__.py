@@ -1,1 +1,1 @@
-"""What a run does, while it does it: speeds, the journal in its folder, its health, and requests to it."""
+"""Live monitoring of a run: speeds, the journal in its folder, health, and requests to the run."""

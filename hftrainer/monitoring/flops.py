@@ -1,4 +1,4 @@
-"""Floating-point operations of the first micro-batch, by torch's formulas, and the peak of the hardware."""
+"""Floating-point operations of the first micro-batch by torch's formulas, and the hardware's peak."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils.flop_counter import flop_registry
 from hftrainer.plugins import adapter
 
 
-class _Counting(TorchDispatchMode):
-    """Adds up the operations of what runs.
+class _CountingMode(TorchDispatchMode):
+    """Counts the operations of all operators that run.
 
     torch's `FlopCounterMode` splits some operators into others, which changes gradients in the last bit.
     """
@@ -23,7 +23,7 @@ class _Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # In backward, only activation checkpointing enables gradients, to compute a part of forward again.
+        # In backward, only activation checkpointing enables gradients, to recompute a part of forward.
         is_repeated = self.in_backward and torch.is_grad_enabled()
         if not is_repeated and (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
@@ -31,44 +31,44 @@ class _Counting(TorchDispatchMode):
 
 
 class FlopCounter:
-    """Counts the operations of one micro-batch, forward and backward, attention included.
+    """Counts the operations of one micro-batch, in forward and backward, including attention.
 
-    The operations run as they would without it, once: their results do not change. But the micro-batch of a compiled
-    model runs uncompiled, since torch compiles nothing while it counts. What activation checkpointing computes again
-    does not count, as is usual for MFU.
+    Each operation runs once, with unchanged results. But the micro-batch of a compiled model runs uncompiled, since
+    torch compiles nothing during the count. As is usual for MFU, recomputation by activation checkpointing does not
+    count.
 
     Args:
-        peak: operations a second at which the device computes at most.
+        peak: the device's peak operations per second.
 
     Attributes:
-        counted: operations of the first micro-batch on this process; None before it.
+        counted: operations of the first micro-batch on this process; None before that.
     """
 
     def __init__(self, peak: float) -> None:
         self.peak = peak
         self.counted: int | None = None
-        self._mode: _Counting | None = None
+        self._mode: _CountingMode | None = None
         self._contexts = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Begin to count, at the first micro-batch."""
+        """Start counting, at the first micro-batch."""
         if self.counted is None and self._mode is None:
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
-            self._mode = self._contexts.enter_context(_Counting())
+            self._mode = self._contexts.enter_context(_CountingMode())
 
     def begin_backward(self) -> None:
-        """Note that backward follows."""
+        """Record that the backward pass follows."""
         if self._mode is not None:
             self._mode.in_backward = True
 
     def end(self) -> None:
-        """End the count, after the backward pass."""
+        """Finish the count, after the backward pass."""
         if self._mode is not None:
             self.counted = self._mode.total
             self.stop()
 
     def stop(self) -> None:
-        """Leave the counting mode, also after an error."""
+        """Exit the counting mode, also after an error."""
         self._mode = None
         self._contexts.close()
 
@@ -78,8 +78,10 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
     Args:
         device: the device.
-        precision: the run's precision, as Lightning names it: '32-true', '16-mixed', 'bf16-mixed', ...
+        precision: the run's precision in Lightning's names: '32-true', '16-mixed', 'bf16-mixed', ...
     """
-    kind = torch.bfloat16 if precision.startswith("bf16") else torch.half if precision.startswith("16") else torch.float
+    dtype = (
+        torch.bfloat16 if precision.startswith("bf16") else torch.half if precision.startswith("16") else torch.float
+    )
     # XLA records operations instead of executing them, so there is nothing to count.
-    return adapter().available_flops(device, kind) if device.type == "cuda" else None
+    return adapter().available_flops(device, dtype) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
-"""`/health` and `/metrics` of a run, by `metrics_port`, and the stack of a rank that hangs.
+"""`/health` and `/metrics` of a run (`metrics_port`), and the stack of a rank that hangs.
 
-The training thread of each rank notes in `Progress` that it has come further. A second thread writes this to the folder
-`_health` of the run. The first rank of each node serves the ranks of its node; rank 0 all ranks that share the folder.
+The training thread of each rank records its progress in `Progress`. A second thread writes it to the folder `_health`
+of the run. The first rank of each node serves the ranks of its node, and rank 0 all ranks that share the folder.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from hftrainer.parallel.processes import Processes
 
 _GetState = Callable[[], TrainerState]
 _GetFolder = Callable[[], str | None]
-#: Name of the folder; uploads to the Hub leave out names that begin with '_'.
+#: Name of the folder. Uploads to the Hub skip names that begin with '_'.
 NAME = "_health"
 PHASES = ("starting", "training", "evaluation", "saving", "ended")
 #: Seconds between two records of a rank.
 _INTERVAL = 2.0
-#: Seconds without a sign of progress after which a rank hangs, if that is more than `_FACTOR` times the longest so far.
+#: Seconds without a sign of progress after which a rank is late, if they exceed `_FACTOR` times the longest pause.
 _QUIET = 15.0
 _FACTOR = 10
-#: The same, where the usual time is unknown or no sign is given, as while a checkpoint is saved.
+#: The same if the usual pause is unknown, or if no signs are expected, as during a checkpoint.
 _SLOW = 300.0
-#: Seconds without a sign after which the stack is written.
+#: Seconds without a sign after which this rank writes its stack.
 _STACK_AFTER = 10.0
 #: Seconds for which a file system may show an old record of another node.
 _CACHED = 60.0
@@ -48,12 +48,12 @@ _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 
 
 class Progress:
-    """How far the training thread of this rank has come.
+    """The progress of this rank's training thread.
 
     Attributes:
         phase: one of `PHASES`.
-        signs: the signs of progress since the last optimizer step. All ranks give the same signs.
-        step_time: when the last optimizer step ended, by the monotonic clock.
+        signs: number of signs of progress since the last optimizer step; the same on all ranks.
+        step_time: end of the last optimizer step, on the monotonic clock.
     """
 
     __slots__ = ("_is_slow", "_longest", "_time", "phase", "signs", "step_time")
@@ -66,7 +66,7 @@ class Progress:
         self._longest = dict.fromkeys(PHASES, 0.0)
 
     def note_sign(self, is_slow: bool = False) -> None:
-        """Note that the rank has come further; `is_slow` if what follows may take minutes."""
+        """Record progress; `is_slow` if the next sign may take minutes."""
         now = time.monotonic()
         if now - self._time > self._longest[self.phase] and not self._is_slow:
             self._longest[self.phase] = now - self._time
@@ -74,26 +74,26 @@ class Progress:
         self.signs += 1
 
     def end_step(self) -> None:
-        """Note the end of an optimizer step."""
+        """Record the end of an optimizer step."""
         self.note_sign()
         self.signs, self.step_time = 0, self._time
         if self.phase == "starting":
             self.phase = "training"
 
     def enter_phase(self, phase: str) -> None:
-        """Begin a phase."""
+        """Enter a phase."""
         self.note_sign()
         self.phase, self._is_slow = phase, phase == "saving"
 
     @contextlib.contextmanager
     def in_phase(self, phase: str) -> Iterator[None]:
-        """Enter a phase for the block."""
-        before = self.phase
+        """Enter a phase for the block, and return to the previous phase after it."""
+        previous_phase = self.phase
         self.enter_phase(phase)
         try:
             yield
         finally:
-            self.enter_phase(before)
+            self.enter_phase(previous_phase)
 
     def seconds_since_sign(self) -> float:
         """Seconds since the last sign."""
@@ -117,14 +117,14 @@ class NoProgress(Progress):
 
 
 class _Recorder(threading.Thread):
-    """Writes the record of this rank, and its stack after some time without progress, until it is stopped.
+    """Writes the record of this rank, and its stack if there is no progress, until `stop`.
 
     Args:
-        progress: the progress of the thread that makes this object.
+        progress: the progress of the thread that creates this object.
         state: returns the state of the Trainer.
-        path: the file of the record; the stacks are beside it.
+        path: the file of the record. The stacks are next to it, with the suffix .txt.
         rank: this rank.
-        reporter: reads the records of all ranks, if this one serves them.
+        reporter: reads the records of the ranks that this rank serves; None if it serves none.
     """
 
     def __init__(self, progress: Progress, state: _GetState, path: Path, rank: int, reporter: _Reporter | None) -> None:
@@ -137,19 +137,21 @@ class _Recorder(threading.Thread):
     def run(self) -> None:
         """Write and read records until `stop`."""
         while not self._stopped.is_set():
-            # If C code holds the GIL, this thread does not run: faulthandler's own then writes the stacks.
+            # If C code holds the GIL, this thread does not run, and faulthandler's thread writes the stacks.
             faulthandler.dump_traceback_later(_STACK_AFTER, file=self._stacks)
             try:
                 self._write()
-            except OSError:  # the disk is full: better no record than an old one
+            # The disk is full: no record is better than an old one.
+            except OSError:
                 _remove(self._path)
             if self._reporter is not None:
-                self._reporter.read()
+                self._reporter.read_records()
             self._stopped.wait(_INTERVAL)
 
     def _write(self) -> None:
         progress = self._progress
-        limit = progress.limit()  # before the seconds, which the training thread may set to 0
+        # Read the limit first, since the training thread may reset the seconds.
+        limit = progress.limit()
         quiet = progress.seconds_since_sign()
         self._stacks.truncate(0)
         if quiet > _STACK_AFTER:
@@ -171,14 +173,15 @@ class _Recorder(threading.Thread):
         temporary.replace(self._path)
 
     def stop(self) -> None:
-        """End the thread, and remove the files of this rank."""
+        """Stop the thread, and remove the files of this rank."""
         self._stopped.set()
         self.join(_INTERVAL)
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
         _remove(self._path)
         _remove(self._path.with_suffix(".txt"))
-        with contextlib.suppress(OSError):  # another rank has files there
+        # Other ranks may have files in the folder.
+        with contextlib.suppress(OSError):
             self._path.parent.rmdir()
 
 
@@ -188,7 +191,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_compiling() -> bool:
-    """Whether torch.compile compiles in a thread of this process."""
+    """Whether torch.compile is compiling in a thread of this process."""
     for frame in sys._current_frames().values():
         while frame is not None:
             if frame.f_globals.get("__name__") in _COMPILERS:
@@ -210,24 +213,24 @@ class _Reporter:
     def __init__(self, progress: Progress, state: _GetState, last_checkpoint: _GetFolder, paths: list[Path]) -> None:
         self._progress, self._state, self._last_checkpoint, self._paths = progress, state, last_checkpoint, paths
         self._host = socket.gethostname()
-        #: The record of each rank, and when this process first read it: clocks of nodes may differ.
+        #: The record of each rank, and the time when this process first read it, since clocks of nodes may differ.
         self._records: dict[Path, tuple[dict[str, Any], float]] = {}
-        #: A rank that is behind and late, with its step and signs → since when.
-        self._late: dict[tuple[int, int, int], float] = {}
+        #: (late rank, its step, its signs) → the time since when it is late.
+        self._late_since: dict[tuple[int, int, int], float] = {}
 
-    def read(self) -> None:
+    def read_records(self) -> None:
         """Read the records of the ranks."""
-        found = {}
+        records = {}
         for path in self._paths:
             with contextlib.suppress(OSError, ValueError):
-                record, before = json.loads(path.read_text()), self._records.get(path)
-                found[path] = before if before and before[0] == record else (record, time.monotonic())
-        self._records = found
+                record, old_record = json.loads(path.read_text()), self._records.get(path)
+                records[path] = old_record if old_record and old_record[0] == record else (record, time.monotonic())
+        self._records = records
         late = [_position(rank) for rank in self._behind() if rank["is_late"]]
-        self._late = {each: self._late.get(each, time.monotonic()) for each in late}
+        self._late_since = {each: self._late_since.get(each, time.monotonic()) for each in late}
 
     def _behind(self) -> list[dict[str, Any]]:
-        """The ranks that are furthest behind."""
+        """The ranks furthest behind."""
         ranks = list(self._ranks())
         last = min((_position(rank)[1:] for rank in ranks), default=None)
         return [rank for rank in ranks if _position(rank)[1:] == last]
@@ -246,8 +249,8 @@ class _Reporter:
         """The response of `/health`. A run is stalled if the ranks furthest behind exceed their limits."""
         state, phase, ranks = self._state(), self._progress.phase, list(self._ranks())
         # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
-        before = time.monotonic() - 2 * _INTERVAL
-        late = [rank for rank in self._behind() if self._late.get(_position(rank), math.inf) <= before]
+        threshold = time.monotonic() - 2 * _INTERVAL
+        late = [rank for rank in self._behind() if self._late_since.get(_position(rank), math.inf) <= threshold]
         return {
             "status": "stalled" if late else phase if phase in ("starting", "ended") else "ok",
             "step": state.global_step,
@@ -268,9 +271,9 @@ class _Reporter:
         state, report = self._state(), self.report()
         losses = (line["loss"] for line in reversed(state.log_history) if "loss" in line)
         checkpoint = (report["last_checkpoint"] or "").rpartition("-")[2]
-        for name, text, value in (
+        for name, help_text, value in (
             ("step", "Optimizer steps done.", state.global_step),
-            ("max_steps", "Optimizer steps of the whole run.", state.max_steps),
+            ("max_steps", "Optimizer steps of the complete run.", state.max_steps),
             ("epoch", "Epochs done.", state.epoch),
             ("loss", "The last loss logged.", next(losses, None)),
             ("seconds_since_step", "Seconds since the last optimizer step.", report["seconds_since_step"]),
@@ -278,25 +281,25 @@ class _Reporter:
             ("ranks_late", "Ranks that hang.", len(report["late_ranks"])),
         ):
             if value is not None:
-                yield GaugeMetricFamily(f"hftrainer_{name}", text, value=value)
+                yield GaugeMetricFamily(f"hftrainer_{name}", help_text, value=value)
         yield CounterMetricFamily("hftrainer_steps", "Optimizer steps done.", value=state.global_step)
         phases = GaugeMetricFamily("hftrainer_phase", "1 for the current phase.", labels=["phase"])
         for phase in PHASES:
             phases.add_metric([phase], int(phase == report["phase"]))
-        logged = GaugeMetricFamily("hftrainer_log", "The numbers of the last log line.", labels=["name"])
+        log_values = GaugeMetricFamily("hftrainer_log", "The numbers of the last log line.", labels=["name"])
         for name, value in (state.log_history or [{}])[-1].items():
             if isinstance(value, (int, float)):
-                logged.add_metric([name], value)
-        yield from (phases, logged)
+                log_values.add_metric([name], value)
+        yield from (phases, log_values)
 
 
 def _position(rank: dict[str, Any]) -> tuple[int, int, int]:
-    """A rank, and how far it has come."""
+    """A rank, its optimizer step, and its signs since then."""
     return rank["rank"], rank["step"], rank["signs"]
 
 
 def _stack(rank: dict[str, Any]) -> str:
-    """The stack of a rank's training thread, the innermost call first; empty if it could not be written."""
+    """The stack of a rank's training thread, innermost call first; empty if it is not available."""
     with contextlib.suppress(OSError):
         for part in reversed(rank["path"].with_suffix(".txt").read_text().split("\n\n")):
             if f"Thread 0x{rank['thread']:016x}" in part:
@@ -312,16 +315,16 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Print nothing about a request."""
+        """Print nothing for a request."""
 
 
 @contextlib.contextmanager
-def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
-    """Serve `/health` and `/metrics` in the block.
+def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
+    """Serve `/health` and `/metrics` during the block.
 
     Raises:
-        InvalidArgument: if the port is taken, or the address is not one of this machine.
-        MissingPackage: without prometheus_client.
+        InvalidArgument: if the port is in use, or the address does not belong to this machine.
+        MissingPackage: if prometheus_client is not installed.
     """
     try:
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -329,7 +332,7 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
         raise MissingPackage(
             "metrics_port needs prometheus_client: pip install 'hftrainer[metrics]'"
         ) from unless_absent(error)
-    host, port = read_address(given)
+    host, port = read_address(address)
     registry = CollectorRegistry()
     registry.register(reporter)
     metrics = make_wsgi_app(registry)
@@ -347,53 +350,55 @@ def _run_server(given: int | str, reporter: _Reporter) -> Iterator[None]:
         server = make_server(host, port, answer, _Server, _QuietHandler)
     except OSError as error:
         raise InvalidArgument(
-            f"metrics_port={given!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
+            f"metrics_port={address!r}: cannot listen on {host}:{port} ({error.strerror}). Use another port."
         ) from error
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield
     finally:
         server.shutdown()
-        with contextlib.suppress(OSError):  # workers of loaders have a copy of the socket, which must not listen on
+        # Loader workers have a copy of the socket, which must not keep listening.
+        with contextlib.suppress(OSError):
             server.socket.shutdown(socket.SHUT_RDWR)
         server.server_close()
 
 
 @contextlib.contextmanager
 def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpoint: _GetFolder) -> Iterator[Progress]:
-    """Serve `/health` and `/metrics` in the block; yields what notes the progress.
+    """Serve `/health` and `/metrics` during the block. Yields the `Progress` to update.
 
     Args:
         args: the training arguments.
         processes: the processes of the run.
         state: returns the state of the Trainer.
-        last_checkpoint: returns the newest whole checkpoint of the run, if any.
+        last_checkpoint: returns the newest complete checkpoint of the run, if any.
 
     Raises:
         InvalidArgument: on all ranks, if a rank that serves cannot use the port.
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
-    if (given := getattr(args, "metrics_port", None)) is None:
+    if (address := getattr(args, "metrics_port", None)) is None:
         yield NoProgress()
         return
     folder, rank = Path(args.output_dir, NAME), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)
     progress, error = Progress(), None
     reporter = _Reporter(progress, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])
-    serves = processes.local_rank == 0
+    is_server = processes.local_rank == 0
     with contextlib.ExitStack() as stack:
-        if serves:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+        if is_server:
+            # A killed run may have left the folder.
+            shutil.rmtree(folder, ignore_errors=True)
             try:
-                stack.enter_context(_run_server(given, reporter))
-            except (InvalidArgument, MissingPackage) as found:
-                error = found
+                stack.enter_context(_run_server(address, reporter))
+            except (InvalidArgument, MissingPackage) as problem:
+                error = problem
         for each in processes.gather_objects([error]):
             if each is not None:
                 raise each
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{rank}.json"
-        recorder = _Recorder(progress, state, path, rank, reporter if serves else None)
+        recorder = _Recorder(progress, state, path, rank, reporter if is_server else None)
         recorder.start()
         stack.callback(recorder.stop)
         yield progress

@@ -1,13 +1,13 @@
-"""The journal of a run: what happened when, one JSON object a line, in its folder. `watch` and `plot` read it.
+"""The journal of a run: its events, one JSON object per line. `watch` and `plot` read it.
 
 Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps done). The events are:
 
-- `begin`: `train()` began; `max_steps`, `world_size`, `device`, `pid`, `host`, and `resumed_from`, a folder or null.
+- `begin`: `train()` started; `max_steps`, `world_size`, `device`, `pid`, `host`, and `resumed_from`, a folder or null.
 - `log`: `logs`, a line of `log_history`.
 - `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward,
-  optimizer), 'data' (waiting for it), 'evaluation' and 'saving'; together the whole time. Written at log lines, at the
-  begin and end of phases, and at the end.
-- `phase`: what the run does from now on: 'training', 'evaluation' or 'saving'.
+  optimizer), 'data' (waiting for it), 'evaluation' and 'saving'; together all of the time. Written at log lines, at the
+  start and end of phases, and at the end.
+- `phase`: the activity that starts: 'training', 'evaluation' or 'saving'.
 - `checkpoint`: a checkpoint is complete, in `folder`.
 - `warning`: `text`.
 - `end`: `reason`, such as 'complete', 'stopped' or the name of an error.
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 NAME = "journal.jsonl"
 #: The activities of an interval.
 ACTIVITIES = ("steps", "data", "evaluation", "saving")
-#: Reasons of an end after which nothing is to be done.
+#: Reasons of an end after which no restart is needed.
 COMPLETE = ("complete", "stopped")
 
 
@@ -37,14 +37,14 @@ class Journal:
     """Appends events to the journal of a run.
 
     Attributes:
-        folder: the run's `output_dir`; None writes nothing, as on the other ranks, and after a failure.
+        folder: the run's `output_dir`; None to write nothing, as on other ranks and after a failure.
     """
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
 
     def write(self, event: str, step: int, **values: Any) -> None:
-        """Append an event. If that fails, as on a full disk, a warning says so, and no further one is written."""
+        """Append an event. After a failure such as a full disk, warn once and write no more events."""
         if self.folder is None:
             return
         line = json.dumps({"time": round(time.time(), 3), "event": event, "step": step, **values}, default=str)
@@ -52,15 +52,16 @@ class Journal:
             os.makedirs(self.folder, exist_ok=True)
             with open(os.path.join(self.folder, NAME), "a+b") as file:
                 # After a kill, the last line may be incomplete.
-                is_whole = not file.tell() or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
-                file.write((b"" if is_whole else b"\n") + line.encode() + b"\n")
+                is_complete = not file.tell() or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
+                file.write((b"" if is_complete else b"\n") + line.encode() + b"\n")
         except OSError as error:
-            self.folder = None  # before the warning, which would be written to the journal
-            logger.warning("The journal cannot be written, and is not continued: %s", error)
+            # Before the warning, which would otherwise be written to the journal.
+            self.folder = None
+            logger.warning("The journal cannot be written, so it ends here: %s", error)
 
 
 def parse(line: bytes) -> dict[str, Any] | None:
-    """The event in a line of a journal; None if a kill cut the line off."""
+    """The event in a line of a journal; None if a kill truncated the line."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -69,18 +70,18 @@ def parse(line: bytes) -> dict[str, Any] | None:
 
 
 def check_folder(folder: str) -> None:
-    """Raise `InvalidArgument` for what is no folder."""
+    """Raise `InvalidArgument` if the path is not a folder."""
     if not os.path.isdir(folder):
         reason = "is not a folder" if os.path.exists(folder) else "the folder does not exist"
         reason = explain_unreadable_url(folder) or reason
         raise InvalidArgument(
-            f"{folder}: {reason}; give the output_dir of a run, which holds its checkpoint-xxx folders, and with "
+            f"{folder}: {reason}; pass the output_dir of a run, which contains its checkpoint-xxx folders, and with "
             "observe=True a journal."
         )
 
 
 def read_events(folder: str) -> list[dict[str, Any]]:
-    """The events in a run's folder, in order; none without a journal. Lines that a kill cut off are left out."""
+    """The events in a run's folder, in order; empty without a journal. Truncated lines are skipped."""
     try:
         with open(os.path.join(folder, NAME), "rb") as file:
             return [event for line in file if (event := parse(line)) is not None]
@@ -89,12 +90,20 @@ def read_events(folder: str) -> list[dict[str, Any]]:
 
 
 def begins_another(event: dict[str, Any], reason: str | None) -> bool:
-    """Whether another run begins with the event, not a restart; `reason` is why the last start ended, if known."""
+    """Whether the event begins a new run rather than a restart.
+
+    Args:
+        event: an event of the journal.
+        reason: the reason for which the last start ended; None if unknown.
+    """
     return event["event"] == "begin" and event.get("resumed_from") is None and reason in COMPLETE
 
 
 def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events since the first start of the last run: a start from scratch after one that ended begins another."""
+    """The events since the first start of the last run.
+
+    A start from scratch after a complete or stopped start begins another run.
+    """
     first, reason = 0, None
     for index, event in enumerate(events):
         first = index if begins_another(event, reason) else first
@@ -104,17 +113,17 @@ def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events of the last run, without those of steps that a later start from an earlier checkpoint has undone."""
-    kept: list[dict[str, Any]] = []
+    """The events of the last run, without those of steps that a resume from an earlier checkpoint undid."""
+    remaining: list[dict[str, Any]] = []
     for event in of_last_run(events):
         if event["event"] == "begin":
-            kept = [each for each in kept if each["event"] == "begin" or each["step"] <= event["step"]]
-        kept.append(event)
-    return kept
+            remaining = [each for each in remaining if each["event"] == "begin" or each["step"] <= event["step"]]
+        remaining.append(event)
+    return remaining
 
 
 def goodput(events: list[dict[str, Any]]) -> float | None:
-    """The time of the steps that count, divided by all time since the first start; None before the first interval."""
+    """The share of steps that count in all time since the first start; None before the first interval."""
     intervals = [event for event in without_undone(events) if event["event"] == "interval"]
     if not intervals:
         return None

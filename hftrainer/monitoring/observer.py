@@ -1,4 +1,4 @@
-"""Measures a run between its log lines (`observe`): speeds, where the time goes, memory, MFU; and warns."""
+"""Measures a run between its log lines (`observe`): speeds, time by activity, memory and MFU; and warns."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from hftrainer.reporting.summary import peak_process_memory
 
 logger = logging.getLogger(__name__)
 
-#: A step that takes so many times the median, and so many seconds, is reported.
+#: Minimum of a slow step that is reported: as a multiple of the median, and in seconds.
 _SLOW, _SLOW_SECONDS = 20, 1.0
-#: Seconds between two looks at the memory of the process.
+#: Seconds between two samples of the process's memory.
 _SAMPLE_PERIOD = 0.1
-#: Steps from which the median is known, and the most of which it is taken.
-_KNOWN, _REMEMBERED = 10, 1000
-#: What waits for data → what to do about it.
+#: Minimum and maximum number of steps of a median.
+_MIN_STEPS, _MAX_STEPS = 10, 1000
+#: The cause of a wait for data → the remedy.
 _REMEDIES = {
     "the dataset": "raise dataloader_num_workers, or prepare the samples before training",
     "data_collator": "raise dataloader_num_workers, or do its work once, before training",
     "the transfer to the device": "set dataloader_pin_memory=True, or make the samples smaller",
     "the loading processes": "raise dataloader_num_workers or dataloader_prefetch_factor",
-    "the script's loader": "let it load ahead, in processes of its own",
+    "the script's loader": "let it prefetch in separate processes",
 }
 
 
 @dataclass
-class Measured:
-    """What the parts of a run measure, from its beginning; read at log lines.
+class Measurements:
+    """The measurements of other parts of a run since it started.
 
     Attributes:
         seconds: returns 'evaluation' and 'saving' → seconds.
-        waits: returns the parts of the way to a batch, named as in the warning → seconds.
-        samples: samples that this process has trained on.
-        tokens: its input tokens, padding included.
+        waits: returns the causes of waits for data, as in `_REMEDIES` → seconds.
+        samples: number of samples that this process has trained on.
+        tokens: number of their input tokens, including padding.
     """
 
     seconds: Callable[[], Mapping[str, float]]
@@ -56,21 +56,21 @@ class Measured:
 
 
 class Observer(TrainerCallback):
-    """Measures the intervals between log lines. A callback; `RunWatch` reports micro-batches and phases to it.
+    """A callback that measures the intervals between log lines. `RunWatch` reports micro-batches and phases to it.
 
     Args:
-        what: what to observe, of `OBSERVE_PARTS`.
-        measured: what is measured elsewhere.
+        what: what to observe, from `OBSERVE_PARTS`.
+        measured: the measurements of other parts of the run.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
-        flops: counts the operations of the first micro-batch; None where the peak of the hardware is unknown.
-        journal: where events are written.
+        flops: counts the operations of the first micro-batch; None if the peak of the hardware is unknown.
+        journal: the journal for the events.
         facts: values for the first event.
     """
 
     def __init__(
         self,
         what: frozenset[str],
-        measured: Measured,
+        measured: Measurements,
         sum_over_data: Callable[[int], int],
         flops: FlopCounter | None,
         journal: Journal,
@@ -88,13 +88,13 @@ class Observer(TrainerCallback):
         self._written = self._begin
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copies of the Trainer do not observe this run."""
+        """Make copies of the Trainer observe nothing."""
         return TrainerCallback, ()
 
     # ---- Intervals ---------------------------------------------------------------------------------------------
 
     def _read(self) -> dict[str, float]:
-        """The counters now: 'time', 'data', 'evaluation' and 'saving' in seconds, and counts."""
+        """The current counters: 'time', 'data', 'evaluation' and 'saving' in seconds, and counts."""
         waits, seconds = self.measured.waits(), self.measured.seconds()
         counters = {name: seconds.get(name, 0.0) for name in ("evaluation", "saving")} | {"data": sum(waits.values())}
         counts = {"samples": self.measured.samples, "tokens": self.measured.tokens}
@@ -103,54 +103,56 @@ class Observer(TrainerCallback):
     def _begin_interval(self, now: dict[str, float]) -> None:
         self._begin, self._memory = now, 0
         self._count = 0
-        self._latest: deque[float] = deque(maxlen=_REMEMBERED)
-        self._step_begin = _in_steps(now)
+        self._latest: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._step_begin = _step_seconds(now)
 
     def values(self) -> dict[str, float]:
-        """The values for a log line, of the time since the last one. A collective operation."""
+        """The values for a log line, for the time since the last one. A collective operation."""
         now = self._read()
-        spent = {name: value - self._begin.get(name, 0.0) for name, value in now.items()}
-        training = _in_steps(spent)
-        found: dict[str, float] = {}
+        differences = {name: value - self._begin.get(name, 0.0) for name, value in now.items()}
+        training_seconds = _step_seconds(differences)
+        values: dict[str, float] = {}
         if "speed" in self.what and self._count:
-            rates = {name: self._sum_over_data(int(spent[name])) / training for name in ("tokens", "samples")}
-            found = {f"{name}_per_second": rate for name, rate in rates.items() if rate}
-            found["step_seconds"] = training / self._count
+            rates = {
+                name: self._sum_over_data(int(differences[name])) / training_seconds for name in ("tokens", "samples")
+            }
+            values = {f"{name}_per_second": rate for name, rate in rates.items() if rate}
+            values["step_seconds"] = training_seconds / self._count
         if "time" in self.what:
             shares = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
-            found |= {name: spent[part] / spent["time"] for name, part in shares.items()}
+            values |= {name: differences[part] / differences["time"] for name, part in shares.items()}
         if "memory" in self.what:
-            found["peak_memory_mb"] = self._take_memory() / 1e6
+            values["peak_memory_mb"] = self._take_memory() / 1e6
         if self.flops is not None and self.flops.counted:
-            elements = spent["tokens"] or spent["samples"]
-            found["mfu"] = self.flops.counted * elements / self._first_elements / training / self.flops.peak
-        if len(self._latest) >= _KNOWN:
+            elements = differences["tokens"] or differences["samples"]
+            values["mfu"] = self.flops.counted * elements / self._first_elements / training_seconds / self.flops.peak
+        if len(self._latest) >= _MIN_STEPS:
             self._median = statistics.median(self._latest)
-            self._check_data(spent)
+            self._check_data(differences)
         self._begin_interval(now)
-        return found
+        return values
 
     def _take_memory(self) -> int:
-        """The peak of memory since the last call, in bytes: of the tensors on the accelerator, or of this process."""
+        """The peak memory since the last call, in bytes: of tensors on the accelerator, or of this process."""
         peak = devices.take_memory_peak()
         return max(self._memory, _process_memory()) if peak is None else peak
 
     def write_interval(self) -> None:
-        """Write to the journal where the time since the last such event went."""
+        """Write the time by activity since the last interval to the journal."""
         now = self._read()
-        spent = {name: now[name] - self._written[name] for name in ("data", "evaluation", "saving")}
-        seconds = {"steps": now["time"] - self._written["time"] - sum(spent.values()), **spent}
+        other_seconds = {name: now[name] - self._written[name] for name in ("data", "evaluation", "saving")}
+        seconds = {"steps": now["time"] - self._written["time"] - sum(other_seconds.values()), **other_seconds}
         self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
         self._written, self._written_step = now, self._step
 
     def goodput(self) -> float | None:
-        """The share of all time since the run's first start that went into steps that count; None without a journal."""
+        """The share of steps that count in all time since the first start; None without a journal."""
         self.write_interval()
         return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Write to the journal when the block begins and ends; `name` is 'evaluation' or 'saving'."""
+        """Write the start and end of a phase ('evaluation' or 'saving') to the journal."""
         self.write_interval()
         self.journal.write("phase", self._step, phase=name)
         try:
@@ -172,7 +174,7 @@ class Observer(TrainerCallback):
     # ---- Events ------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Begin the journal and the first interval."""
+        """Start the journal and the first interval."""
         self._step = self._written_step = state.global_step
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
         self.journal.write("begin", self._step, **facts)
@@ -181,12 +183,12 @@ class Observer(TrainerCallback):
         self._written = self._begin
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Note the time of the step, and the memory."""
+        """Record the time of the step, and the memory."""
         now, seconds, self._step = time.perf_counter(), self.measured.seconds(), state.global_step
-        in_steps = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
+        step_seconds = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
         self._count += 1
-        self._latest.append(in_steps - self._step_begin)
-        self._step_begin = in_steps
+        self._latest.append(step_seconds - self._step_begin)
+        self._step_begin = step_seconds
         self._check_step(self._latest[-1])
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_PERIOD
@@ -199,11 +201,11 @@ class Observer(TrainerCallback):
             self.write_interval()
 
     def on_save(self, args, state, control, **kwargs):
-        """Write to the journal that there is a checkpoint."""
+        """Write the checkpoint to the journal."""
         self.journal.write("checkpoint", state.global_step, folder=f"checkpoint-{state.global_step}")
 
     def close(self, reason: str) -> None:
-        """End the journal's entries of this run."""
+        """Write the end of the run to the journal."""
         if self.flops is not None:
             self.flops.stop()
         self.write_interval()
@@ -218,20 +220,21 @@ class Observer(TrainerCallback):
         if seconds > max(_SLOW * self._median, _SLOW_SECONDS):
             times = seconds / self._median
             logger.warning("Step %d took %.3g s, %.0f times the median.", self._step, seconds, times)
-            self._median = None  # no second warning before the next log line
+            # No second warning before the next log line.
+            self._median = None
 
-    def _check_data(self, spent: Mapping[str, float]) -> None:
-        """Warn once if steps wait for data more than half of their time, and name the part that takes most of it."""
-        share = spent["data"] / _in_steps(spent)
+    def _check_data(self, seconds: Mapping[str, float]) -> None:
+        """Warn once if steps wait for data more than half of their time, and name the main cause."""
+        share = seconds["data"] / _step_seconds(seconds)
         if share > 0.5 and "warnings" in self.what and not self._has_warned_of_data:
-            part = max(self.measured.waits(), key=lambda name: spent[name])
+            cause = max(self.measured.waits(), key=lambda name: seconds[name])
             text = "Steps wait for data %.0f %% of the time, mostly for %s: %s."
-            logger.warning(text, 100 * share, part, _REMEDIES[part])
+            logger.warning(text, 100 * share, cause, _REMEDIES[cause])
             self._has_warned_of_data = True
 
 
 class _JournalHandler(logging.Handler):
-    """Writes warnings to the journal too."""
+    """Also writes warnings to the journal."""
 
     def __init__(self, observer: Observer) -> None:
         super().__init__(logging.WARNING)
@@ -242,13 +245,13 @@ class _JournalHandler(logging.Handler):
         self._observer.journal.write("warning", self._observer._step, text=record.getMessage())
 
 
-def _in_steps(counters: Mapping[str, float]) -> float:
+def _step_seconds(counters: Mapping[str, float]) -> float:
     """Seconds spent in steps, including the wait for data."""
     return counters["time"] - counters["evaluation"] - counters["saving"]
 
 
 def _process_memory() -> int:
-    """Resident memory of this process, in bytes; where the system does not say it, its highest so far; else 0."""
+    """Resident memory of this process, in bytes; its peak on systems that do not report it; else 0."""
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

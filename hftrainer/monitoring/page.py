@@ -1,4 +1,4 @@
-"""What a page of `watch` shows of a run: its journal summed up, or else its newest trainer_state.json."""
+"""The data of a page of `watch`, from a run's journal, or else its newest trainer_state.json."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from hftrainer.reporting.plot import curves, read_state
 
 Event = dict[str, Any]
 
-#: How many intervals count as recent, and how many checkpoints and warnings are shown.
-RECENT, SHOWN = 20, 3
-#: A run is silent after three times its longest pause so far, and at least this many seconds.
+#: Number of recent intervals, and of checkpoints and warnings on the page.
+RECENT, MAX_ROWS = 20, 3
+#: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
 
 
 @dataclass
 class RunSummary:
-    """The events of a run, summed up. Of steps that a later start has undone, only the time counts.
+    """A summary of a run's events. Of steps that a later start undid, only the time counts.
 
     Attributes:
         begin, end, phase, last: the last start; the end and the phase since then; the last event.
-        max_steps: optimizer steps of the whole run.
+        max_steps: optimizer steps of the complete run.
         curves: losses and metrics → optimizer steps and values.
-        values: the last value of all else that training has logged.
-        spans: starts and intervals, as `goodput` takes them.
+        values: the last value of everything else that training logged.
+        spans: starts and intervals, for `goodput`.
         recent: the last intervals.
         seconds: activity → seconds since the first start.
         pace: optimizer steps and seconds since the last start.
         checkpoints: folder → event.
-        warnings: the last ones.
-        longest_pause: seconds between two events of a start.
+        warnings: the last warnings.
+        longest_pause: maximum of the seconds between two events of a start.
     """
 
     begin: Event | None = None
@@ -54,7 +54,7 @@ class RunSummary:
     seconds: Counter[str] = field(default_factory=Counter)
     pace: tuple[int, float] = (0, 0.0)
     checkpoints: dict[str, Event] = field(default_factory=dict)
-    warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=SHOWN))
+    warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_ROWS))
     longest_pause: float = 0.0
 
     def add(self, event: Event) -> None:
@@ -81,18 +81,18 @@ class RunSummary:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
         self.max_steps = event["max_steps"] or 0
         self.spans = without_undone([*self.spans, event])
-        self.checkpoints = {path: made for path, made in self.checkpoints.items() if made["step"] <= event["step"]}
+        self.checkpoints = {path: saved for path, saved in self.checkpoints.items() if saved["step"] <= event["step"]}
         for steps, values in self.curves.values():
-            kept = bisect.bisect_right(steps, event["step"])
-            del steps[kept:], values[kept:]
+            length = bisect.bisect_right(steps, event["step"])
+            del steps[length:], values[length:]
 
     def _add_log(self, event: Event) -> None:
         line = {"step": event["step"], **event["logs"]}
         panels = curves(TrainerState(log_history=[line]))
         for name, (steps, values) in (panels["loss"] | panels["metrics"]).items():
-            known = self.curves.setdefault(name, ([], []))
-            known[0].extend(steps)
-            known[1].extend(values)
+            curve = self.curves.setdefault(name, ([], []))
+            curve[0].extend(steps)
+            curve[1].extend(values)
         for name, value in line.items():
             is_shown = name not in self.curves and (name == "eval_share" or not name.startswith("eval_"))
             if is_shown and name != "step" and isinstance(value, (int, float)):
@@ -105,7 +105,7 @@ class RunSummary:
         self.pace = self.pace[0] + event["steps"], self.pace[1] + sum(event["seconds"].values())
 
     def state(self, now: float) -> str:
-        """'unobserved', 'running', 'silent' (no sign of life), 'killed', 'complete', 'stopped' or 'failed'.
+        """One of 'unobserved', 'running', 'silent', 'killed', 'complete', 'stopped' and 'failed'.
 
         Args:
             now: seconds since 1970.
@@ -123,19 +123,19 @@ class RunSummary:
         return {name: sum(event["seconds"].get(name, 0.0) for event in self.recent) for name in ACTIVITIES}
 
     def metric(self, name: str) -> dict[str, float | None]:
-        """The last value of a curve and the best, which is the lowest of a loss, and the highest of all else."""
+        """The last and the best value of a curve: a loss's lowest, or a metric's highest."""
         steps, values = self.curves[name]
         finite = [(value, step) for step, value in zip(steps, values, strict=True) if not math.isnan(value)]
         choose = min if name.endswith("loss") else max
-        best, at = choose(finite, key=lambda pair: pair[0], default=(None, None))
-        return {"last": values[-1], "best": best, "best_step": at}
+        best, best_step = choose(finite, key=lambda pair: pair[0], default=(None, None))
+        return {"last": values[-1], "best": best, "best_step": best_step}
 
 
 class WatchedRun:
-    """The files of a run; `read` reads what was appended since the last time.
+    """The files of a run. `read` reads what was appended since the last call.
 
     Args:
-        folder: the run's `output_dir`. Without a journal, its newest `trainer_state.json` is read instead.
+        folder: the run's `output_dir`. Without a journal, we read its newest `trainer_state.json`.
     """
 
     def __init__(self, folder: str) -> None:
@@ -145,7 +145,7 @@ class WatchedRun:
         self._offset = 0
 
     def _update(self) -> None:
-        """Read new events; all of them if the file has been replaced or truncated."""
+        """Read new events, or all events after the file was replaced or truncated."""
         try:
             with open(os.path.join(self.folder, NAME), "rb") as file:
                 status = os.fstat(file.fileno())
@@ -153,7 +153,8 @@ class WatchedRun:
                     self.summary, self._source, self._offset = RunSummary(), status.st_ino, 0
                 file.seek(self._offset)
                 for line in file:
-                    if not line.endswith(b"\n"):  # it is being written
+                    # The run is still writing this line.
+                    if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
                     if (event := parse(line)) is not None:
@@ -166,35 +167,41 @@ class WatchedRun:
 
     def _read_checkpoints(self) -> None:
         try:
-            made = {path: os.path.getmtime(path) for path in sort_checkpoints(self.folder)}
-            if made and made == self._source:
+            save_times = {path: os.path.getmtime(path) for path in sort_checkpoints(self.folder)}
+            if save_times and save_times == self._source:
                 return
             state = read_state(self.folder)
-        except FileNotFoundError:  # a checkpoint was removed meanwhile; the next update reads the others
+        # A checkpoint was removed meanwhile: the next update reads the others.
+        except FileNotFoundError:
             return
-        self.summary, self._source = RunSummary(max_steps=state.max_steps), made
-        step, saved = 0, max(made.values(), default=None)
+        self.summary, self._source = RunSummary(max_steps=state.max_steps), save_times
+        step, last_save = 0, max(save_times.values(), default=None)
         for line in state.log_history:
             step = line.get("step", step)
-            self.summary.add({"event": "log", "time": saved, "step": step, "logs": line})
-        for path, at in made.items():
-            self.summary.add({"event": "checkpoint", "time": at, "step": int(path.rpartition("-")[2]), "folder": path})
-        self.summary.add({"event": "state", "time": saved, "step": state.global_step})
+            self.summary.add({"event": "log", "time": last_save, "step": step, "logs": line})
+        for path, save_time in save_times.items():
+            self.summary.add(
+                {"event": "checkpoint", "time": save_time, "step": int(path.rpartition("-")[2]), "folder": path}
+            )
+        self.summary.add({"event": "state", "time": last_save, "step": state.global_step})
 
     def read(self) -> dict[str, Any]:
-        """The data behind the page, up to date, of plain values; times are in seconds since 1970.
+        """The current data of the page, as plain values; times in seconds since 1970.
 
         Raises:
-            InvalidArgument: for a folder with neither a journal nor a state.
+            InvalidArgument: if the folder has neither a journal nor a state.
         """
         self._update()
         run, now = self.summary, time.time()
         state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
         is_running = state in ("running", "silent")
         last = run.last or {"time": None, "step": 0}
-        names = sorted((name for name, (at, _) in run.curves.items() if at), key=lambda name: name != "loss")
-        present = os.listdir(self.folder)  # rotation removes checkpoints
-        saved = [made for path, made in run.checkpoints.items() if os.path.basename(path) in present]
+        names = sorted(
+            (name for name, (curve_steps, _) in run.curves.items() if curve_steps), key=lambda name: name != "loss"
+        )
+        # Rotation removes checkpoints.
+        files = os.listdir(self.folder)
+        checkpoints = [event for path, event in run.checkpoints.items() if os.path.basename(path) in files]
         return {
             "folder": self.folder,
             "state": state,
@@ -210,7 +217,9 @@ class WatchedRun:
             "metrics": {name: run.metric(name) for name in names},
             "values": run.values,
             "seconds": {"recent": run.recent_seconds(), "all": {name: run.seconds[name] for name in ACTIVITIES}},
-            "checkpoints": [{name: each[name] for name in ("folder", "step", "time")} for each in saved[-SHOWN:]],
+            "checkpoints": [
+                {name: each[name] for name in ("folder", "step", "time")} for each in checkpoints[-MAX_ROWS:]
+            ],
             "warnings": [{name: each[name] for name in ("text", "step", "time")} for each in run.warnings],
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }

@@ -1,4 +1,4 @@
-"""Requests to a live run: files in its folder, which `python -m hftrainer ask` writes, and intervals in minutes."""
+"""Requests to a live run: files that `python -m hftrainer ask` writes, and intervals in minutes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from hftrainer.monitoring.journal import read_events
 
 logger = logging.getLogger(__name__)
 
-#: The folder of requests, in the run's folder. A request is a file with its name; `<name>.done` is the answer.
+#: The folder of requests in the run's folder. A request is an empty file `<name>`, its answer a file `<name>.done`.
 FOLDER = ".requests"
-#: Request → the control flag that it sets.
+#: Request → the control flag that it sets in `TrainerControl`.
 FLAGS = {"save": "should_save", "evaluate": "should_evaluate", "stop": "should_training_stop"}
 REQUESTS = (*FLAGS, "profile")
 _FLAG_OF_PHASE = {"saving": FLAGS["save"], "evaluation": FLAGS["evaluate"]}
-#: Seconds between two looks into the folder.
+#: Seconds between two checks of the folder.
 _PERIOD = 1.0
 _PROFILED_STEPS = 10
 
 
 class Requests:
-    """Sets the control flags that somebody asks for, and those of `save_minutes` and `eval_minutes`.
+    """Sets control flags for requests, and for `save_minutes` and `eval_minutes`.
 
-    The main process has it; all ranks act at the same step, as for any flag that one of them sets.
+    Only the main process has this object. All ranks act at the same step, as for any flag that one rank sets.
 
     Args:
         folder: the run's `output_dir`.
         save_minutes: minutes between two saves, or None.
         eval_minutes: minutes between two evaluations, or None.
-        since_evaluation: seconds of a resumed run that its last evaluation was before its checkpoint.
-        can_evaluate: whether there is an evaluation set.
+        since_evaluation: for a resumed run, seconds between the last evaluation and the checkpoint.
+        can_evaluate: whether the run has an evaluation set.
         saves: whether the run saves checkpoints, so that 'stop' saves one.
     """
 
@@ -57,20 +57,24 @@ class Requests:
         self._can_evaluate, self._saves = can_evaluate, saves
         self._next_look = now
         self._profile: _Profile | None = None
-        for left in self._found():  # of a run that has ended
-            left.unlink(missing_ok=True)
+        # Requests to an earlier run.
+        for path in self._list_requests():
+            path.unlink(missing_ok=True)
 
     @property
     def since_evaluation(self) -> float:
-        """Seconds since the last evaluation; 0 without `eval_minutes`, so that equal runs write equal checkpoints."""
+        """Seconds since the last evaluation.
+
+        Without `eval_minutes` it is 0, so that equal runs write equal checkpoints.
+        """
         return 0.0 if self._minutes["evaluation"] is None else time.monotonic() - self._last["evaluation"]
 
     def note(self, phase: str) -> None:
-        """Note that an 'evaluation' or 'saving' has ended now."""
+        """Record the end of a phase, 'evaluation' or 'saving'."""
         self._last[phase] = time.monotonic()
 
     def poll(self, control: Any, step: int) -> None:
-        """Set the flags that are due after an optimizer step."""
+        """Set the control flags that are due after an optimizer step."""
         now = time.monotonic()
         for phase, minutes in self._minutes.items():
             if minutes is not None and now - self._last[phase] >= 60 * minutes:
@@ -79,14 +83,14 @@ class Requests:
             self._profile = None
         if now >= self._next_look:
             self._next_look = now + _PERIOD
-            for path in self._found():
-                self._grant(path, control, step)
+            for path in self._list_requests():
+                self._execute(path, control, step)
 
-    def _found(self) -> list[Path]:
+    def _list_requests(self) -> list[Path]:
         return [path for name in REQUESTS if (path := self._folder / name).exists()]
 
-    def _grant(self, path: Path, control: Any, step: int) -> None:
-        """Do what a file asks for, and answer."""
+    def _execute(self, path: Path, control: Any, step: int) -> None:
+        """Execute the request in a file, and write the answer."""
         name, answer = path.name, f"at step {step}"
         if name == "evaluate" and not self._can_evaluate:
             answer = "refused: the run has no eval_dataset"
@@ -98,8 +102,9 @@ class Requests:
         else:
             setattr(control, FLAGS[name], True)
             control.should_save |= name == "stop" and self._saves
-        logger.warning("Asked for %r: %s.", name, answer)
-        with contextlib.suppress(OSError):  # on a full disk, the answer is missing
+        logger.warning("Request %r: %s.", name, answer)
+        # On a full disk, the answer is missing.
+        with contextlib.suppress(OSError):
             path.with_suffix(".done").write_text(json.dumps({"step": step, "answer": answer}))
         path.unlink(missing_ok=True)
 
@@ -111,7 +116,7 @@ class Requests:
 
 
 class _Profile:
-    """A trace of the next steps, by torch's profiler, as a file for Perfetto or chrome://tracing."""
+    """A trace of the next steps by torch's profiler, in a file for Perfetto or chrome://tracing."""
 
     def __init__(self, folder: Path, step: int) -> None:
         self._folder, self._last = folder, step + _PROFILED_STEPS
@@ -120,7 +125,7 @@ class _Profile:
         self._profiler.start()
 
     def end_step(self, step: int) -> bool:
-        """Write the trace after the last of the steps; returns whether it was that one."""
+        """Write the trace after the last step; returns True if it was written."""
         if step < self._last:
             return False
         self.stop()
@@ -135,7 +140,7 @@ class _Profile:
         logger.warning("The trace is in %s: open it in https://ui.perfetto.dev.", path)
 
 
-def ask(folder: str, request: str, timeout: float) -> str | None:
+def send_request(folder: str, request: str, timeout: float) -> str | None:
     """Send a request to a run and return its answer; None after a timeout.
 
     A run that has ended according to its journal gets no request.
@@ -148,15 +153,15 @@ def ask(folder: str, request: str, timeout: float) -> str | None:
     if (events := read_events(folder)) and events[-1]["event"] == "end":
         return f"refused: the run has ended ({events[-1].get('reason')})"
     path = Path(folder, FOLDER, request)
-    done = path.with_suffix(".done")
+    answer_file = path.with_suffix(".done")
     path.parent.mkdir(exist_ok=True)
-    done.unlink(missing_ok=True)
+    answer_file.unlink(missing_ok=True)
     path.touch()
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if done.exists() and not path.exists():
-            answer: str = json.loads(done.read_text())["answer"]
-            done.unlink()
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if answer_file.exists() and not path.exists():
+            answer: str = json.loads(answer_file.read_text())["answer"]
+            answer_file.unlink()
             return answer
         time.sleep(0.2)
     path.unlink(missing_ok=True)

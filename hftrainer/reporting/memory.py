@@ -1,4 +1,4 @@
-"""The memory report: how much each stage of a Trainer allocated, and how much more it needed at its peak."""
+"""The memory report: the memory that each stage of a Trainer allocated, and its peak above that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from hftrainer.errors import MissingPackage, unless_absent
 from hftrainer.parallel import devices
 
-#: Method that is a stage → the stage's name in the metrics.
+#: Method of the Trainer → the name of its stage in the metrics.
 STAGES = {
     "__init__": "init",
     "train": "train",
@@ -26,14 +26,14 @@ class TrainerMemoryTracker:
     """Measures this process's resident memory, and torch's GPU memory, over the stages of a Trainer.
 
     Metrics are in bytes: `{stage}_mem_cpu_alloc_delta` is the memory that a stage added, `{stage}_mem_cpu_peaked_delta`
-    its peak above that; `gpu` likewise. A stage within another (evaluation within training) counts with the outer one.
-    A thread samples the CPU peak, so a short one may be missed.
+    its peak above that; the same with `gpu`. A nested stage (evaluation during training) counts as part of the outer
+    one. A thread samples the CPU peak, so it may miss a short peak.
 
     Args:
-        skip_memory_metrics: measure nothing.
+        skip_memory_metrics: disable all measurements.
 
     Raises:
-        ImportError: when psutil, which reads the memory, is not installed.
+        ImportError: if psutil, which reads the memory, is not installed.
     """
 
     def __init__(self, skip_memory_metrics: bool = False) -> None:
@@ -49,7 +49,7 @@ class TrainerMemoryTracker:
         self._process = psutil.Process()
 
     def start(self) -> None:
-        """Begin the stage of the calling method, unless another is being measured."""
+        """Start the stage of the calling method, unless another stage is active."""
         if self.skip_memory_metrics or self.stage is not None:
             return
         self.stage = self._calling_stage()
@@ -62,7 +62,7 @@ class TrainerMemoryTracker:
         self._watcher.start()
 
     def stop_and_update_metrics(self, metrics: dict[str, Any] | None = None) -> None:
-        """End the stage of the calling method, and add what was measured to its metrics."""
+        """End the stage of the calling method, and add its measurements to `metrics`."""
         if self.skip_memory_metrics or self.stage != self._calling_stage():
             return
         self._stop_watching.set()
@@ -71,17 +71,17 @@ class TrainerMemoryTracker:
         end = self._used()
         peaks = {"cpu": self._peak, "gpu": devices.memory_peak()}
         stage, self.stage = self.stage, None
-        measured: dict[str, int] = {}
-        for kind, used in end.items():
-            measured[f"{stage}_mem_{kind}_alloc_delta"] = used - self._begin[kind]
+        stage_metrics: dict[str, int] = {}
+        for kind, used_bytes in end.items():
+            stage_metrics[f"{stage}_mem_{kind}_alloc_delta"] = used_bytes - self._begin[kind]
             if (peak := peaks[kind]) is not None:
-                measured[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - used)
+                stage_metrics[f"{stage}_mem_{kind}_peaked_delta"] = max(0, peak - used_bytes)
         # `__init__` has no metrics, so the first stage with metrics reports its memory.
         if stage == "init":
-            self._init = measured, {f"before_init_mem_{kind}": self._begin[kind] for kind in end}
+            self._init = stage_metrics, {f"before_init_mem_{kind}": self._begin[kind] for kind in end}
         elif metrics is not None:
-            (init, before), self._init = self._init, ({}, {})
-            metrics.update({**init, **measured, **before})
+            (init, before_init), self._init = self._init, ({}, {})
+            metrics.update({**init, **stage_metrics, **before_init})
 
     def _calling_stage(self) -> str:
         caller = inspect.currentframe().f_back.f_back.f_code.co_name  # type: ignore[union-attr]
@@ -91,8 +91,8 @@ class TrainerMemoryTracker:
 
     def _used(self) -> dict[str, int]:
         used = {"cpu": self._process.memory_info().rss}
-        if (on_device := devices.memory_used()) is not None:
-            used["gpu"] = on_device
+        if (device_bytes := devices.memory_used()) is not None:
+            used["gpu"] = device_bytes
         return used
 
     def _watch(self) -> None:

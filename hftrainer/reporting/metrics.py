@@ -1,4 +1,4 @@
-"""Printing metrics as a table, and writing them to JSON files."""
+"""Prints metrics as a table, and writes them to JSON files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hftrainer.errors import MetricNotFound, WrongObject
 
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
-    """The mean of the sets' losses as `{prefix}_loss`, for callbacks that monitor it; empty if a set has no loss."""
+    """The mean loss of the sets as `{prefix}_loss`, for callbacks that monitor it; empty if a set has no loss."""
     keys = [f"{prefix}_{name}_loss" for name in names]
     if not keys or not all(key in metrics for key in keys):
         return {}
@@ -32,51 +32,51 @@ def print_table(title: str, values: Mapping[str, Any]) -> None:
 
 
 def write_metrics(folder: str, split: str, metrics: Mapping[str, Any], *, combined: bool) -> None:
-    """Write `{split}_results.json`, and with `combined` merge the metrics into `all_results.json`."""
+    """Write `{split}_results.json`; with `combined`, also merge the metrics into `all_results.json`."""
     _write(os.path.join(folder, f"{split}_results.json"), metrics)
     if not combined:
         return
     path = os.path.join(folder, "all_results.json")
-    before = {}
+    old_metrics = {}
     if os.path.exists(path):
         with open(path, encoding="utf-8") as file:
-            before = json.load(file)
-    _write(path, {**before, **metrics})
+            old_metrics = json.load(file)
+    _write(path, {**old_metrics, **metrics})
 
 
 def comparable_names(metrics: Mapping[str, Any]) -> list[str]:
-    """Names of an evaluation's results that can compare models: all but run time, speed, memory and epoch."""
+    """The names of metrics that can compare models: all except run time, speed, memory and epoch."""
     return sorted(name for name in metrics if not name.endswith("epoch") and not is_measurement(name))
 
 
-def write_atomically(path: str, write: Callable[[str], Any]) -> None:
+def write_file_atomically(path: str, write: Callable[[str], Any]) -> None:
     """Write a file atomically: write a temporary file, then rename it.
 
     Args:
         path: the file.
-        write: a function that writes the file at a given path.
+        write: writes the content to the path that it gets.
     """
     folder, name = os.path.split(path)
     # Uploads skip names with this prefix.
-    beside = os.path.join(folder, f"_{name}")
-    write(beside)
-    os.replace(beside, path)
+    temporary = os.path.join(folder, f"_{name}")
+    write(temporary)
+    os.replace(temporary, path)
 
 
 def _write(path: str, values: Mapping[str, Any]) -> None:
-    def write(beside: str) -> None:
-        with open(beside, "w", encoding="utf-8") as file:
+    def write(temporary: str) -> None:
+        with open(temporary, "w", encoding="utf-8") as file:
             json.dump(as_json(values, "metrics"), file, indent=4, sort_keys=True)
 
-    write_atomically(path, write)
+    write_file_atomically(path, write)
 
 
 def get_metric(metrics: Mapping[str, float], name: str) -> float:
-    """The value of the metric that `metric_for_best_model` names.
+    """The value of the metric in `metric_for_best_model`.
 
     Raises:
-        MetricNotFound: when evaluation does not return the metric; the error names those that it returns.
-        WrongObject: when it cannot be compared, such as a tensor with several elements.
+        MetricNotFound: if evaluation does not return the metric. The error lists the metrics that it returns.
+        WrongObject: if it cannot be compared, such as a tensor with several elements.
     """
     key = evaluation_key(name)
     if key not in metrics:

@@ -1,4 +1,4 @@
-"""Messages at the beginning and end of a run: where it resumes, where the time went, the best model."""
+"""Messages at the start and end of a run: the point of resumption, the time by activity, the best model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.parallel import devices
 
 
-def resumed(folder: str, state: TrainerState, epochs: float) -> str:
-    """A message that says where a run of some epochs resumes, or that it has no steps left."""
-    where = f"Resuming from {folder}: step {state.global_step:,} of {state.max_steps:,}, epoch {state.epoch or 0:.4g}."
+def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
+    """A message about where a run resumes, or that it has no steps left."""
+    text = f"Resuming from {folder}: step {state.global_step:,} of {state.max_steps:,}, epoch {state.epoch or 0:.4g}."
     if state.global_step < state.max_steps:
-        return where
+        return text
     if (state.epoch or 0) < epochs - 0.01:
-        left = f"No step is left, though {epochs - (state.epoch or 0):.3g} epochs are: a step has more samples now."
-        return f"{where} {left} elastic=True keeps the samples of a step; a larger max_steps trains on."
-    return f"{where} That run is complete, so nothing is trained: a larger max_steps or num_train_epochs trains on."
+        reason = f"No steps are left, but {epochs - (state.epoch or 0):.3g} epochs are: a step has more samples now."
+        return f"{text} {reason} elastic=True keeps the samples of a step; a larger max_steps continues training."
+    return f"{text} That run is complete, so nothing is trained: increase max_steps or num_train_epochs to continue."
 
 
-def finished(
+def make_summary(
     state: TrainerState,
     metric: str | None,
     metrics: Mapping[str, Any],
@@ -34,56 +34,57 @@ def finished(
     steps: int,
     share: float,
 ) -> Iterator[str]:
-    """Sentences about a run that has ended.
+    """Sentences that summarize a finished run.
 
     Args:
         state: the state of the run.
         metric: the name of the metric that compares models.
         metrics: its last log line.
-        seconds: activity besides training → the time that it took.
+        seconds: activity other than training → its seconds.
         steps: optimizer steps of this call of `train()`.
-        share: `steps` divided by the steps that the speeds in `metrics` count.
+        share: the ratio of `steps` to the steps that the speeds in `metrics` count.
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
     speed = [f"{_number(float(metrics[key]) * share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
     parts = {"training": runtime - sum(seconds.values()), **seconds}
-    spent = [f"{_time(each)} {name}" for name, each in parts.items() if each >= 0.01 * runtime]
-    yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}: {', '.join(spent)}."
+    times = [f"{_time(part_seconds)} {name}" for name, part_seconds in parts.items() if part_seconds >= 0.01 * runtime]
+    yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}: {', '.join(times)}."
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
     if state.global_step < state.max_steps:
-        at = f"step {state.global_step:,} of {state.max_steps:,}"
-        yield f"Stopped at {at}, by a callback, a request or a limit of time."
-    best: Any = state.best_metric  # an override of `evaluate` may return an array of one element
+        place = f"step {state.global_step:,} of {state.max_steps:,}"
+        yield f"Stopped at {place}, by a callback, a request or a time limit."
+    # An override of `evaluate` may return an array of one element.
+    best: Any = state.best_metric
     if metric is not None and isinstance(best, numbers.Real) and math.isfinite(best):
-        at = f" at step {state.best_global_step:,}" if state.best_global_step else ""
-        kept = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
-        yield f"Best {evaluation_key(metric)}: {best:.6g}{at}{kept}."
+        place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
+        folder = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
+        yield f"Best {evaluation_key(metric)}: {best:.6g}{place}{folder}."
 
 
 def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:
-    """Lines that say where the time of a run went.
+    """Lines of a table with the time of a run by activity.
 
     Args:
         runtime: seconds of the run.
-        seconds: activity besides steps → seconds.
-        share: the share of the time since the first start that went into steps that count; None if unknown.
+        seconds: activity other than steps → its seconds.
+        share: the share of steps that count in all time since the first start; None if unknown.
     """
     parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
-    yield "Where the time went:"
-    for name, spent in parts.items():
-        yield f"  {name:30}{_time(spent):>12}{spent / runtime:>7.1%}"
+    yield "Time by activity:"
+    for name, part_seconds in parts.items():
+        yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
         yield f"  {'goodput (of all time)':30}{'':12}{share:>7.1%}"
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
-    """A message with the newest remaining checkpoint of a run, and how to resume from it; empty if none remains."""
-    left = [folder for folder in folders if os.path.isdir(folder)]
-    if not left:
+    """A message with a run's newest remaining checkpoint, and how to resume from it; empty if none remains."""
+    remaining = [folder for folder in folders if os.path.isdir(folder)]
+    if not remaining:
         return ""
-    how = "" if is_complete else "; trainer.train(resume_from_checkpoint=True) goes on from it"
-    return f"Last checkpoint: {left[-1]}{how}."
+    advice = "" if is_complete else "; trainer.train(resume_from_checkpoint=True) resumes from it"
+    return f"Last checkpoint: {remaining[-1]}{advice}."
 
 
 def _number(value: float) -> str:
@@ -95,13 +96,13 @@ def _time(seconds: float) -> str:
 
 
 def _memory() -> str:
-    """The peak of this process's memory, and of its tensors on an accelerator."""
+    """The peak memory of this process, and of its tensors on an accelerator."""
     peaks = {"": peak_process_memory(), " of tensors on the accelerator": devices.memory_peak()}
-    return ", ".join(f"{peak / 1e9:.3g} GB{what}" for what, peak in peaks.items() if peak) or "unknown"
+    return ", ".join(f"{peak / 1e9:.3g} GB{label}" for label, peak in peaks.items() if peak) or "unknown"
 
 
 def peak_process_memory() -> int:
-    """The highest memory of this process so far, in bytes; 0 on Windows."""
+    """The peak memory of this process, in bytes; 0 on Windows."""
     if sys.platform == "win32":
         return 0
     import resource

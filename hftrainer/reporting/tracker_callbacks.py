@@ -1,7 +1,7 @@
-"""The callbacks that write a run to trackers, with the names, attributes and methods of transformers' own.
+"""The callbacks that write a run to trackers, with the names, attributes and methods of transformers' callbacks.
 
 Scripts find them in `callback_handler.callbacks`, use their writer, subclass them, or remove them. Each opens a
-Lightning logger, with which Lightning's callbacks write too.
+Lightning logger, which Lightning's callbacks also use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbLogModel(str, enum.Enum):
-    """Values of `WANDB_LOG_MODEL`: which models are uploaded to W&B."""
+    """Values of `WANDB_LOG_MODEL`: the models to upload to W&B."""
 
     CHECKPOINT = "checkpoint"
     END = "end"
@@ -46,26 +46,26 @@ class WandbLogModel(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> WandbLogModel:
         if not isinstance(value, str):
-            raise TypeError(f"WANDB_LOG_MODEL={value!r} ({type(value).__name__}): give a string.")
+            raise TypeError(f"WANDB_LOG_MODEL={value!r} ({type(value).__name__}) must be a string.")
         if value.lower() in ("end", "checkpoint", "false"):
             return cls(value.lower())
         logger.warning("WANDB_LOG_MODEL=%r is not 'end', 'checkpoint' or 'false': models are not uploaded.", value)
         return cls.FALSE
 
 
-#: Metrics of a run's last log line: one number for the whole run, not a curve.
+#: Metrics of a run's last log line: one number per run, not a curve.
 SUMMARY_METRICS = frozenset(
     {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 )
 _SIZE = "model/num_parameters"
 
 
-#: Variables that choose the run themselves.
+#: Variables with which users choose the run.
 _WANDB_RUN = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM")
 
 
 class WandbCallback(TrackerCallback):
-    """Writes to a W&B run; an open one is reused, and stays open. `wandb.init` reads the `WANDB_*` variables."""
+    """Writes to a W&B run. An open run is reused and stays open. `wandb.init` reads the `WANDB_*` variables."""
 
     name = "wandb"
     _ids = ("id", "lines")
@@ -84,87 +84,90 @@ class WandbCallback(TrackerCallback):
 
     def _make_loggers(self, args: Any) -> list[Any]:
         """Use the open run, or start one, named after `run_name` or the hyperparameter trial."""
-        naming: dict[str, Any] = {"name": args.run_name}
+        name_options: dict[str, Any] = {"name": args.run_name}
         if self._trial is not None:
-            naming = {"name": self._trial, "group": args.run_name or str(args.output_dir)}
+            name_options = {"name": self._trial, "group": args.run_name or str(args.output_dir)}
         run = self._wandb.run
         if run is None:
             project = os.environ.get("WANDB_PROJECT", "huggingface")
-            given = {key: value for key, value in naming.items() if value is not None}
-            if (resumed := self._resumed(project, given)) is not None:
-                return [resumed]
-            run = self._wandb.init(project=project, **given)
+            name_options = {key: value for key, value in name_options.items() if value is not None}
+            if (logger := self._reopen_run(project, name_options)) is not None:
+                return [logger]
+            run = self._wandb.init(project=project, **name_options)
         return [load("lightning", "loggers").TrainStepLogger(run)]
 
-    def _resumed(self, project: str, naming: Mapping[str, Any]) -> Any:
-        """A logger for the run of the checkpoint, with the lines up to it; None if there is none or it cannot go on."""
-        earlier = self._take_earlier()
-        if earlier is None or any(os.environ.get(name) for name in _WANDB_RUN):
+    def _reopen_run(self, project: str, name_options: Mapping[str, Any]) -> Any:
+        """A logger for the checkpoint's run, with the lines up to it; None without a run that can continue."""
+        earlier_run = self._take_earlier_run()
+        if earlier_run is None or any(os.environ.get(name) for name in _WANDB_RUN):
             return None
-        run_id, lines = earlier.ids["id"], int(earlier.ids["lines"])
+        run_id, lines = earlier_run.ids["id"], int(earlier_run.ids["lines"])
         try:
             run = self._wandb.init(project=project, id=run_id, resume="must")
         except self._wandb.Error as error:
             self._warn_of_new_run(run_id, error)
             return None
-        # Callbacks may add lines to the log that have no step, and send others.
-        is_all_ours = lines == len(earlier.log) and all("step" in line for line in earlier.log)
-        held = run.starting_step
-        if held > lines:
-            run = self._rewound(run, project, naming, lines, earlier.step)
-        elif held < lines and not is_all_ours:
-            why = (
-                f"it holds {held} lines of {lines}, and some of these were not the Trainer's, which has its own again."
+        # Callbacks may add lines without a step to the log, and send other lines.
+        is_all_ours = lines == len(earlier_run.log) and all("step" in line for line in earlier_run.log)
+        line_count = run.starting_step
+        if line_count > lines:
+            run = self._rewind(run, project, name_options, lines, earlier_run.step)
+        elif line_count < lines and not is_all_ours:
+            reason = (
+                f"it has {line_count} of {lines} lines. Some are not from the Trainer, which restores only its own."
             )
-            if not held:
+            if not line_count:
                 run.finish()
-                self._warn_of_new_run(run_id, why)
+                self._warn_of_new_run(run_id, reason)
                 return None
-            logger.warning("The W&B run %s lacks lines: %s", run_id, why)
-        resumed = load("lightning", "loggers").TrainStepLogger(run)
-        # W&B has lost lines if the process was killed before they were sent; offline, each process has them all.
-        for line in earlier.log[held:] if held < lines and is_all_ours else ():
-            self._write_line(resumed, {name: value for name, value in line.items() if name != "step"}, line["step"])
-        return resumed
+            logger.warning("The W&B run %s lacks lines: %s", run_id, reason)
+        tracker = load("lightning", "loggers").TrainStepLogger(run)
+        # W&B lost the lines that were not sent before a kill. Offline, the files of each process contain all lines.
+        for line in earlier_run.log[line_count:] if line_count < lines and is_all_ours else ():
+            self._write_line(tracker, {name: value for name, value in line.items() if name != "step"}, line["step"])
+        return tracker
 
-    def _rewound(self, run: Any, project: str, naming: Mapping[str, Any], lines: int, step: int) -> Any:
-        """The same run with its first lines alone; if the server cannot do that, with all, and marked."""
+    def _rewind(self, run: Any, project: str, name_options: Mapping[str, Any], lines: int, step: int) -> Any:
+        """The same run with only its first lines; if the server cannot rewind, with all lines and a mark."""
         init = functools.partial(self._wandb.init, project=project)
         run.finish()
         try:
-            # W&B counts lines from 0. A run of which nothing is kept is begun again.
-            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id, **naming)
+            # W&B counts lines from 0. A run without remaining lines is started again.
+            return init(resume_from=f"{run.id}?_step={lines - 1}") if lines else init(id=run.id, **name_options)
         except self._wandb.Error as error:
-            logger.warning("W&B cannot rewind the run %s to step %d: it has later steps twice: %s", run.id, step, error)
-        self._wandb.teardown()  # its service holds on to the id of a run that could not be opened
+            logger.warning(
+                "W&B cannot rewind the run %s to step %d, so it has later steps twice: %s", run.id, step, error
+            )
+        # W&B's service otherwise keeps the id of a run that could not be opened.
+        self._wandb.teardown()
         run = init(id=run.id, resume="must")
         run.config.update({"resumed_from_step": step}, allow_val_change=True)
         return run
 
     def run_ids(self) -> dict[str, str]:
-        """The run's id, and how many lines it has."""
-        if not self._opened:
+        """The run's id, and its number of lines."""
+        if not self._open_loggers:
             return {}
-        run = self._opened[0].experiment
+        run = self._open_loggers[0].experiment
         return {"id": run.id, "lines": str(max(run.step, run.starting_step))}
 
     def start_trial(self, args: Any, name: str | None) -> None:
-        """Start a new run for the trial, and end the previous one. In a sweep, the agent has started it already."""
+        """End the previous run, and start a new run for the trial. In a sweep, the agent has already started it."""
         if self._wandb is not None and (self._wandb.run is None or self._wandb.run.sweep_id is None):
             self._wandb.finish()
-        self._opened = None
+        self._open_loggers = None
         super().start_trial(args, name)
 
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
-        """Write the configuration; watch the model and upload its structure if environment variables ask for it."""
+        """Write the configuration; if environment variables request it, watch the model and upload its structure."""
         run = self._tracker_logger(args).experiment
         config = {**tracking.peft_config(model), **tracking.model_config(model), **tracking.arguments_of(args)}
         run.config.update(config, allow_val_change=True)
         if hasattr(model, "num_parameters"):
             run.config.update({_SIZE: peers.num_parameters(model)}, allow_val_change=True)
-        watched = os.environ.get("WANDB_WATCH", "false")
-        if watched in ("all", "parameters", "gradients"):
-            run.watch(model, log=watched, log_freq=max(100, int(state.logging_steps)))
+        watch_mode = os.environ.get("WANDB_WATCH", "false")
+        if watch_mode in ("all", "parameters", "gradients"):
+            run.watch(model, log=watch_mode, log_freq=max(100, int(state.logging_steps)))
         if self._log_model != "false":
             size = run.config.get(_SIZE)
             info = {"model_config": tracking.model_config(model) or None, "num_parameters": size, "initial_model": True}
@@ -172,20 +175,20 @@ class WandbCallback(TrackerCallback):
                 self._upload(args, _write_structure(folder, model), info, ["base_model"])
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
-        """Write the line; values of the whole run go into its summary."""
+        """Write the log line; values for the complete run go to its summary."""
         self._write_line(self._tracker_logger(args), logs, state.global_step)
 
     def _write_line(self, logger: Any, logs: Mapping[str, Any], step: int) -> None:
         for name in SUMMARY_METRICS & logs.keys():
             logger.experiment.summary[name] = logs[name]
         curves = {name: value for name, value in logs.items() if name not in SUMMARY_METRICS}
-        logger.log_metrics(tracking.renamed(curves), step=step)
+        logger.log_metrics(tracking.to_tracker_names(curves), step=step)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):
         """Write the metrics of a prediction."""
         self._set_up_once(args, state, model)
         if self._is_writing(state):
-            self._tracker_logger(args).log_metrics(tracking.renamed(metrics))
+            self._tracker_logger(args).log_metrics(tracking.to_tracker_names(metrics))
 
     def on_save(self, args, state, control, **kwargs):
         """Upload the checkpoint if WANDB_LOG_MODEL=checkpoint."""
@@ -193,10 +196,10 @@ class WandbCallback(TrackerCallback):
             run = self._tracker_logger(args).experiment
             aliases = [f"epoch_{round(state.epoch or 0, 2)}", f"checkpoint_global_step_{state.global_step}"]
             metadata = {**_summary(run), _SIZE: run.config.get(_SIZE)}
-            self._upload(args, self._checkpoint(args, state), metadata, aliases)
+            self._upload(args, self._checkpoint_path(args, state), metadata, aliases)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """Upload the model if WANDB_LOG_MODEL asks for it. The run stays open for later log lines."""
+        """Upload the model if WANDB_LOG_MODEL requests it. The run stays open for later log lines."""
         super().on_train_end(args, state, control, model=model, processing_class=processing_class, **kwargs)
         if not self._is_writing(state) or self._log_model == "false":
             return
@@ -205,7 +208,7 @@ class WandbCallback(TrackerCallback):
         if args.load_best_model_at_end:
             metadata = {
                 f"eval/{args.metric_for_best_model}": state.best_metric,
-                # transformers spells it so, and users may look for this name.
+                # The typo is transformers', and users may look for this name.
                 "train/total_floss": state.total_flos,
                 _SIZE: run.config.get(_SIZE),
             }
@@ -221,8 +224,9 @@ class WandbCallback(TrackerCallback):
     def _upload(self, args: Any, folder: str, metadata: Mapping[str, Any], aliases: list[str]) -> None:
         """Log a folder as a version of the run's model."""
         run = self._tracker_logger(args).experiment
-        unnamed = args.run_name is None or args.run_name == args.output_dir
-        name = re.sub(r"[^\w.-]", "-", run.id if unnamed else run.name)  # W&B refuses others in an artifact's name
+        is_unnamed = args.run_name is None or args.run_name == args.output_dir
+        # W&B refuses other characters in an artifact's name.
+        name = re.sub(r"[^\w.-]", "-", run.id if is_unnamed else run.name)
         artifact = self._wandb.Artifact(f"model-{name}", type="model", metadata=dict(metadata))
         artifact.add_dir(folder)
         run.log_artifact(artifact, aliases=aliases)
@@ -241,15 +245,15 @@ def _write_structure(folder: str, model: Any) -> str:
 
 
 #: The tag with the steps at which an MLflow run was resumed.
-_RESUMED = "hftrainer.resumed_from_step"
+_RESUME_TAG = "hftrainer.resumed_from_step"
 #: Characters that MLflow's servers do not accept in a metric's name.
-_NOT_IN_NAMES = re.compile(r"[^0-9A-Za-z_\-. :/]")
+_INVALID_CHARACTERS = re.compile(r"[^0-9A-Za-z_\-. :/]")
 
 
 class MLflowCallback(TrackerCallback):
-    """Writes to an MLflow run, with the names in the log line unchanged. An active run is reused, and stays active.
+    """Writes to an MLflow run, with unchanged names. An active run is reused and stays active.
 
-    `mlflow` itself reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and decides where to write without them.
+    `mlflow` reads MLFLOW_TRACKING_URI and MLFLOW_RUN_ID, and has defaults without them.
     """
 
     name = "mlflow"
@@ -258,10 +262,10 @@ class MLflowCallback(TrackerCallback):
     def __init__(self) -> None:
         super().__init__()
         self._auto_end_run = self._log_artifacts = False
-        #: The run, if this callback has started it.
-        self._begun: str | None = None
-        #: What a resumed run holds already of the checkpoint's step and later ones, by name and step.
-        self._held: dict[tuple[str, int], float] | None = None
+        #: The id of the run, if this callback started it.
+        self._started_run_id: str | None = None
+        #: Values of the checkpoint's step and later steps in a resumed run, by name and step.
+        self._stored_values: dict[tuple[str, int], float] | None = None
 
     @functools.cached_property
     def _ml_flow(self) -> Any:
@@ -278,20 +282,20 @@ class MLflowCallback(TrackerCallback):
         if run is None or nested or os.environ.get("MLFLOW_RUN_ID"):
             if experiment:
                 self._ml_flow.set_experiment(experiment)
-            run = self._resumed(nested) or self._ml_flow.start_run(run_name=args.run_name, nested=nested)
-            self._begun = run.info.run_id
+            run = self._reopen_run(nested) or self._ml_flow.start_run(run_name=args.run_name, nested=nested)
+            self._started_run_id = run.info.run_id
         make_logger = load("lightning", "loggers").MLFlowLogger
         return [make_logger(tracking_uri=self._ml_flow.get_tracking_uri(), run_id=run.info.run_id)]
 
-    def _resumed(self, nested: bool) -> Any:
-        """The run of the checkpoint, active again; None if there is none, or it cannot go on.
+    def _reopen_run(self, nested: bool) -> Any:
+        """Activate the checkpoint's run again; None without a run that can continue.
 
-        MLflow cannot delete values, so what it holds of later steps is not written again.
+        MLflow cannot delete values, so existing values of later steps are not written again.
         """
-        self._held, earlier = None, self._take_earlier()
-        if earlier is None or os.environ.get("MLFLOW_RUN_ID"):
+        self._stored_values, earlier_run = None, self._take_earlier_run()
+        if earlier_run is None or os.environ.get("MLFLOW_RUN_ID"):
             return None
-        run_id, step = earlier.ids["id"], earlier.step
+        run_id, step = earlier_run.ids["id"], earlier_run.step
         try:
             run = self._ml_flow.start_run(run_id=run_id, nested=nested)
         except self._ml_flow.exceptions.MlflowException as error:
@@ -299,48 +303,52 @@ class MLflowCallback(TrackerCallback):
             return None
         client = self._ml_flow.MlflowClient()
         curves = [client.get_metric_history(run_id, name) for name in run.data.metrics]
-        self._held = {(each.key, each.step): each.value for curve in curves for each in curve if each.step >= step}
-        steps = [run.data.tags[_RESUMED]] if _RESUMED in run.data.tags else []
-        client.set_tag(run_id, _RESUMED, ", ".join([*steps, str(step)]))
+        self._stored_values = {
+            (each.key, each.step): each.value for curve in curves for each in curve if each.step >= step
+        }
+        steps = [run.data.tags[_RESUME_TAG]] if _RESUME_TAG in run.data.tags else []
+        client.set_tag(run_id, _RESUME_TAG, ", ".join([*steps, str(step)]))
         return run
 
     def run_ids(self) -> dict[str, str]:
-        """The run's id, if this callback has started it."""
-        run_id = self._opened[0].run_id if self._opened else None
-        return {"id": str(run_id)} if run_id is not None and run_id == self._begun else {}
+        """The run's id, if this callback started it."""
+        run_id = self._open_loggers[0].run_id if self._open_loggers else None
+        return {"id": str(run_id)} if run_id is not None and run_id == self._started_run_id else {}
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new run for the trial, unless the user's run is active."""
-        self._opened = None
+        self._open_loggers = None
         super().start_trial(args, name)
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
-        """Open a run, or use the active one, and write the hyperparameters."""
+        """Open a run or use the active run, and write the hyperparameters."""
         self._log_artifacts = env_flag("HF_MLFLOW_LOG_ARTIFACTS")
         super().setup(args, state, model, **kwargs)
-        self._auto_end_run = self._begun is not None
+        self._auto_end_run = self._started_run_id is not None
 
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
-        """Write the parameters that MLflow can hold, and the tags of MLFLOW_TAGS."""
+        """Write the parameters that MLflow can store, and the tags of MLFLOW_TAGS."""
         from mlflow.entities import Param, RunTag
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
         values = {**tracking.model_config(model), **tracking.arguments_of(args)}
         if env_flag("MLFLOW_FLATTEN_PARAMS"):
-            values = _flattened(values)
+            values = _flatten(values)
         for name in [name for name, value in values.items() if len(str(value)) > MAX_PARAM_VAL_LENGTH]:
             del values[name]
             logger.warning(
-                "MLflow does not get the parameter %s, which is longer than %d characters; of a dict, "
-                "MLFLOW_FLATTEN_PARAMS=1 writes each entry.",
+                "MLflow does not get the parameter %s, which is longer than %d characters. "
+                "MLFLOW_FLATTEN_PARAMS=1 writes each entry of a dict separately.",
                 name,
                 MAX_PARAM_VAL_LENGTH,
             )
-        most = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
+        limit = os.environ.get("MLFLOW_MAX_LOG_PARAMS", "")
         client, run_id = self._tracker_logger(args).experiment, self._tracker_logger(args).run_id
         # MLflow refuses to change a parameter.
-        known = {} if self._held is None else client.get_run(run_id).data.params
-        items = [item for item in values.items() if item[0] not in known][: int(most) if most.isdigit() else None]
+        old_params = {} if self._stored_values is None else client.get_run(run_id).data.params
+        items = [item for item in values.items() if item[0] not in old_params][
+            : int(limit) if limit.isdigit() else None
+        ]
         for first in range(0, len(items), MAX_PARAMS_TAGS_PER_BATCH):
             batch = items[first : first + MAX_PARAMS_TAGS_PER_BATCH]
             client.log_batch(run_id, params=[Param(name, str(value)) for name, value in batch])
@@ -348,55 +356,55 @@ class MLflowCallback(TrackerCallback):
             client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in json.loads(tags).items()])
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
-        """Write the numbers, with the characters replaced that MLflow does not allow in names."""
+        """Write the numbers; in names, replace characters that MLflow does not allow."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         numbers = self._numbers(
             {name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v for name, v in logs.items()}
         )
-        metrics = [Metric(_NOT_IN_NAMES.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
+        metrics = [Metric(_INVALID_CHARACTERS.sub("_", name), v, now, state.global_step) for name, v in numbers.items()]
         client, run_id = self._tracker_logger(args).experiment, self._tracker_logger(args).run_id
-        if not self._holds(metrics):
+        if not self._has_line(metrics):
             client.log_batch(run_id, metrics=metrics)
 
-    def _holds(self, metrics: Sequence[Any]) -> bool:
-        """Whether a resumed run holds a line already, by its losses: times differ in each process."""
+    def _has_line(self, metrics: Sequence[Any]) -> bool:
+        """Whether a resumed run already has a line, judged by its losses, since times differ between processes."""
         losses = [each for each in metrics if each.key.endswith("loss")] or metrics
-        held = self._held or {}
-        # As texts, of which NaN is equal to itself.
-        return all(str(held.get((each.key, each.step))) == str(float(each.value)) for each in losses)
+        old_values = self._stored_values or {}
+        # Compare texts, so that NaN equals NaN.
+        return all(str(old_values.get((each.key, each.step))) == str(float(each.value)) for each in losses)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Set up; reopens a run that an earlier training ended."""
+        """Set up, and reopen a run that an earlier training ended."""
         super().on_train_begin(args, state, control, model=model, **kwargs)
-        if self._is_writing(state) and self._begun is not None and self._ml_flow.active_run() is None:
-            self._ml_flow.start_run(run_id=self._begun)
+        if self._is_writing(state) and self._started_run_id is not None and self._ml_flow.active_run() is None:
+            self._ml_flow.start_run(run_id=self._started_run_id)
 
     def on_save(self, args, state, control, **kwargs):
         """Log the checkpoint as a model if HF_MLFLOW_LOG_ARTIFACTS is set."""
         if self._is_writing(state) and self._log_artifacts:
-            checkpoint, pyfunc = self._checkpoint(args, state), self._ml_flow.pyfunc
+            checkpoint, pyfunc = self._checkpoint_path(args, state), self._ml_flow.pyfunc
             model = {"artifacts": {"model_path": checkpoint}, "python_model": pyfunc.PythonModel()}
             pyfunc.log_model(name=os.path.basename(checkpoint), **model)
 
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
-        """End the run, unless the script started it; MLflow still accepts later values."""
+        """End the run, unless the script started it. MLflow still accepts later values."""
         if self._is_writing(state) and self._auto_end_run and self._ml_flow.active_run() is not None:
             self._ml_flow.end_run()
 
 
-def _flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The entries of nested dicts, with names joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        flat |= _flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        is_nested = isinstance(value, Mapping) and value
+        flat |= _flatten(value, f"{prefix}{name}.") if is_nested else {f"{prefix}{name}": value}
     return flat
 
 
 class CometCallback(TrackerCallback):
-    """Writes to a Comet experiment; a running one is reused. `comet_ml` itself reads the `COMET_*` variables."""
+    """Writes to a Comet experiment. A running experiment is reused. `comet_ml` reads the `COMET_*` variables."""
 
     name = "comet_ml"
     _ids = ("key",)
@@ -407,47 +415,48 @@ class CometCallback(TrackerCallback):
 
     @property
     def _experiment(self) -> Any:
-        """Comet's experiment, once it is open."""
-        return self._opened[0].experiment if self._opened else None
+        """The open Comet experiment; None if none is open."""
+        return self._open_loggers[0].experiment if self._open_loggers else None
 
     def _make_loggers(self, args: Any) -> list[Any]:
-        """Start or continue an experiment, depending on COMET_MODE; each hyperparameter trial gets its own."""
+        """Start or continue an experiment, depending on COMET_MODE; each hyperparameter trial gets a new one."""
         import comet_ml
 
-        asked = os.environ.get("COMET_MODE", "").lower()
-        mode = "create" if self._trial is not None else asked if asked in ("get_or_create", "get", "create") else None
-        online = {"online": True, "offline": False}.get(asked)
-        # Lightning's logger cannot start an experiment offline; it uses the running one.
+        value = os.environ.get("COMET_MODE", "").lower()
+        mode = "create" if self._trial is not None else value if value in ("get_or_create", "get", "create") else None
+        online = {"online": True, "offline": False}.get(value)
+        # Lightning's logger cannot start an offline experiment, but it uses a running one.
         if not self._resume(online):
             comet_ml.start(mode=mode, online=online, experiment_config=comet_ml.ExperimentConfig(name=args.run_name))
         return [load("lightning", "loggers").CometLogger(name=args.run_name)]
 
     def _resume(self, online: bool | None) -> bool:
-        """Go on with the experiment of the checkpoint; False if there is none, or it cannot go on."""
+        """Continue the checkpoint's experiment; False without an experiment that can continue."""
         import comet_ml
 
-        earlier, running = self._take_earlier(), comet_ml.get_running_experiment()
+        earlier_run, experiment = self._take_earlier_run(), comet_ml.get_running_experiment()
         is_chosen = os.environ.get("COMET_EXPERIMENT_KEY") or os.environ.get("COMET_MODE", "").lower() == "create"
-        if earlier is None or is_chosen or not (running is None or running.ended):
+        if earlier_run is None or is_chosen or not (experiment is None or experiment.ended):
             return False
-        key = earlier.ids["key"]
+        key = earlier_run.ids["key"]
         try:
             experiment = comet_ml.start(mode="get", experiment_key=key, online=online)
         except comet_ml.exceptions.CometException as error:
             self._warn_of_new_run(key, error)
             return False
-        experiment.log_other("resumed_from_step", earlier.step)  # Comet cannot delete what it holds of later steps
+        # Comet cannot delete the values of later steps.
+        experiment.log_other("resumed_from_step", earlier_run.step)
         return True
 
     def run_ids(self) -> dict[str, str]:
-        """The experiment's key; not offline, where Comet names the files of a key at random, from the run's seed."""
+        """The experiment's key; empty offline, where Comet names a key's files at random, from the run's seed."""
         import comet_ml
 
         is_online = self._experiment is not None and not isinstance(self._experiment, comet_ml.OfflineExperiment)
         return {"key": self._experiment.get_key()} if is_online else {}
 
     def start_trial(self, args: Any, name: str | None) -> None:
-        """Start a new experiment for the trial, and end the previous one."""
+        """End the previous experiment, and start a new experiment for the trial."""
         if self._experiment is not None:
             self._experiment.end()
         super().start_trial(args, name)
@@ -467,8 +476,8 @@ class CometCallback(TrackerCallback):
             logger.experiment.log_optimization(optimization_id=state.trial_name, parameters=state.trial_params)
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
-        """Write the line with its step and epoch."""
-        line = tracking.renamed(logs)
+        """Write the log line with its step and epoch."""
+        line = tracking.to_tracker_names(logs)
         self._tracker_logger(args).experiment.log_metrics(line, step=state.global_step, epoch=state.epoch)
 
     def on_predict(self, args, state, control, metrics, model=None, **kwargs):

@@ -1,4 +1,4 @@
-"""The callbacks that write a run to Lightning's loggers: the base classes, TensorBoard's, and shared helpers."""
+"""Callbacks that write a run to Lightning's loggers: base classes, TensorBoard's callback, and helpers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ logger = logging.getLogger(__name__)
 
 #: Entry in the `loggers` of a `ReportingCallback`: a table of all log lines, `csv/version_N/metrics.csv`.
 TABLE = "csv"
-#: Those of the ids of runs that are numbers.
-_NUMBERS = ("version", "rows", "lines")
+#: The ids of runs that must be numbers.
+_NUMERIC_IDS = ("version", "rows", "lines")
 
 
 @dataclass(frozen=True)
 class EarlierRun:
-    """The run of a checkpoint in a tracker.
+    """The run in a tracker that belongs to a checkpoint.
 
     Attributes:
-        ids: what `ReportingCallback.run_ids` returned at the checkpoint.
-        step: the checkpoint's optimizer step; what the tracker holds of later steps is written again.
-        log: the lines of the log up to it.
+        ids: the result of `ReportingCallback.run_ids` at the checkpoint.
+        step: the checkpoint's optimizer step. Values of later steps in the tracker are written again.
+        log: the log lines up to the checkpoint.
     """
 
     ids: Mapping[str, str]
@@ -44,7 +44,7 @@ class EarlierRun:
 
 
 class LogFolder:
-    """The folder for trackers that write files; the same for all trackers of a run.
+    """The folder for trackers that write files, shared by all trackers of a run.
 
     Args:
         args: the run's arguments.
@@ -57,126 +57,127 @@ class LogFolder:
     def path(self, trial: str | None) -> str:
         """The folder of a run, or of the trial with this name."""
         if trial not in self._paths:
-            self._paths[trial] = self._new(trial)
+            self._paths[trial] = self._make_path(trial)
         return self._paths[trial]
 
-    def go_on_in(self, trial: str | None, folder: str) -> None:
-        """Use the folder of an earlier run, unless one is in use already or the script or the environment names one."""
-        if trial is not None or self._given() is None:
+    def reuse(self, trial: str | None, folder: str) -> None:
+        """Use the folder of an earlier run, unless a folder is already in use or set by the script or environment."""
+        if trial is not None or self._explicit_folder() is None:
             self._paths.setdefault(trial, folder)
 
-    def _given(self) -> str | None:
+    def _explicit_folder(self) -> str | None:
         return getattr(self.args, "logging_dir", None) or os.environ.get("TENSORBOARD_LOGGING_DIR")
 
-    def _new(self, trial: str | None) -> str:
+    def _make_path(self, trial: str | None) -> str:
         now = f"{time.strftime('%b%d_%H-%M-%S')}_{socket.gethostname()}"
         default = os.path.join(str(self.args.output_dir), "runs", now)
         if trial is not None:
             return os.path.join(default, trial)
-        given = self._given()
-        return os.path.expanduser(given) if given else default
+        folder = self._explicit_folder()
+        return os.path.expanduser(folder) if folder else default
 
 
 class ReportingCallback(TrainerCallback):
-    """Writes a run to Lightning loggers, on the main process. The loggers are made at the first write.
+    """Writes a run to Lightning loggers on the main process, which are created at the first write.
 
     Args:
-        loggers: loggers of the script, and `TABLE`.
+        loggers: the script's loggers, or `TABLE`.
 
     Attributes:
-        name: its name in `report_to`.
+        name: the callback's name in `report_to`.
     """
 
     name = TABLE
-    #: The names in `run_ids`.
+    #: The keys of `run_ids`.
     _ids: tuple[str, ...] = ("folder", "version", "rows")
-    #: Whether an evaluation without training writes the hyperparameters too.
+    #: Whether an evaluation without training also writes the hyperparameters.
     _describes_evaluations = True
 
     def __init__(self, loggers: Sequence[Any] = ()) -> None:
-        self._given = list(loggers)
-        self._opened: list[Any] | None = None
+        self._script_loggers = list(loggers)
+        self._open_loggers: list[Any] | None = None
         self._initialized = False
         self._trial: str | None = None
-        #: The run to go on with, until it is opened.
-        self._earlier: EarlierRun | None = None
-        self._dropped: set[str] = set()
+        #: The run to continue; None after it was opened.
+        self._earlier_run: EarlierRun | None = None
+        self._dropped_names: set[str] = set()
         self._save_model: Callable[[str], None] | None = None
         self._run_dir: Callable[[], str] | None = None
         self._log_folder: LogFolder | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # An open run belongs to this process, and modules cannot be pickled.
-        kept = {name: value for name, value in vars(self).items() if not isinstance(value, ModuleType)}
-        return {**kept, "_opened": None}
+        state = {name: value for name, value in vars(self).items() if not isinstance(value, ModuleType)}
+        return {**state, "_open_loggers": None}
 
     def attach(self, save_model: Callable[[str], None], run_folder: Callable[[], str], log_folder: LogFolder) -> None:
         """Connect the callback to its Trainer.
 
         Args:
-            save_model: writes the model into a folder, for trackers that upload it.
+            save_model: writes the model to a folder, for trackers that upload it.
             run_folder: returns the folder of the run's checkpoints.
-            log_folder: where trackers write files; the same for all trackers of a Trainer.
+            log_folder: the folder for files, shared by all trackers of a Trainer.
         """
         self._save_model, self._run_dir, self._log_folder = save_model, run_folder, log_folder
 
     def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning loggers; this opens their runs."""
-        return self._opened_loggers(args) if self._is_writing(state) else []
+        """Open the runs, and return the Lightning loggers; empty if this process does not write."""
+        return self._get_loggers(args) if self._is_writing(state) else []
 
-    def _opened_loggers(self, args: Any) -> list[Any]:
-        if self._opened is None:
-            self._opened = self._make_loggers(args)
-        return self._opened
+    def _get_loggers(self, args: Any) -> list[Any]:
+        if self._open_loggers is None:
+            self._open_loggers = self._make_loggers(args)
+        return self._open_loggers
 
     def _make_loggers(self, args: Any) -> list[Any]:
-        """Make the loggers."""
-        return [self._make_table(args) if each == TABLE else each for each in self._given]
+        """Create the loggers."""
+        return [self._make_table(args) if each == TABLE else each for each in self._script_loggers]
 
     def _make_table(self, args: Any) -> Any:
         loggers = load("lightning", "loggers")
-        if (earlier := self._take_earlier()) is None:
+        if (earlier_run := self._take_earlier_run()) is None:
             return loggers.CSVLogger(self._path(args), name=TABLE)
-        version, rows = (int(earlier.ids[name]) for name in ("version", "rows"))
+        version, rows = (int(earlier_run.ids[name]) for name in ("version", "rows"))
         return loggers.ResumedCSVLogger(self._path(args), name=TABLE, version=version, rows=rows)
 
     def run_ids(self) -> dict[str, str]:
-        """What a checkpoint needs to hold for a later process to go on with the open run; empty if none is open."""
-        table = next((each for each in self._opened or () if each not in self._given), None)
+        """The ids in a checkpoint with which a later process can continue the open run; empty if no run is open."""
+        table = next((each for each in self._open_loggers or () if each not in self._script_loggers), None)
         if table is None:
             return {}
         rows = load("lightning", "loggers").count_rows(table)
         return {"folder": os.path.abspath(table.save_dir), "version": str(table.version), "rows": str(rows)}
 
     def can_read(self, ids: Any) -> TypeGuard[Mapping[str, str]]:
-        """Whether `ids` are as `run_ids` returns them: the checkpoint may be of a later release."""
+        """Whether `ids` have the format of `run_ids`: a later release may have written the checkpoint."""
         return isinstance(ids, Mapping) and all(
-            isinstance(value := ids.get(name), str) and (name not in _NUMBERS or value.isdigit()) for name in self._ids
+            isinstance(value := ids.get(name), str) and (name not in _NUMERIC_IDS or value.isdigit())
+            for name in self._ids
         )
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
-        """Go on with an earlier run, unless one is open already."""
-        if TABLE in self._given and self._opened is None:
+        """Continue an earlier run, unless a run is already open."""
+        if TABLE in self._script_loggers and self._open_loggers is None:
             folder = earlier.ids["folder"]
             table = os.path.join(folder, TABLE, f"version_{earlier.ids['version']}")
-            self._earlier = earlier if self._is_folder_of_run(args, folder, table) else None
+            self._earlier_run = earlier if self._is_folder_of_run(args, folder, table) else None
 
-    def _take_earlier(self) -> EarlierRun | None:
-        """The earlier run to go on with, once."""
-        earlier, self._earlier = self._earlier, None
-        return earlier
+    def _take_earlier_run(self) -> EarlierRun | None:
+        """The earlier run to continue; None from the second call on."""
+        earlier_run, self._earlier_run = self._earlier_run, None
+        return earlier_run
 
-    def _warn_of_new_run(self, run: str, why: object) -> None:
-        logger.warning("%s: the checkpoint's run, %s, cannot go on, and a new one begins: %s", self.name, run, why)
+    def _warn_of_new_run(self, run: str, reason: object) -> None:
+        logger.warning("%s: the checkpoint's run, %s, cannot continue, so a new run starts: %s", self.name, run, reason)
 
-    def _is_folder_of_run(self, args: Any, folder: str, needed: str) -> bool:
-        """Whether this run writes to the folder of the earlier one, which must still hold the folder `needed`."""
-        if not os.path.isdir(needed):
-            self._warn_of_new_run(needed, "there is no such folder.")
+    def _is_folder_of_run(self, args: Any, folder: str, required_folder: str) -> bool:
+        """Whether this run writes to the folder of the earlier run, where `required_folder` must exist."""
+        if not os.path.isdir(required_folder):
+            self._warn_of_new_run(required_folder, "the folder does not exist.")
             return False
         if self._log_folder is None:
             self._log_folder = LogFolder(args)
-        self._log_folder.go_on_in(self._trial, folder)
+        self._log_folder.reuse(self._trial, folder)
         return os.path.abspath(self._path(args)) == folder
 
     def _path(self, args: Any) -> str:
@@ -191,10 +192,10 @@ class ReportingCallback(TrainerCallback):
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Start a new run for a hyperparameter trial."""
-        for each in self._opened or ():
-            if each not in self._given:
+        for each in self._open_loggers or ():
+            if each not in self._script_loggers:
                 each.finalize("success")
-        self._opened, self._initialized, self._trial, self._earlier = None, False, name, None
+        self._open_loggers, self._initialized, self._trial, self._earlier_run = None, False, name, None
 
     def setup(self, args: Any, state: TrainerState, model: Any, **kwargs: Any) -> None:
         """Open the run, and write the hyperparameters. Called once, before anything else is written."""
@@ -207,22 +208,22 @@ class ReportingCallback(TrainerCallback):
             self.setup(args, state, model)
 
     def _describe(self, args: Any, state: TrainerState, model: Any) -> None:
-        """Write the hyperparameters: the arguments, and the model's configuration."""
-        for each in self._opened_loggers(args):
+        """Write the hyperparameters: the arguments and the model's configuration."""
+        for each in self._get_loggers(args):
             each.log_hyperparams({**model_config(model), **arguments_of(args)})
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
         """Write the numbers of a log line."""
-        for each in self._opened_loggers(args):
-            each.log_metrics(self._numbers(renamed(logs)), step=state.global_step)
+        for each in self._get_loggers(args):
+            each.log_metrics(self._numbers(to_tracker_names(logs)), step=state.global_step)
             each.save()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Write the hyperparameters, unless they were written before."""
+        """Write the hyperparameters, unless they are already written."""
         self._set_up_once(args, state, model)
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Write the line."""
+        """Write the log line."""
         if self._describes_evaluations:
             self._set_up_once(args, state, model)
         if self._is_writing(state):
@@ -231,17 +232,17 @@ class ReportingCallback(TrainerCallback):
     def on_train_end(self, args, state, control, model=None, processing_class=None, **kwargs):
         """End the run; later events, such as an evaluation, are still written."""
         if self._is_writing(state):
-            for each in self._opened_loggers(args):
+            for each in self._get_loggers(args):
                 each.finalize("success")
 
     def _numbers(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that are numbers; the others are left out, with one warning for each name."""
+        """The values that are numbers. Others are dropped, with one warning per name."""
         return {name: value for name, value in values.items() if self._is_number(name, value)}
 
     def _is_number(self, name: str, value: Any) -> bool:
-        if not isinstance(value, (int, float)) and name not in self._dropped:
-            self._dropped.add(name)
-            logger.warning("%s=%r (%s) is not a number: it is not sent to trackers.", name, value, type(value).__name__)
+        if not isinstance(value, (int, float)) and name not in self._dropped_names:
+            self._dropped_names.add(name)
+            logger.warning("%s=%r (%s) is not a number, so trackers do not get it.", name, value, type(value).__name__)
         return isinstance(value, (int, float))
 
 
@@ -252,39 +253,39 @@ class TrackerCallback(ReportingCallback):
         from hftrainer import integrations
 
         super().__init__()
-        if missing := integrations.missing_packages(self.name):
-            raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {missing}")
+        if packages := integrations.missing_packages(self.name):
+            raise MissingPackage(f"{type(self).__name__} needs a package that is not installed: pip install {packages}")
 
     def loggers(self, args: Any, state: TrainerState, model: Any) -> list[Any]:
-        """The Lightning logger; this calls `setup`."""
+        """Call `setup` if needed, and return the Lightning logger."""
         if self._describes_evaluations:
             self._set_up_once(args, state, model)
         return super().loggers(args, state, model)
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
-        """Go on with an earlier run, unless one is open already."""
-        if self._opened is None:
-            self._earlier = earlier
+        """Continue an earlier run, unless a run is already open."""
+        if self._open_loggers is None:
+            self._earlier_run = earlier
 
     def _tracker_logger(self, args: Any) -> Any:
-        """The Lightning logger, which is opened if needed."""
-        return self._opened_loggers(args)[0]
+        """The Lightning logger, opened if needed."""
+        return self._get_loggers(args)[0]
 
-    def _checkpoint(self, args: Any, state: TrainerState) -> str:
+    def _checkpoint_path(self, args: Any, state: TrainerState) -> str:
         """The path of this step's checkpoint."""
         folder = str(args.output_dir) if self._run_dir is None else self._run_dir()
         return os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 class TensorBoardCallback(TrackerCallback):
-    """Writes a run to TensorBoard: the arguments and the configuration as texts, log values as scalars or texts.
+    """Writes a run to TensorBoard: arguments and configuration as texts, log values as scalars or texts.
 
     Args:
-        tb_writer: a `SummaryWriter` to write with; default one for `logging_dir`.
+        tb_writer: the `SummaryWriter`; default: a writer for `logging_dir`.
 
     Attributes:
         tb_writer: the writer during training; scripts may set it.
-        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or else set when training begins.
+        logging_dir: the folder: `TENSORBOARD_LOGGING_DIR`, or else set at the start of training.
     """
 
     name = "tensorboard"
@@ -299,51 +300,53 @@ class TensorBoardCallback(TrackerCallback):
             from tensorboardX import SummaryWriter  # type: ignore[no-redef]
         self._SummaryWriter: Any = SummaryWriter
         self.tb_writer = tb_writer
-        given = os.environ.get("TENSORBOARD_LOGGING_DIR")
-        self.logging_dir = None if given is None else os.path.expanduser(given)
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        self.logging_dir = None if folder is None else os.path.expanduser(folder)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "tb_writer": None}  # an open file of this process
+        # The writer is an open file of this process.
+        return {**super().__getstate__(), "tb_writer": None}
 
     def _is_writing(self, state: TrainerState) -> bool:
-        """Whether this process writes; False if a script has set the writer class to None."""
+        """Whether this process writes; False if a script set the writer class to None."""
         return super()._is_writing(state) and (self.tb_writer is not None or self._SummaryWriter is not None)
 
     def _make_loggers(self, args: Any) -> list[Any]:
-        """Write directly to the folder, with the callback's writer."""
+        """Create a logger that writes directly to the folder, with the callback's writer."""
         return [load("lightning", "loggers").WriterLogger(functools.partial(self._writer, args), self._path(args))]
 
     def _path(self, args: Any) -> str:
         return super()._path(args) if self.logging_dir is None else self.logging_dir
 
     def _set_up_once(self, args: Any, state: TrainerState, model: Any) -> None:
-        if not self._initialized:  # a subclass may define another `setup`, since transformers' callback has none
+        # A subclass may define an unrelated `setup`, since transformers' callback has none.
+        if not self._initialized:
             super().setup(args, state, model)
 
-    def _writer(self, args: Any, *, make: bool = True) -> Any:
-        """The writer, created if needed. None if a script has set the writer class to None."""
-        if self.tb_writer is None and make:
+    def _writer(self, args: Any, *, create: bool = True) -> Any:
+        """The writer, created if needed; None if a script set the writer class to None."""
+        if self.tb_writer is None and create:
             self._init_summary_writer(args)
         return self.tb_writer
 
     def _init_summary_writer(self, args: Any) -> None:
         """Create the writer. Subclasses may override this method."""
         if self._SummaryWriter is not None:
-            earlier = self._take_earlier()
-            purged = {} if earlier is None else {"purge_step": earlier.step + 1}
-            self.tb_writer = self._SummaryWriter(log_dir=self._path(args), **purged)
+            earlier_run = self._take_earlier_run()
+            purge_kwargs = {} if earlier_run is None else {"purge_step": earlier_run.step + 1}
+            self.tb_writer = self._SummaryWriter(log_dir=self._path(args), **purge_kwargs)
 
     def run_ids(self) -> dict[str, str]:
-        """The folder, if the writer is the callback's own."""
+        """The folder, unless the script set the writer."""
         folder = self.logging_dir
-        is_own = folder is not None and getattr(self.tb_writer, "log_dir", None) == folder
-        return {"folder": os.path.abspath(str(folder))} if is_own else {}
+        is_default = folder is not None and getattr(self.tb_writer, "log_dir", None) == folder
+        return {"folder": os.path.abspath(str(folder))} if is_default else {}
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
-        """Write to the folder of the earlier run; TensorBoard then leaves out what it holds of later steps."""
+        """Write to the folder of the earlier run. TensorBoard then ignores its values of later steps."""
         folder = earlier.ids["folder"]
         if self.tb_writer is None and self._is_folder_of_run(args, folder, folder):
-            self._earlier = earlier
+            self._earlier_run = earlier
 
     def start_trial(self, args: Any, name: str | None) -> None:
         """Write to a separate folder for a hyperparameter trial."""
@@ -359,14 +362,15 @@ class TensorBoardCallback(TrackerCallback):
         if hasattr(config, "to_json_string"):
             try:
                 text = config.to_json_string()
-            except TypeError:  # the script has put objects into it
+            # The configuration contains objects of the script.
+            except TypeError:
                 text = json.dumps(config.to_dict(), indent=2, sort_keys=True, default=repr)
             logger.experiment.add_text("model_config", text)
 
     def _write(self, args: Any, state: TrainerState, logs: Mapping[str, Any]) -> None:
-        """Write the line, and flush the file."""
+        """Write the log line, and flush the file."""
         writer = self._tracker_logger(args).experiment
-        for name, value in renamed(logs).items():
+        for name, value in to_tracker_names(logs).items():
             if isinstance(value, str):
                 writer.add_text(name, value, state.global_step)
             elif self._is_number(name, value):
@@ -381,7 +385,7 @@ class TensorBoardCallback(TrackerCallback):
                 super().on_train_begin(args, state, control, model=model, **kwargs)
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        """Write the line."""
+        """Write the log line."""
         if state.is_world_process_zero and self._writer(args) is not None:
             super().on_log(args, state, control, logs=logs, model=model, **kwargs)
 
@@ -400,28 +404,28 @@ def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where a run keeps its checkpoints.
+    """The location of a run's checkpoints.
 
     Args:
         folder: the local folder.
-        name: the same on every machine: the URL with `storage_url`, else the folder.
+        name: the location's name on every machine: the URL with `storage_url`, else the folder.
     """
 
     folder: str
     name: str
 
     def relative(self, ids: Mapping[str, str]) -> dict[str, str]:
-        """A tracker's ids, its folder relative to that of the run if it is inside: another machine has another."""
-        inside = ids.get("folder", "").startswith(self.folder + os.sep)
-        return {**ids, "folder": os.path.relpath(ids["folder"], self.folder)} if inside else dict(ids)
+        """A tracker's ids, with its folder relative to `folder` if inside, since machines have different folders."""
+        is_inside = ids.get("folder", "").startswith(self.folder + os.sep)
+        return {**ids, "folder": os.path.relpath(ids["folder"], self.folder)} if is_inside else dict(ids)
 
     def absolute(self, ids: Mapping[str, str]) -> dict[str, str]:
-        """The ids with the tracker's folder on this machine."""
+        """A tracker's ids, with its folder on this machine."""
         return {**ids, "folder": os.path.join(self.folder, ids["folder"])} if "folder" in ids else dict(ids)
 
 
 def ids_of_open_runs(callbacks: Sequence[Any], place: RunPlace) -> dict[str, Any]:
-    """What a checkpoint holds of the runs that are open in trackers: the run's place, and ids by tracker."""
+    """A checkpoint's entry for open runs in trackers: the run's place, and the ids by tracker."""
     runs = {each.name: place.relative(ids) for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
     return {"place": place.name, "runs": runs} if runs else {}
 
@@ -429,30 +433,30 @@ def ids_of_open_runs(callbacks: Sequence[Any], place: RunPlace) -> dict[str, Any
 def begin_runs(
     callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, place: RunPlace
 ) -> None:
-    """Tell trackers that training begins: of a new trial, and of the runs in the checkpoint, with which they go on.
+    """Prepare trackers for the start of training: for a new trial, or to continue the checkpoint's runs.
 
-    Not when the checkpoint is of a run in another folder, which may have gone on and keeps what it holds.
+    Trackers do not continue the runs of a checkpoint from another folder, since that run may have continued.
 
     Args:
         callbacks: all callbacks.
-        saved: what `ids_of_open_runs` returned at the checkpoint; empty in checkpoints without it.
+        saved: the result of `ids_of_open_runs` at the checkpoint; empty in checkpoints without it.
         args: the run's arguments.
-        state: the state in which training begins.
-        place: where this run keeps its checkpoints.
+        state: the state at the start of training.
+        place: the location of this run's checkpoints.
     """
-    reporting = reporting_callbacks(callbacks)
-    for each in reporting if state.is_hyper_param_search else ():
+    trackers = reporting_callbacks(callbacks)
+    for each in trackers if state.is_hyper_param_search else ():
         each.start_trial(args, state.trial_name)
     if not saved or args.new_tracker_run:
         return
     runs = saved.get("runs")
     if "place" not in saved or not isinstance(runs, Mapping):
-        logger.warning("Trackers begin new runs: this release cannot read %s in the checkpoint.", reprlib.repr(saved))
+        logger.warning("Trackers start new runs: this release cannot read %s in the checkpoint.", reprlib.repr(saved))
         return
     if saved["place"] != place.name:
-        logger.info("The checkpoint is of a run in %s: trackers begin new runs.", saved["place"])
+        logger.info("The checkpoint belongs to a run in %s, so trackers start new runs.", saved["place"])
         return
-    for each in reporting:
+    for each in trackers:
         ids = runs.get(each.name)
         if each.can_read(ids):
             each.resume_run(args, EarlierRun(place.absolute(ids), state.global_step, list(state.log_history)))
@@ -460,18 +464,18 @@ def begin_runs(
             each._warn_of_new_run(reprlib.repr(ids), "this release cannot read it.")
 
 
-def renamed(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """A log line with the trackers' names: `eval_loss` → `eval/loss`, `test_loss` → `test/loss`, others `train/…`."""
-    return {_renamed(name): value for name, value in logs.items()}
+def to_tracker_names(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """A log line with trackers' names: `eval_loss` → `eval/loss`, `test_loss` → `test/loss`, else `train/…`."""
+    return {_to_tracker_name(name): value for name, value in logs.items()}
 
 
-def _renamed(name: str) -> str:
+def _to_tracker_name(name: str) -> str:
     stage, _, rest = name.partition("_")
     return f"{stage}/{rest}" if stage in ("eval", "test") and "_" in name else f"train/{name}"
 
 
 def model_config(model: Any) -> dict[str, Any]:
-    """The model's configuration as a dict; empty when it has none."""
+    """The model's configuration as a dict; empty if there is none."""
     config: Any = getattr(model, "config", None)
     if isinstance(config, Mapping):
         return dict(config)
@@ -487,6 +491,6 @@ def peft_config(model: Any) -> dict[str, Any]:
 
 
 def arguments_of(args: Any) -> dict[str, Any]:
-    """The arguments as values that every tracker can write: a subclass's fields may hold any object."""
+    """The arguments as JSON values, since the fields of a subclass may hold any object."""
     values: dict[str, Any] = json.loads(args.to_json_string())
     return values

@@ -1,1 +1,1 @@
-"""Hyperparameter search: a module for each backend, and what they share."""
+"""Hyperparameter search: one module per backend, and their shared parts."""

@@ -1,4 +1,4 @@
-"""The interface of a search library."""
+"""The base class of search backends, and their shared checks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class TrialFailed(Exception):
 
 
 class SearchBackend(abc.ABC):
-    """One search with one library.
+    """A search with one library.
 
     Attributes:
-        name: its name in `backend`, which is also the name of its module.
-        install: the argument of `pip install`.
+        name: its name in `backend`, which is also the name of the library's module.
+        install: the argument of `pip install` for the library.
         directions: 'minimize' or 'maximize' for each objective.
         components: the parts of the Trainer.
     """
@@ -34,7 +34,7 @@ class SearchBackend(abc.ABC):
     install: ClassVar[str]
     directions: list[str]
 
-    #: Whether `objective` also reports the evaluation after a training that has not evaluated.
+    #: Whether `objective` also reports the evaluation after a training without evaluations.
     reports_last_evaluation: ClassVar[bool] = True
 
     def __init__(self, components: Components) -> None:
@@ -48,7 +48,7 @@ class SearchBackend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def default_hp_space(trial: Any) -> dict[str, Any]:
-        """The search space when the user gives no `hp_space`."""
+        """The search space without `hp_space`."""
 
     @abc.abstractmethod
     def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
@@ -58,52 +58,52 @@ class SearchBackend(abc.ABC):
             trainer: trains the trials.
             n_trials: number of trials.
             direction: 'minimize' or 'maximize', or a list of these for several objectives.
-            kwargs: further keywords of the library.
+            kwargs: other keyword arguments of the library.
         """
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
-        """The arguments that a trial changes, with their values: the trial itself, where the library draws them."""
+        """The training arguments of a trial (name → value); here the trial, since the library draws the values."""
         return trial
 
     @abc.abstractmethod
     def run_id(self, trial: Any) -> str:
-        """The id of a trial, after which its folder `run-xxx` is named."""
+        """The id of a trial, which is the xxx of its folder `run-xxx`."""
 
     @abc.abstractmethod
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Report an evaluation to the library, which may end the trial.
+        """Report an evaluation to the library, which may stop the trial.
 
         Args:
             trainer: trains the trial.
             trial: the trial.
             step: optimizer steps done.
-            objective: a number, or one for each direction.
-            metrics: metrics of the evaluation.
+            objective: a number, or one number per direction.
+            metrics: the metrics of the evaluation.
         """
 
     def objective(self, trainer: Trainer, trial: Any, *, checkpoint: str | None = None) -> Any:
-        """Train a trial, and return the objective of its last evaluation. Without one, evaluate after training.
+        """Train a trial, and return its last objective. Without an evaluation, evaluate after training.
 
         Args:
             trainer: trains the trial.
             trial: the trial.
-            checkpoint: folder of a checkpoint to resume from. If training does not evaluate then, the result is None:
-                the trial has reported its evaluations before.
+            checkpoint: folder of a checkpoint to resume from. If training then does not evaluate, the result is None,
+                since the trial has already reported its evaluations.
         """
         trainer.objective = None
         trainer.train(resume_from_checkpoint=checkpoint, trial=trial)
         if trainer.objective is None and checkpoint is None:
             metrics = trainer.evaluate()
-            trainer.objective = self.objective_of(trainer, metrics)
+            trainer.objective = self.compute_trial_objective(trainer, metrics)
             if self.reports_last_evaluation:
                 self.report(trainer, trial, trainer.state.global_step, trainer.objective, metrics)
         return trainer.objective
 
     def space(self, trainer: Trainer) -> Any:
-        """The search space from `hp_space`, for a library that draws the samples itself.
+        """The search space from `hp_space`, for a library that draws the samples.
 
         Raises:
-            InvalidArgument: if `hp_space` is written for trials of Optuna.
+            InvalidArgument: if `hp_space` needs a trial of Optuna.
         """
         try:
             return trainer.hp_space(None)
@@ -116,13 +116,13 @@ class SearchBackend(abc.ABC):
             ) from error
 
     def send_pending_report(self, trainer: Trainer) -> None:  # noqa: B027 - only some libraries need it
-        """Called in a trial after each step. Logging, evaluation and saving of the step are done."""
+        """Send a delayed report. Called after each step of a trial, after its logs, evaluation and checkpoint."""
 
-    def objective_of(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
-        """The objective that `compute_objective` returns for an evaluation; a number if there is one direction.
+    def compute_trial_objective(self, trainer: Trainer, metrics: Mapping[str, Any]) -> Any:
+        """The objective of an evaluation, from `compute_objective`; a number if there is one direction.
 
         Raises:
-            InvalidArgument: if it is not one number for each direction.
+            InvalidArgument: if it is not one number per direction.
             MetricNotFound: if `compute_objective` reads a metric that the evaluation did not return.
         """
         try:
@@ -139,8 +139,10 @@ class SearchBackend(abc.ABC):
         except (TypeError, ValueError):
             count = 0
         if count != len(self.directions):
-            wanted = "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, one per direction"
-            raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {wanted}.")
+            expectation = (
+                "a number" if len(self.directions) == 1 else f"{len(self.directions)} numbers, one per direction"
+            )
+            raise InvalidArgument(f"compute_objective returned {objective!r}: it must return {expectation}.")
         return values[0] if len(self.directions) == 1 else objective
 
 
@@ -150,27 +152,27 @@ def read_directions(direction: Any) -> list[str]:
     Raises:
         InvalidArgument: for any other value.
     """
-    given = list(direction) if isinstance(direction, (list, tuple)) else [direction]
-    names = [str(getattr(each, "name", each)).lower() for each in given]
+    directions = list(direction) if isinstance(direction, (list, tuple)) else [direction]
+    names = [str(getattr(each, "name", each)).lower() for each in directions]
     if not names or any(name not in ("minimize", "maximize") for name in names):
-        raise InvalidArgument(f"direction={direction!r}: give 'minimize' or 'maximize', or a list of these.")
+        raise InvalidArgument(f"direction={direction!r}: use 'minimize' or 'maximize', or a list of these.")
     return names
 
 
-def check_keywords(library: str, given: Collection[str], known: Collection[str], ours: Mapping[str, str]) -> None:
-    """Check that a library knows the given keywords.
+def check_keywords(library: str, names: Collection[str], known_names: Collection[str], ours: Mapping[str, str]) -> None:
+    """Check that a library knows all keyword arguments of a search.
 
     Args:
         library: the library's name for the error.
-        given: names of the given keywords.
-        known: names of the library's keywords.
-        ours: keywords of the library that the search sets itself → their names in `hyperparameter_search`.
+        names: names of the keyword arguments.
+        known_names: names of the library's keyword arguments.
+        ours: keyword arguments that the search sets → their names in `hyperparameter_search`.
 
     Raises:
-        UnknownArgument: for an unknown keyword, with the nearest known one.
+        UnknownArgument: for an unknown name, with the most similar known name.
     """
-    allowed = {*known, *ours.values()} - set(ours)
-    for name in [name for name in given if name not in allowed]:
+    allowed = {*known_names, *ours.values()} - set(ours)
+    for name in [name for name in names if name not in allowed]:
         hint = f"; did you mean {ours[name]!r}?" if name in ours else suggest(name, allowed)
         raise UnknownArgument(f"hyperparameter_search with {library} has no argument {name!r}{hint}")
 
@@ -184,24 +186,22 @@ def check_limits(n_trials: Any, seconds: Any, seconds_name: str) -> None:
         seconds_name: name of the argument `seconds`.
 
     Raises:
-        InvalidArgument: for an invalid limit, or if there is no limit.
+        InvalidArgument: if a limit is invalid, or both are None.
     """
     if n_trials is None and seconds is None:
-        raise InvalidArgument(
-            f"n_trials=None: the search would never end. Give n_trials, or {seconds_name} in seconds."
-        )
+        raise InvalidArgument(f"n_trials=None: the search would never end. Set n_trials, or {seconds_name} in seconds.")
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
-        raise InvalidArgument(f"{seconds_name}={seconds!r}: give a number of seconds above 0.")
+        raise InvalidArgument(f"{seconds_name}={seconds!r} must be a number of seconds above 0.")
     if n_trials is not None and (not isinstance(n_trials, numbers.Integral) or n_trials < 1):
-        raise InvalidArgument(f"n_trials={n_trials!r}: give a positive integer.")
+        raise InvalidArgument(f"n_trials={n_trials!r} must be a positive integer.")
 
 
 def no_trial_message(states: Sequence[str], reasons: Iterable[str]) -> str:
-    """The error message when no trial was completed.
+    """The error message if no trial was completed.
 
     Args:
         states: the state of each trial.
-        reasons: why trials failed; the message has the last three different reasons.
+        reasons: the reasons of failed trials. The message contains the last three different reasons.
     """
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "no trial was started"
     lines = "".join(f"\n- {reason}" for reason in list(dict.fromkeys(reasons))[-3:])

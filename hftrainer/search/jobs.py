@@ -1,6 +1,6 @@
-"""Trials in other processes, each with a copy of the Trainer, and `n_jobs`: workers that train trials of one study.
+"""Trials in other processes: pickled Trainers, and the workers of `n_jobs`, which train trials of one study.
 
-Optuna's own `n_jobs` starts threads, which would share one random generator and one model.
+The `n_jobs` of Optuna starts threads, which would share one random generator and one model.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: When the search is interrupted, a worker has this long to mark its trial as interrupted and exit.
+#: Seconds that a worker has to mark its trial as interrupted and exit, after an interruption of the search.
 _SECONDS_TO_EXIT = 30.0
 
 
 class SearchWorkers:
-    """The workers of one search, which train trials beside the script's own process.
+    """The workers of one search, which train trials in addition to the script's process.
 
     Args:
-        folder: folder of the workers' logs.
+        folder: the folder for the workers' logs.
     """
 
     def __init__(self, folder: str) -> None:
@@ -50,12 +50,12 @@ class SearchWorkers:
         self._workers: dict[int, subprocess.Popen[bytes]] = {}
 
     @contextmanager
-    def running(self, count: int, function: Callable[[], Any]) -> Iterator[None]:
+    def run_workers(self, count: int, function: Callable[[], Any]) -> Iterator[None]:
         """Start the workers before the block, and wait for them after it.
 
         Args:
             count: number of processes, including this one.
-            function: what each worker runs; it must be picklable.
+            function: the picklable function that each worker runs.
 
         Raises:
             SearchFailed: if a worker failed.
@@ -130,7 +130,7 @@ class SearchWorkers:
 
 
 def work() -> None:
-    """Run the pickled function in the file that the command line names; a worker calls this."""
+    """Run the pickled function in the file `sys.argv[1]`; the main function of a worker."""
     with open(sys.argv[1], "rb") as file:
         function = pickle.load(file)
     threading.Thread(target=_exit_with_script, args=(sys.stdin.fileno(),), daemon=True).start()
@@ -138,26 +138,26 @@ def work() -> None:
 
 
 def _exit_with_script(pipe: int) -> None:
-    """Send this worker SIGTERM when the script ends, even if it is killed, since that closes the pipe's other end."""
+    """Send this worker SIGTERM when the script ends or is killed, which closes the other end of the pipe."""
     os.read(pipe, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def number_of_jobs(n_jobs: Any) -> int:
-    """The number of processes that `n_jobs` asks for; -1 means one per GPU, or one per core if there is no GPU.
+    """The number of processes for `n_jobs`; -1 means one per GPU, or one per core without a GPU.
 
     Raises:
         InvalidArgument: if `n_jobs` is not a positive integer or -1.
     """
     if not isinstance(n_jobs, int) or (n_jobs < 1 and n_jobs != -1):
-        raise InvalidArgument(f"n_jobs={n_jobs!r}: give a positive integer, or -1 for one job per GPU or core.")
+        raise InvalidArgument(f"n_jobs={n_jobs!r} must be a positive integer, or -1 for one job per GPU or core.")
     return n_jobs if n_jobs > 0 else torch.cuda.device_count() or _cores()
 
 
 def _resources(number: int, count: int) -> dict[str, str]:
-    """Environment variables that give a worker one of several GPUs, and its share of the cores."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(torch.cuda.device_count())]
+    """Environment variables that assign one of several GPUs and a share of the cores to a worker."""
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible_gpus.split(",") if visible_gpus else [str(gpu) for gpu in range(torch.cuda.device_count())]
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // count)))
     gpu = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if len(gpus) > 1 else {}
     return {"OMP_NUM_THREADS": threads, **gpu}
@@ -168,7 +168,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# ---- A Trainer for another process, which rebuilds the parts that belong to a process --------------------------------
+# ---- A Trainer for another process, which rebuilds process-specific parts --------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class PackedTrainer:
     """A pickled Trainer.
 
     Attributes:
-        pickled: the Trainer, pickled by cloudpickle, which includes functions and classes of the script.
+        pickled: the output of cloudpickle, including functions and classes of the script.
         folder: the working directory, to which its paths are relative.
     """
 
@@ -184,14 +184,18 @@ class PackedTrainer:
     folder: str
 
     def unpack(self) -> Components:
-        """Unpickle a Trainer, and make it ready to train here, in its working directory if that exists."""
+        """Unpickle the Trainer, and prepare it for training in this process.
+
+        Changes to its working directory if that exists here.
+        """
         components: Components = pickle.loads(self.pickled)
         trainer = components.trainer
         if os.path.isdir(self.folder):
             os.chdir(self.folder)
         for arguments in filter(None, (vars(trainer.args), components.arguments_before_search)):
             arguments["output_dir"] = os.path.join(self.folder, arguments["output_dir"])
-        follow(components.policy.release)  # install() was not called in this process
+        # install() was not called in this process.
+        follow(components.policy.release)
         components.setup.set_log_level()
         components.setup.apply_arguments()
         components.rebuild()
@@ -206,7 +210,7 @@ def pack(components: Components) -> PackedTrainer:
     """Pickle a Trainer without changing it.
 
     Raises:
-        InvalidArgument: if an attribute or a callback cannot be pickled, with its name.
+        InvalidArgument: if an attribute or a callback cannot be pickled. The error names it.
     """
     trainer, state = components.trainer, components.trainer_state_for_copy()
     try:
@@ -214,19 +218,20 @@ def pack(components: Components) -> PackedTrainer:
     except Exception as error:
         raise InvalidArgument(
             f"{_unpicklable(components, state)} cannot be pickled for the processes of the search ({error}). Create it "
-            "there instead, for example in a callback's on_train_begin."
+            "in those processes instead, for example in a callback's on_train_begin."
         ) from error
 
 
 def _pickle_with_state(value: Any, trainer: Trainer, state: dict[str, Any]) -> bytes:
-    """Pickle a value. References to the Trainer in it become references to a Trainer with this state."""
+    """Pickle a value, with `state` as the state of the Trainer that it refers to."""
     import cloudpickle
 
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if obj is trainer:
                 make = copyreg.__newobj__  # type: ignore[attr-defined]
-                return make, (type(trainer),), state, None, None, _set_state  # `unpack` rebuilds the rest
+                # `unpack` rebuilds the rest.
+                return make, (type(trainer),), state, None, None, _set_state
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -241,10 +246,10 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
 def _unpicklable(components: Components, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
     kind, callbacks = type(components.trainer).__name__, components.trainer.callback_handler.callbacks
-    of_search: dict[str, Any] = {} if components.search is None else vars(components.search)
+    search_attributes: dict[str, Any] = {} if components.search is None else vars(components.search)
     parts: list[tuple[str, Any]] = [
         *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *components.lightning_callbacks)),
-        *((f"The search's {name.strip('_')}", value) for name, value in of_search.items()),
+        *((f"The search's {name.strip('_')}", value) for name, value in search_attributes.items()),
         *((f"{kind}.{name}", value) for name, value in state.items()),
     ]
     for name, value in parts:

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Keywords that go to `Study.optimize`. All others go to `optuna.create_study`.
+#: Keyword arguments of `Study.optimize`. All others go to `optuna.create_study`.
 _OPTIMIZE_KEYWORDS = ("timeout", "n_jobs", "catch", "callbacks", "gc_after_trial", "show_progress_bar")
-#: User attribute of a study: the last search with `n_jobs` that was stopped before it had all trials.
+#: User attribute of a study: the last search with `n_jobs` that was stopped before its last trial.
 _STOPPED = "stopped"
 
 
@@ -36,7 +36,7 @@ class OptunaSearch(backend.SearchBackend):
     """A search with Optuna, whose study suggests hyperparameters and stores the results.
 
     Attributes:
-        study: the study, in the main process only. The object is pickled with it for the workers of `n_jobs`.
+        study: the study, only in the main process. It is pickled with this object for the workers of `n_jobs`.
     """
 
     name = "optuna"
@@ -45,14 +45,15 @@ class OptunaSearch(backend.SearchBackend):
 
     study: Study
 
-    reports_last_evaluation = False  # as in transformers, which reports to Optuna during training only
+    # As in transformers, which reports to Optuna only during training.
+    reports_last_evaluation = False
 
     def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
-        """Train trials until the study has `n_trials`, and return the best one in every process.
+        """Train trials until the study has `n_trials`, and return the best trial in every process.
 
         Raises:
-            InvalidArgument: for invalid keywords or directions, and for those that do not fit an existing study.
-            UnsupportedArgument: for keywords that do not work with several processes.
+            InvalidArgument: if a keyword argument or direction is invalid, or does not match an existing study.
+            UnsupportedArgument: if a keyword argument does not work with several processes.
             SearchFailed: if no trial was completed.
         """
         self.directions = backend.read_directions(direction)
@@ -64,7 +65,8 @@ class OptunaSearch(backend.SearchBackend):
         if trainer.args.process_index == 0:
             self._run_trials(trainer, n_trials, options)
             return from_main(lambda: (None, self._best()))[1]
-        while True:  # the main process sends the number of each trial, and in the end the best one
+        # The main process sends the number of each trial, and finally the best trial.
+        while True:
             number, best = from_main(lambda: None)
             if number is None:
                 return best
@@ -79,9 +81,9 @@ class OptunaSearch(backend.SearchBackend):
         return str(trial.number)
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Report an objective to Optuna, and end the trial if Optuna prunes it.
+        """Report an objective to Optuna, and stop the trial if Optuna prunes it.
 
-        Optuna does not prune when there are several objectives.
+        Optuna does not prune trials with several objectives.
 
         Raises:
             optuna.TrialPruned: if the trial is pruned.
@@ -96,7 +98,10 @@ class OptunaSearch(backend.SearchBackend):
             raise optuna.TrialPruned(f"at step {step}")
 
     def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
-        """Create the study, or load an existing one and reseed its sampler, which would repeat its trials otherwise."""
+        """Create the study, or load an existing study and reseed its sampler.
+
+        Without the new seed, the sampler would repeat its trials.
+        """
         import optuna
 
         journal = os.path.join(str(trainer.args.output_dir), "search.journal") if self._jobs > 1 else None
@@ -108,21 +113,21 @@ class OptunaSearch(backend.SearchBackend):
         except optuna.exceptions.DuplicatedStudyError:
             if not may_exist:
                 raise InvalidArgument(
-                    f"study_name={kwargs['study_name']!r} is in the storage already: continue it with "
-                    "load_if_exists=True, or give another name."
+                    f"study_name={kwargs['study_name']!r} is already in the storage: continue it with "
+                    "load_if_exists=True, or use another name."
                 ) from None
             study = optuna.create_study(**kwargs, load_if_exists=True)
-            existing = [direction.name.lower() for direction in study.directions]
-            if existing != self.directions:
+            old_directions = [direction.name.lower() for direction in study.directions]
+            if old_directions != self.directions:
                 raise InvalidArgument(
-                    f"direction={self.directions}: the study {study.study_name!r} in the storage has {existing}; give "
-                    "the same, or another study_name."
+                    f"direction={self.directions}: the study {study.study_name!r} in the storage has {old_directions}. "
+                    "Use the same, or another study_name."
                 ) from None
             study.sampler.reseed_rng()
         self.study = self.components.hp_study = study
 
     def _run_trials(self, trainer: Trainer, n_trials: int | None, options: dict[str, Any]) -> None:
-        """Train trials until the search ends, with `n_jobs` also in workers."""
+        """Train trials until the search ends; with `n_jobs`, also in workers."""
         timeout, catch = options.pop("timeout", None), options.pop("catch", ())
         options["catch"] = (backend.TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
         self._count, self._options = studies.TrialCount(self.study, n_trials), options
@@ -132,14 +137,16 @@ class OptunaSearch(backend.SearchBackend):
         remaining = self._count.remaining()
         count = self._jobs if remaining is None else min(self._jobs, remaining)
         if count > 1:
-            self.components.runner.release_trial()  # frees the model, which is then not pickled
-            with self._workers.running(count, partial(train_in_worker, pack(self.components))):
+            # Free the model, so that it is not pickled.
+            self.components.runner.release_trial()
+            with self._workers.run_workers(count, partial(train_in_worker, pack(self.components))):
                 self.optimize(trainer)
-        if not self._is_stopped():  # also retries the trials of killed workers
+        # This also retries the trials of killed workers.
+        if not self._is_stopped():
             self.optimize(trainer)
 
     def optimize(self, trainer: Trainer) -> None:
-        """Run trials until there are enough, the time is up, or a callback stops the study."""
+        """Run trials until the last trial, the time limit, or a stop by a callback."""
         started = 0
 
         def run_trial(trial: Any) -> Any:
@@ -158,17 +165,21 @@ class OptunaSearch(backend.SearchBackend):
             seconds = None if self._deadline is None else self._deadline - time.time()
             self.study.optimize(run_trial, n_trials=remaining, timeout=seconds, **options)
             if remaining is None or started < remaining:
-                if self._jobs > 1 and self._count.remaining() != 0:  # a callback stopped the study, or the time is up
+                # A callback stopped the study, or the time limit is reached.
+                if self._jobs > 1 and self._count.remaining() != 0:
                     self.study.set_user_attr(_STOPPED, self._name)
                 return
-            # Trials may remain, if another process was killed.
+            # Trials may remain if another process was killed.
 
     def _is_stopped(self) -> bool:
-        """Whether any of the processes of `n_jobs` has stopped the search."""
+        """Whether any process of `n_jobs` stopped the search."""
         return self._jobs > 1 and self.study.user_attrs.get(_STOPPED) == self._name
 
     def _run_trial(self, trainer: Trainer, trial: Any) -> Any:
-        """Train a trial, and return its objective or raise a new error, whose traceback does not keep the model."""
+        """Train a trial, and return its objective.
+
+        Raises new errors, so that their tracebacks do not keep the model.
+        """
         import optuna
 
         trial.set_user_attr(studies.OWNER, process_identifier())
@@ -176,14 +187,14 @@ class OptunaSearch(backend.SearchBackend):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(studies.INTERRUPTED, reason)
             raise backend.TrialFailed(reason)
-        several, shared = trainer.args.world_size > 1, trial
+        is_distributed, shared_trial = trainer.args.world_size > 1, trial
         error: Exception | None = None
-        if several:
+        if is_distributed:
             from_main = trainer.accelerator.processes.from_main
             from_main(lambda: (trial.number, None))
-            shared = SharedTrial(trial, trial.number, from_main)
+            shared_trial = SharedTrial(trial, trial.number, from_main)
         try:
-            objective = self.objective(trainer, shared)
+            objective = self.objective(trainer, shared_trial)
         except optuna.TrialPruned as pruned:
             error = optuna.TrialPruned(str(pruned))
         except (KeyboardInterrupt, SystemExit) as interruption:
@@ -193,7 +204,7 @@ class OptunaSearch(backend.SearchBackend):
             reason = f"{type(failure).__name__}: {failure}"
             trial.set_user_attr(studies.FAILED, reason)
             # The other ranks of a distributed trial may be at another step, so the search cannot continue.
-            if several or not is_out_of_memory(failure):
+            if is_distributed or not is_out_of_memory(failure):
                 raise
             error = backend.TrialFailed(reason)
         finally:
@@ -210,7 +221,8 @@ class OptunaSearch(backend.SearchBackend):
         from optuna.trial import TrialState
 
         trial.set_user_attr(studies.INTERRUPTED, f"stopped by {type(interruption).__name__}")
-        if isinstance(interruption, SystemExit):  # Optuna itself handles KeyboardInterrupt only
+        # Optuna only handles KeyboardInterrupt.
+        if isinstance(interruption, SystemExit):
             self.study.tell(trial, state=TrialState.FAIL)
         studies.enqueue_retry(self.study, trial.number)
 
@@ -230,11 +242,11 @@ class OptunaSearch(backend.SearchBackend):
         if not any(trial.state is TrialState.COMPLETE for trial in trials):
             reasons = [trial.user_attrs[studies.FAILED] for trial in trials if studies.FAILED in trial.user_attrs]
             raise SearchFailed(backend.no_trial_message([trial.state.name.lower() for trial in trials], reasons))
-        if running := sum(trial.state is TrialState.RUNNING for trial in trials):
+        if running_count := sum(trial.state is TrialState.RUNNING for trial in trials):
             logger.warning(
-                "%d of the trials are still running in other processes, and the best trial is chosen without them. If "
-                "a process on another machine has ended, only a storage with a heartbeat_interval notices it.",
-                running,
+                "%d of the trials are still running in other processes, so the best trial is chosen without them. Only "
+                "a storage with a heartbeat_interval detects the end of a process on another machine.",
+                running_count,
             )
         if len(self.directions) == 1:
             best = self.study.best_trial
@@ -243,48 +255,49 @@ class OptunaSearch(backend.SearchBackend):
 
 
 def train_in_worker(packed: PackedTrainer) -> None:
-    """Train trials of the study of a pickled Trainer; a worker of `n_jobs` calls this."""
+    """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
     components = packed.unpack()
     assert isinstance(components.search, OptunaSearch)
-    components.search.study.sampler.reseed_rng()  # seeded, it would suggest what it suggests in the script's process
+    # With the same seed, it would repeat the suggestions of the script's process.
+    components.search.study.sampler.reseed_rng()
     components.search.optimize(components.trainer)
 
 
-def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], several: bool) -> None:
-    """Check the keywords before the study is created."""
+def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any], is_distributed: bool) -> None:
+    """Check the keyword arguments before the study is created."""
     import optuna
 
     known = [*inspect.signature(optuna.create_study).parameters, *_OPTIMIZE_KEYWORDS]
     backend.check_keywords("Optuna", kwargs, known, {"directions": "direction"})
     backend.check_limits(n_trials, options.get("timeout"), "timeout")
     if not isinstance(options.get("callbacks"), (list, tuple, type(None))):
-        raise InvalidArgument(f"callbacks={options['callbacks']!r}: give a list of functions (study, trial) → None.")
+        raise InvalidArgument(f"callbacks={options['callbacks']!r} must be a list of functions (study, trial) → None.")
     catch = options.get("catch", ())
     if not all(isinstance(each, type) for each in (catch if isinstance(catch, Iterable) else (catch,))):
-        raise InvalidArgument(f"catch={catch!r}: give exception classes.")
+        raise InvalidArgument(f"catch={catch!r} must be exception classes.")
     if kwargs.get("load_if_exists") and not kwargs.get("study_name"):
         raise InvalidArgument("load_if_exists=True needs a study_name: without one, each search creates a new study.")
-    if several and options.get("n_jobs", 1) != 1:
+    if is_distributed and options.get("n_jobs", 1) != 1:
         raise UnsupportedArgument(
             f"n_jobs={options['n_jobs']} starts processes, but a launcher has started several processes. Start the "
-            "script without a launcher. On several GPUs set lightning_config={'devices': 1}, and each job uses one."
+            "script without a launcher. On several GPUs set lightning_config={'devices': 1}, so that each job uses one."
         )
-    if several and catch:
+    if is_distributed and catch:
         raise UnsupportedArgument(
-            "catch is not supported with several processes: when one of them fails, the others wait for it. Run the "
-            "search again with load_if_exists=True to continue it."
+            "catch is not supported with several processes: when one process fails, the others wait for it. Run the "
+            "search again with load_if_exists=True to continue."
         )
 
 
 class SharedTrial:
-    """A trial of Optuna in several processes: the main process calls its methods and broadcasts the results.
+    """An Optuna trial in several processes: the main process calls its methods and broadcasts the results.
 
     All processes must call the same methods in the same order. Reading `number` and `params` needs no communication.
 
     Args:
-        trial: Optuna's trial in the main process; None in the others.
+        trial: Optuna's trial in the main process; None in other processes.
         number: the trial's number in the study.
-        from_main: calls a function in the main process, and returns its result, or raises its error, in every process.
+        from_main: calls a function in the main process, and returns its result or raises its error in every process.
 
     Attributes:
         params: the suggested values by name.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: File name → Optuna's plot function, and the number of completed trials that it needs.
+#: File name → Optuna's plot function, and the minimum number of completed trials.
 PLOTS = {
     "history": ("plot_optimization_history", 1),
     "importance": ("plot_param_importances", 2),
@@ -35,7 +35,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         html: also write interactive HTML pages.
 
     Returns:
-        The paths of the files. A study with several objectives has one plot of each kind for each objective.
+        The paths of the files. A study with several objectives has one plot of each kind per objective.
 
     Raises:
         InvalidArgument: if the study does not exist, or has no completed trial.
@@ -43,43 +43,47 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     """
     load("matplotlib").use("agg")
     study = _load_study(storage, study_name)
-    completed = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
-    if not completed:
+    completed_trials = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
+    if not completed_trials:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     # Suffix of the file names → arguments of Optuna's functions.
     objectives: dict[str, dict[str, Any]] = {"": {}}
     if len(study.directions) > 1:
         objectives = {f"_{number}": _objective(number) for number in range(len(study.directions))}
-    written = []
-    for name, (function, needed) in PLOTS.items():
-        if completed < needed:
-            logger.warning("Skipping %s: it needs %d completed trials, and the study has %d.", name, needed, completed)
+    paths = []
+    for name, (function, min_trials) in PLOTS.items():
+        if completed_trials < min_trials:
+            logger.warning(
+                "Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, completed_trials
+            )
             continue
         for suffix, objective in objectives.items():
             path = Path(out) / f"{name}{suffix}.png"
             _draw_png(function, study, objective, path)
-            written.append(str(path))
+            paths.append(str(path))
             if html:
-                written.append(str(page := path.with_suffix(".html")))
+                paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(load("optuna.visualization"), function)(study, **objective)
                 figure.write_html(page, include_plotlyjs=True)
-    return written
+    return paths
 
 
 def _objective(number: int) -> dict[str, Any]:
-    """The arguments that choose one of several objectives."""
+    """The arguments of Optuna's functions that choose one of several objectives."""
     return {"target": lambda trial: trial.values[number], "target_name": f"Objective {number}"}
 
 
 def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
-    plt, drawing = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
+    plt, visualization = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Optuna's plots by matplotlib are experimental
-        axes = getattr(drawing, function)(study, **objective)
+        # Optuna warns that its matplotlib plots are experimental.
+        warnings.simplefilter("ignore")
+        axes = getattr(visualization, function)(study, **objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
-    if function == "plot_parallel_coordinate":  # the grid would hide the lines
+    # The grid would hide the lines.
+    if function == "plot_parallel_coordinate":
         for axis in figure.axes:
             axis.grid(False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
@@ -91,15 +95,19 @@ def _load_study(storage: str, study_name: str | None) -> Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     is_file = "://" not in storage
     path = storage if is_file else storage.removeprefix("sqlite:///").partition("?")[0]
-    if (is_file or storage.startswith("sqlite:///")) and not Path(path).is_file():  # Optuna would create it
-        raise InvalidArgument(f"{storage}: the file does not exist: give the storage of the search.")
+    # Optuna would create the file.
+    if (is_file or storage.startswith("sqlite:///")) and not Path(path).is_file():
+        raise InvalidArgument(f"{storage}: the file does not exist: pass the storage of the search.")
     try:
-        opened = open_journal(storage) if is_file else storage
-        names = optuna.get_all_study_names(opened)
-    except Exception as error:  # of Optuna, of SQLAlchemy or of a parser
-        raise InvalidArgument(f"{storage} is not the storage of a search ({error}): give the file or URL.") from error
+        source = open_journal(storage) if is_file else storage
+        names = optuna.get_all_study_names(source)
+    # Errors of Optuna, SQLAlchemy or a parser.
+    except Exception as error:
+        raise InvalidArgument(f"{storage} is not the storage of a search ({error}): pass its file or URL.") from error
     if not names:
-        raise InvalidArgument(f"{storage}: the storage has no study: give the one that the search was started with.")
+        raise InvalidArgument(
+            f"{storage}: the storage has no study: pass the storage with which the search was started."
+        )
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):
-        raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: name one of them with --study-name.")
-    return optuna.load_study(study_name=study_name or names[0], storage=opened)
+        raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: choose one of them with --study-name.")
+    return optuna.load_study(study_name=study_name or names[0], storage=source)

@@ -1,4 +1,4 @@
-"""Which trials of a study count, whichever process trains them, and which ones were interrupted."""
+"""Storages of studies, and the counts of their trials over all processes and restarts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # User attributes of a trial. Stored studies contain them, so their values must not change.
-OWNER = "process"  # the process that trains it: host, process id, start time
-FAILED = "failed"  # why it failed; a failed trial counts
-INTERRUPTED = "interrupted"  # why it was interrupted; it does not count, and another trial takes its place
-RETRY_OF = "again"  # the number of the interrupted trial that has the same hyperparameters
+#: The process that trains it: host, process id, start time.
+OWNER = "process"
+#: The reason of a failure. A failed trial counts.
+FAILED = "failed"
+#: The reason of an interruption. The trial does not count, and another trial replaces it.
+INTERRUPTED = "interrupted"
+#: The number of the interrupted trial with the same hyperparameters.
+RETRY_OF = "again"
 
 #: A running trial without an owner counts as interrupted after this time.
 _TIME_TO_SET_OWNER = timedelta(seconds=10)
@@ -29,48 +33,46 @@ _TIME_TO_SET_OWNER = timedelta(seconds=10)
 _RETRY_DELAYS = (0.1, 0.5, 2.0)
 
 
-def open_storage(given: Any, journal: str | None = None) -> Any:
-    """Open a storage, given in any form that `create_study` accepts.
+def open_storage(storage: Any, journal: str | None = None) -> Any:
+    """Open a storage in any form that `create_study` accepts.
 
-    When several processes open a new database at the same time, one creates its tables and the others fail. A moment
-    later the tables exist.
+    If several processes open a new database at the same time, one creates its tables and the others fail, so we retry.
 
     Args:
-        given: the storage.
-        journal: a file to use instead of None, if processes are to share the storage.
+        storage: the storage.
+        journal: if processes need to share the storage, a file to use if `storage` is None.
 
     Raises:
         InvalidArgument: if a string is not a database URL.
-        UnsupportedArgument: if processes are to share the storage, and it is in memory.
+        UnsupportedArgument: if processes need to share the storage, but it is in memory.
     """
     from optuna.storages import get_storage
     from sqlalchemy.exc import ArgumentError, DBAPIError
 
     if journal is not None:
-        if given is None:
+        if storage is None:
             return open_journal(journal)
-        url = given if isinstance(given, str) else ""
-        in_memory = url.startswith("sqlite") and (url.endswith("://") or ":memory:" in url)
-        if in_memory or type(given).__name__ == "InMemoryStorage":
+        url = storage if isinstance(storage, str) else ""
+        is_in_memory = url.startswith("sqlite") and (url.endswith("://") or ":memory:" in url)
+        if is_in_memory or type(storage).__name__ == "InMemoryStorage":
             raise UnsupportedArgument(
-                f"n_jobs: storage={given!r} is in memory, and processes cannot share it. Leave storage out to use a "
-                "file."
+                f"n_jobs: storage={storage!r} is in memory, so processes cannot share it. Omit storage to use a file."
             )
     for delay in _RETRY_DELAYS:
         try:
-            return get_storage(given)
+            return get_storage(storage)
         except ArgumentError:
             raise InvalidArgument(
-                f"storage={given!r} is not a database URL: give one such as 'sqlite:///search.db'."
+                f"storage={storage!r} is not a database URL: use one such as 'sqlite:///search.db'."
             ) from None
         except DBAPIError as error:
             logger.info("The storage could not be opened. Trying again in %g s: %s", delay, error)
         time.sleep(delay)
-    return get_storage(given)
+    return get_storage(storage)
 
 
 def open_journal(path: str) -> Any:
-    """Open a file as a storage that several processes can share."""
+    """Open a journal file, a storage that several processes can share."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
@@ -83,32 +85,32 @@ class TrialCount:
     """Counts the trials of a study over all processes and restarts.
 
     Args:
-        study: a study, which other processes may be working on.
-        wanted: the number of trials that the study is to have; None for no limit.
+        study: a study, whose trials other processes may train too.
+        n_trials: the target number of trials; None for no limit.
     """
 
-    def __init__(self, study: Study, wanted: int | None) -> None:
+    def __init__(self, study: Study, n_trials: int | None) -> None:
         self.study = study
-        self.wanted = wanted
+        self.n_trials = n_trials
         self._retry_marked_trials()
 
     def remaining(self) -> int | None:
         """The number of trials that no process has started; None for no limit.
 
-        Before it returns 0, it waits until the owner of each running trial is known.
+        Waits until the owner of each running trial is known, before it returns 0.
         """
         while True:
-            unknown_owner = self._mark_interrupted()
-            if self.wanted is None:
+            has_unknown_owner = self._mark_interrupted()
+            if self.n_trials is None:
                 return None
-            remaining = max(0, self.wanted - len(self._counted()))
-            if remaining or not unknown_owner:
+            remaining = max(0, self.n_trials - len(self._counted()))
+            if remaining or not has_unknown_owner:
                 return remaining
             time.sleep(0.1)
 
     def is_surplus(self, number: int) -> bool:
-        """Whether a trial is one too many, because other processes started the last trials at the same time."""
-        return self.wanted is not None and sum(trial.number < number for trial in self._counted()) >= self.wanted
+        """Whether a trial exceeds the limit, because other processes started the last trials at the same time."""
+        return self.n_trials is not None and sum(trial.number < number for trial in self._counted()) >= self.n_trials
 
     def _counted(self) -> list[FrozenTrial]:
         return [trial for trial in self.study.get_trials(deepcopy=False) if _counts(trial)]
@@ -117,46 +119,46 @@ class TrialCount:
         """Fail the running trials whose process has ended.
 
         Returns:
-            Whether there is a running trial whose owner is not known yet.
+            Whether the owner of a running trial is still unknown.
         """
         from optuna.trial import TrialState
 
-        unknown_owner = False
+        has_unknown_owner = False
         for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             owner = trial.user_attrs.get(OWNER)
             assert trial.datetime_start is not None
             if owner is None and datetime.now() - trial.datetime_start <= _TIME_TO_SET_OWNER:
-                unknown_owner = True
+                has_unknown_owner = True
             elif owner is None or has_ended(owner):
                 self._interrupt(trial, f"its process ({owner or 'unknown'}) has ended")
-        return unknown_owner
+        return has_unknown_owner
 
     def _retry_marked_trials(self) -> None:
         """Retry trials that a process marked as interrupted before it was killed."""
         trials = self.study.get_trials(deepcopy=False)
-        retried = {trial.user_attrs.get(RETRY_OF) for trial in trials}
+        retried_numbers = {trial.user_attrs.get(RETRY_OF) for trial in trials}
         for trial in trials:
-            marked = trial.state.name == "FAIL" and INTERRUPTED in trial.user_attrs and trial.params
-            if marked and trial.number not in retried:
+            is_marked = trial.state.name == "FAIL" and INTERRUPTED in trial.user_attrs and trial.params
+            if is_marked and trial.number not in retried_numbers:
                 enqueue_retry(self.study, trial.number)
 
     def _interrupt(self, trial: FrozenTrial, reason: str) -> None:
-        """Mark a trial as interrupted and retry it, unless another process has just done so."""
+        """Mark a trial as interrupted and retry it, unless another process already did so."""
         from optuna import exceptions
         from optuna.trial import TrialState
 
-        # Optuna 4.3 gave this RuntimeError a name.
-        already_finished = getattr(exceptions, "UpdateFinishedTrialError", RuntimeError)
+        # Optuna 4.3 introduced a subclass of RuntimeError.
+        finished_error = getattr(exceptions, "UpdateFinishedTrialError", RuntimeError)
         try:
             self.study._storage.set_trial_user_attr(trial._trial_id, INTERRUPTED, reason)
             self.study.tell(trial.number, state=TrialState.FAIL)
-        except (already_finished, ValueError):
+        except (finished_error, ValueError):
             return
         enqueue_retry(self.study, trial.number)
 
 
 def enqueue_retry(study: Study, number: int) -> None:
-    """Enqueue a trial with the hyperparameters of an interrupted one.
+    """Enqueue a trial with the hyperparameters of an interrupted trial.
 
     A retry that was interrupted during training is not retried, since its hyperparameters may be the cause.
     """
@@ -167,6 +169,7 @@ def enqueue_retry(study: Study, number: int) -> None:
 
 
 def _counts(trial: FrozenTrial) -> bool:
-    if trial.state.name == "FAIL":  # Optuna's heartbeat fails trials of processes that have ended, without a reason
+    # Optuna's heartbeat fails trials of ended processes, without a reason.
+    if trial.state.name == "FAIL":
         return FAILED in trial.user_attrs
     return trial.state.name != "WAITING"

@@ -16,14 +16,14 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-#: A name at least this similar to an argument's counts as a typo, even if `model_init` takes the trial.
+#: Minimum similarity to an argument's name that counts as a typo, even if `model_init` accepts the trial.
 _TYPO_SIMILARITY = 0.85
-#: Arguments that are read only once, when the Trainer is created.
-_FIXED = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
+#: Arguments that are only read when the Trainer is created.
+_CONSTRUCTOR_ONLY = ("report_to", "disable_tqdm", "log_level", "log_level_replica", "skip_memory_metrics")
 
 
 def model_takes_trial(model_init: Callable[..., Any] | None) -> bool:
-    """Whether `model_init` takes the trial. It can then use values that are not training arguments."""
+    """Whether `model_init` accepts the trial, and can use values that are not training arguments."""
     return model_init is not None and number_of_arguments(model_init) > 0
 
 
@@ -33,24 +33,24 @@ def check_names(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
     Args:
         args: the training arguments.
         params: argument → value.
-        allow_model_arguments: whether `params` may have values for `model_init`, see `model_takes_trial`.
+        allow_model_arguments: whether `params` may contain values for `model_init`; see `model_takes_trial`.
 
     Raises:
         InvalidArgument: if `params` is not a mapping, or a trial cannot set one of the arguments.
-        UnknownArgument: for a name that is not an argument, with the most similar one.
+        UnknownArgument: if a name is not an argument. The error contains the most similar name.
     """
     if not isinstance(params, Mapping):
         raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
     fields = _fields(args)
     unknown = [name for name in params if name not in fields]
     cutoff = _TYPO_SIMILARITY if allow_model_arguments else 0.6
-    near = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
-    if wrong := [name for name in unknown if near[name] or not allow_model_arguments]:
-        raise UnknownArgument("; ".join(_unknown(args, name, near[name]) for name in wrong))
+    suggestions = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
+    if typos := [name for name in unknown if suggestions[name] or not allow_model_arguments]:
+        raise UnknownArgument("; ".join(_unknown(args, name, suggestions[name]) for name in typos))
     if unknown:
         logger.info("Not training arguments, so only model_init can use them: %s", ", ".join(unknown))
-    if fixed := [name for name in _FIXED if name in params]:
-        raise InvalidArgument(f"hp_space: {', '.join(fixed)}: used when the Trainer is created, so set it there.")
+    if fixed_names := [name for name in _CONSTRUCTOR_ONLY if name in params]:
+        raise InvalidArgument(f"hp_space: {', '.join(fixed_names)}: used when the Trainer is created, so set it there.")
 
 
 def set_arguments(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
@@ -58,11 +58,11 @@ def set_arguments(args: Any, params: Any, *, allow_model_arguments: bool) -> Non
 
     Args:
         args: the training arguments. Callbacks and trackers have references to them.
-        params: argument → value, which is cast to the type of the argument's current value.
+        params: argument → value. Values are cast to the types of the current values.
         allow_model_arguments: see `check_names`.
 
     Raises:
-        InvalidArgument: see `check_names`; also if a value cannot be cast.
+        InvalidArgument: as in `check_names`, or if a value cannot be cast.
         UnknownArgument: see `check_names`.
     """
     check_names(args, params, allow_model_arguments=allow_model_arguments)
@@ -80,20 +80,26 @@ def _fields(args: Any) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(args) if field.init}
 
 
-def _unknown(args: Any, name: str, near: list[str]) -> str:
-    hint = f"; did you mean {near[0]!r}?" if near else "; suggest hyperparameters of the model in model_init(trial)"
+def _unknown(args: Any, name: str, suggestions: list[str]) -> str:
+    hint = (
+        f"; did you mean {suggestions[0]!r}?"
+        if suggestions
+        else "; suggest hyperparameters of the model in model_init(trial)"
+    )
     return f"hp_space: {type(args).__name__} has no argument {name!r}{hint}"
 
 
 def _cast(name: str, value: Any, current: Any, annotation: str) -> Any:
-    """Cast a value to the type of the current one, as transformers does, but keep a float where a float is allowed."""
+    """Cast a value to the current value's type, as in transformers, but keep floats if allowed."""
     if current is None or value is None or isinstance(value, Mapping):
         return value
     if type(current) is bool:
-        if (flag := parse_bool(str(value).removesuffix(".0"))) is None:  # bool("False") would be True
-            raise InvalidArgument(f"hp_space: {name}={value!r} is not a bool: give True or False.")
+        # bool("False") would be True.
+        if (flag := parse_bool(str(value).removesuffix(".0"))) is None:
+            raise InvalidArgument(f"hp_space: {name}={value!r} is not a bool: use True or False.")
         return flag
-    if type(current) is int and isinstance(value, float) and "float" in annotation:  # warmup_steps=0.1 is a ratio
+    # warmup_steps=0.1 is a ratio.
+    if type(current) is int and isinstance(value, float) and "float" in annotation:
         return value
     try:
         return type(current)(value)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: With this value of `metric`, the number that `compute_objective` returns is logged, and the sweep compares it.
+#: The value of `metric` for sweeps that compare the result of `compute_objective`, which is then logged.
 OBJECTIVE = "objective"
 
 
@@ -31,8 +31,8 @@ class WandbSearch(SearchBackend):
 
     Attributes:
         metric: the metric by which the server compares runs.
-        best: the best run that this process has trained.
-        failed: why runs of this process failed.
+        best_run: the best run of this process.
+        failures: the reasons why runs of this process failed.
     """
 
     name = "wandb"
@@ -43,8 +43,8 @@ class WandbSearch(SearchBackend):
 
     def __init__(self, components: Components) -> None:
         super().__init__(components)
-        self.best: BestRun | None = None
-        self.failed: list[str] = []
+        self.best_run: BestRun | None = None
+        self.failures: list[str] = []
 
     def run(
         self,
@@ -71,13 +71,13 @@ class WandbSearch(SearchBackend):
             entity: user or team of the project.
             name: name of a new sweep.
             metric: the logged metric by which the server compares runs.
-            max_consecutive_failed_runs: the search ends after so many failed runs in a row.
-            unknown: other keywords, which are refused.
+            max_consecutive_failed_runs: number of consecutive failed runs that ends the search.
+            unknown: other keyword arguments, which are refused.
 
         Raises:
-            InvalidArgument: for an invalid space or direction.
-            UnknownArgument: for any other keyword, and for a parameter that is not a training argument.
-            UnsupportedArgument: for several objectives or processes.
+            InvalidArgument: if the space or direction is invalid.
+            UnknownArgument: for other keyword arguments, and parameters that are not training arguments.
+            UnsupportedArgument: for several objectives or several processes.
             SearchFailed: if this process completed no run.
         """
         import wandb
@@ -86,12 +86,12 @@ class WandbSearch(SearchBackend):
         check_keywords("W&B", unknown, list(inspect.signature(self.run).parameters)[3:-1], {})
         self.metric = metric
         self._check(trainer)
-        place: dict[str, Any] = {"project": project, "entity": entity}
+        owner: dict[str, Any] = {"project": project, "entity": entity}
         options: dict[str, Any] = {"count": n_trials, "max_consecutive_failed_runs": max_consecutive_failed_runs}
         if sweep_id is None:
-            sweep_id = wandb.sweep(self._space(trainer, name), **place)
-        with _reporting(trainer):
-            wandb.agent(sweep_id, functools.partial(self._train, trainer), **options, **place)
+            sweep_id = wandb.sweep(self._space(trainer, name), **owner)
+        with _report_to_wandb(trainer):
+            wandb.agent(sweep_id, functools.partial(self._train, trainer), **options, **owner)
         return self._best(sweep_id)
 
     def run_id(self, trial: Any) -> str:
@@ -113,8 +113,8 @@ class WandbSearch(SearchBackend):
             raise UnsupportedArgument(f"direction={self.directions}: a sweep has one objective; use backend='optuna'.")
         if trainer.args.world_size > 1:
             raise UnsupportedArgument(
-                "backend='wandb' trains each run in one process: start the script once for each device, with the "
-                "sweep_id of the first; or use backend='optuna', with which several processes share a trial."
+                "backend='wandb' trains each run in one process: start the script once per device, with the "
+                "sweep_id of the first; or use backend='optuna', where several processes share a trial."
             )
 
     def _space(self, trainer: Trainer, name: str | None) -> dict[str, Any]:
@@ -130,20 +130,20 @@ class WandbSearch(SearchBackend):
         return {**space, "metric": metric, **({"name": name} if name else {})}
 
     def _train(self, trainer: Trainer) -> None:
-        """Train a run of the sweep; W&B's agent calls this."""
+        """Train one run of the sweep. W&B's agent calls this method."""
         import wandb
 
         run = wandb.run or wandb.init()
-        chosen = dict(run.config)
+        params = dict(run.config)
         if trainer.hp_name is not None:
-            run.name = trainer.hp_name(chosen)
+            run.name = trainer.hp_name(params)
         reason = None
         try:
-            objective = self.objective(trainer, chosen)
+            objective = self.objective(trainer, params)
         except Exception as error:
             logger.exception("The run %s failed.", run.id)
             reason = f"{type(error).__name__}: {error}"
-            self.failed.append(reason)
+            self.failures.append(reason)
         finally:
             self.components.runner.release_trial()
         if reason is not None:
@@ -154,28 +154,28 @@ class WandbSearch(SearchBackend):
                 self.metric,
                 ", ".join(sorted(name for name in dict(run.summary) if not name.startswith("_"))),
             )
-        self._compare(run.id, objective, chosen)
+        self._compare(run.id, objective, params)
 
-    def _compare(self, run_id: str, objective: float, chosen: dict[str, Any]) -> None:
+    def _compare(self, run_id: str, objective: float, params: dict[str, Any]) -> None:
         if math.isnan(objective):
-            self.failed.append(f"compute_objective returned {objective}")
+            self.failures.append(f"compute_objective returned {objective}")
             return
         sign = 1 if self.directions == ["minimize"] else -1
-        if self.best is None or sign * objective < sign * self.best.objective:  # type: ignore[operator]  # one objective
-            self.best = BestRun(run_id, objective, chosen)
+        if self.best_run is None or sign * objective < sign * self.best_run.objective:  # type: ignore[operator]
+            self.best_run = BestRun(run_id, objective, params)
 
     def _best(self, sweep: str) -> BestRun:
-        if self.best is None:
-            raise SearchFailed(f"The sweep {sweep}: {no_trial_message(['failed'] * len(self.failed), self.failed)}")
-        if self.failed:
-            reasons = "".join(f"\n- {reason}" for reason in dict.fromkeys(self.failed))
-            logger.warning("%d runs of the sweep %s failed:%s", len(self.failed), sweep, reasons)
-        return self.best._replace(run_summary=sweep)
+        if self.best_run is None:
+            raise SearchFailed(f"The sweep {sweep}: {no_trial_message(['failed'] * len(self.failures), self.failures)}")
+        if self.failures:
+            reasons = "".join(f"\n- {reason}" for reason in dict.fromkeys(self.failures))
+            logger.warning("%d runs of the sweep %s failed:%s", len(self.failures), sweep, reasons)
+        return self.best_run._replace(run_summary=sweep)
 
 
 @contextmanager
-def _reporting(trainer: Trainer) -> Iterator[None]:
-    """Report to W&B during the search, even without `report_to='wandb'`, since the sweep needs the metrics."""
+def _report_to_wandb(trainer: Trainer) -> Iterator[None]:
+    """Report to W&B during the search, since the sweep needs the metrics even without `report_to='wandb'`."""
     if any(isinstance(callback, WandbCallback) for callback in trainer.callback_handler.callbacks):
         yield
         return

@@ -11,7 +11,7 @@ import torch
 from hftrainer.arguments.choices import SaveStrategy, read_observe
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import Journal
-from hftrainer.monitoring.observer import Measured, Observer
+from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
 from hftrainer.training.mixture import make_source_log
@@ -104,7 +104,7 @@ def _make_observer(components: Components, loop: TrainingLoop) -> Observer | Non
     writes = "journal" in what and trainer.is_world_process_zero()
     observer = Observer(
         what,
-        Measured(lambda: components.run.seconds, loop.reader.waits),
+        Measurements(lambda: components.run.seconds, loop.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(run_folder(trainer, loop.trial) if writes else None),

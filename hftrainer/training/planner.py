@@ -127,7 +127,7 @@ class Planner(Component):
             log_facts(logger, f"Training resumes from {self.run.resumed_from}.", done)
             if self.trainer.is_world_process_zero():
                 asked = self.trainer.args.num_train_epochs if self.trainer.args.max_steps <= 0 else 0
-                tell(summary.resumed(str(self.run.resumed_from), self.trainer.state, asked))
+                tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, asked))
         if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.

@@ -351,7 +351,7 @@ class TrainingRunner(Component):
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
         waited, evaluating = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
         seconds = {"waiting for data": waited, "in evaluations": evaluating, "saving": run.seconds.get("saving", 0.0)}
-        lines = [*summary.finished(state, metric, metrics, seconds, steps, share)]
+        lines = [*summary.make_summary(state, metric, metrics, seconds, steps, share)]
         if (observer := loop.watch.observer) is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps

@@ -48,4 +48,4 @@ def test_errors_reach_both(found, rank):
     assert "No trial was completed (1 fail)" in failed
     assert "catch is not supported with several processes" in caught
     assert "low <= high" in wrong_range  # of a suggestion, which the main process alone asks for
-    assert "study_name='a' is in the storage already" in exists
+    assert "study_name='a' is already in the storage" in exists

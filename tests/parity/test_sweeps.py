@@ -167,7 +167,7 @@ REFUSED = {
 
 class TestWandb(OneProcessBackend):
     name, keyword = "wandb", "sweep_id"
-    several = "start the script once for each device, with the sweep_id"
+    several = "start the script once per device, with the sweep_id"
     grid = staticmethod(grid)
 
     def failures(self, trainer, best, caplog):

@@ -106,13 +106,13 @@ def search(tmp_path):
 
 @pytest.mark.parametrize("count", [0, -2, 1.5, "2"])
 def test_no_number_of_jobs(search, count):
-    with pytest.raises(InvalidArgument, match=f"n_jobs={count!r}: give a positive integer, or -1"):
+    with pytest.raises(InvalidArgument, match=f"n_jobs={count!r} must be a positive integer, or -1"):
         search(n_jobs=count)
 
 
 @pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:", optuna.storages.InMemoryStorage()])
 def test_storage_that_processes_cannot_share(search, storage):
-    with pytest.raises(UnsupportedArgument, match="is in memory, and processes cannot share it"):
+    with pytest.raises(UnsupportedArgument, match="is in memory, so processes cannot share it"):
         search(n_jobs=2, storage=storage)
 
 
@@ -128,14 +128,14 @@ def test_what_a_worker_does(search, tmp_path, monkeypatch, seconds, states):
     """Its copy trains the trials of the study that are left, within the time that is left."""
 
     @contextmanager
-    def running(workers, count, function):
+    def run_workers(workers, count, function):
         found.append(count)
         pickle.loads(pickle.dumps(function))()
         found.append([trial.state.name for trial in optuna.load_study(**study).trials])
         yield
 
     found, study = [], {"study_name": "a", "storage": f"sqlite:///{tmp_path}/search.db"}
-    monkeypatch.setattr(jobs.SearchWorkers, "running", running)
+    monkeypatch.setattr(jobs.SearchWorkers, "run_workers", run_workers)
     given = {"n_jobs": 2, "n_trials": 3, "timeout": seconds, **study}
     if seconds is None:
         assert search(**given).run_id in ("0", "1", "2")

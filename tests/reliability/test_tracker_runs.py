@@ -163,7 +163,7 @@ def test_rows_of_the_checkpoints_own_step(tmp_path, monkeypatch):
     [
         ({}, "new runs: this release cannot read {'later': 1}"),
         ({"runs": []}, "new runs: this release cannot read {"),
-        ({"runs": {"csv": {"folder": "a"}}}, "a new one begins: this release cannot read it"),
+        ({"runs": {"csv": {"folder": "a"}}}, "a new run starts: this release cannot read it"),
         ({"runs": {"csv": {"folder": "a", "version": "x", "rows": "1"}}}, "this release cannot read it"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_run_that_is_gone(tracker, caplog):
     else:
         shutil.rmtree(tracker.folder / "runs")
     train(tracker, resume=True)
-    assert "the checkpoint's run, " in caplog.text and "cannot go on, and a new one begins" in caplog.text
+    assert "the checkpoint's run, " in caplog.text and "cannot continue, so a new run starts" in caplog.text
     assert runs(tracker) == 1
     assert tracker.read().steps("train/loss") == [6, 8]
 
@@ -239,7 +239,7 @@ def test_wandb_server_that_cannot_rewind(online, caplog):
     train(tracker, resume=True)
     assert server.steps("train/loss") == [2, 4, 6, 8, 6, 8]
     assert [each["resumed_from_step"] for each in server.configurations.values()] == [4]
-    assert "to step 4: it has later steps twice" in caplog.text
+    assert "to step 4, so it has later steps twice" in caplog.text
 
 
 def test_wandb_run_without_a_line_at_the_checkpoint(empty):
@@ -268,7 +268,7 @@ def test_wandb_run_that_is_gone(online, caplog, monkeypatch, chosen):
         monkeypatch.setenv("WANDB_RUN_ID", "mine")
     train(tracker, resume=True)
     assert server.steps("train/loss") == [6, 8]
-    assert ("cannot go on, and a new one begins" in caplog.text) == (not chosen)
+    assert ("cannot continue, so a new run starts" in caplog.text) == (not chosen)
     assert ("mine" in server.lines) == chosen
 
 
@@ -284,7 +284,7 @@ def test_wandb_lines_of_the_script(tmp_path, monkeypatch, caplog, adds):
     tracker = tracking.WandB(tmp_path / "run", monkeypatch)
     train(tracker, trainer={"callbacks": [Adds]})
     train(tracker, resume=True)
-    assert "it holds 0 lines of 6" in caplog.text
+    assert "it has 0 of 6 lines" in caplog.text
     names = {path.stem for path in tracker.folder.rglob("*.wandb")}
     assert len(names) == 2
 
@@ -310,4 +310,4 @@ def test_comet_experiment(tmp_path, monkeypatch, caplog, is_there):
     key = train(tracker).loggers[0].version
     train(tracker, resume=True)
     assert [each for each in asked if each[0]] == [("get", key)]
-    assert ("cannot go on, and a new one begins: no such experiment" in caplog.text) == (not is_there)
+    assert ("cannot continue, so a new run starts: no such experiment" in caplog.text) == (not is_there)

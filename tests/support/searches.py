@@ -48,7 +48,7 @@ def nothing(metrics):
 
 #: What is given to a search → the error, and its words. Functions make what differs between the backends.
 REFUSED = {
-    "direction": ({"direction": "down"}, InvalidArgument, "direction='down': give 'minimize' or 'maximize'"),
+    "direction": ({"direction": "down"}, InvalidArgument, "direction='down': use 'minimize' or 'maximize'"),
     "no space": ({"hp_space": lambda trial: None}, InvalidArgument, "hp_space returned None"),
     "a misspelled argument": (
         lambda backend: backend.grid(learning_rte=[1.0]),

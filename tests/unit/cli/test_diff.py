@@ -109,14 +109,16 @@ def test_a_run_of_transformers_is_equal_to_ours(run, tmp_path):
 
 def test_errors_say_what_to_do(run, tmp_path, capsys):
     status, shown = command(capsys, run("a"), str(tmp_path / "none"))
-    assert status == 2 and "give the output_dir of a run" in shown.err
+    assert status == 2 and "pass the output_dir of a run" in shown.err
     folder = shutil.copytree(run("a"), tmp_path / "damaged")
     (folder / "checkpoint-12" / "training_args.bin").write_bytes(b"x")
     status, shown = command(capsys, run("a"), str(folder))
     assert status == 2 and "save the arguments again with trainer.save_model()" in shown.err
     (folder / "trainer_state.json").write_text("{")
     status, shown = command(capsys, run("a"), str(folder))
-    assert status == 2 and "trainer_state.json cannot be read" in shown.err and "give a whole checkpoint" in shown.err
+    assert (
+        status == 2 and "trainer_state.json cannot be read" in shown.err and "Pass a complete checkpoint" in shown.err
+    )
 
 
 def test_saved_arguments_are_read_as_values(tmp_path):
@@ -148,6 +150,6 @@ def test_any_state(run, capsys, tmp_path, state):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     status, shown = command(capsys, run("a"), str(tmp_path))
     if isinstance(state, dict):
-        assert status == 1 and "for the steps that both have" in shown.out
+        assert status == 1 and "in their common steps" in shown.out
     else:
         assert status == 2 and "trainer_state.json does not hold what a checkpoint" in shown.err

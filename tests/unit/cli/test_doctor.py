@@ -63,8 +63,8 @@ def test_what_is_missing_and_the_command(installed, capsys):
     del installed["matplotlib"], installed["gcsfs"]
     status, text = run(capsys)
     assert status == 0
-    assert "output_dir='gs://...', for lack of gcsfs: pip install gcsfs" in text and "s3fs 1" in text
-    assert "plots in model cards, for lack of matplotlib: pip install 'hftrainer[plot]'" in text
+    assert "output_dir='gs://...' (needs gcsfs): pip install gcsfs" in text and "s3fs 1" in text
+    assert "plots in model cards (needs matplotlib): pip install 'hftrainer[plot]'" in text
     installed["lightning"] = "2.7.1"
     status, text = run(capsys)
     assert status == 1
@@ -84,7 +84,7 @@ def test_a_folder_that_is_not_installed(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "requires", absent)
     assert any(
-        "not installed by pip, so its requirements are not" in problem for problem in doctor.examine()["problems"]
+        "not installed with pip, so its requirements are not" in problem for problem in doctor.examine()["problems"]
     )
 
 
@@ -129,7 +129,7 @@ def test_gpus_that_torch_does_not_see(monkeypatch):
     monkeypatch.setattr("torch.utils.collect_env.get_gpu_info", lambda run: "NVIDIA H100, 81559 MiB")
     monkeypatch.setattr(devices, "detect_device_type", lambda: "cpu")
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert any("this torch is built without CUDA: install one" in problem for problem in doctor.examine()["problems"])
+    assert any("is built without CUDA: install another" in problem for problem in doctor.examine()["problems"])
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert any("CUDA_VISIBLE_DEVICES hides them: unset it" in problem for problem in doctor.examine()["problems"])

@@ -77,7 +77,7 @@ def test_json(words, explain):
         (["--learning_rat", "3"], "--learning_rat; did you mean '--learning_rate'"),
         (["--logging_steps", "0"], "logging_steps=0"),
         (["--eval_strategy", "sometimes"], "invalid choice"),
-        (["--max_steps", "3", "train.py"], "a script comes first: explain train.py --fp16"),
+        (["--max_steps", "3", "train.py"], "a script must come first: explain train.py --fp16"),
         (["-m"], "-m needs the name of a module"),
     ],
 )
@@ -194,8 +194,8 @@ def test_script_without_arguments(tmp_path, explain_script):
     (tmp_path / "train.py").write_text("raise OSError('not cached.')")
     done = explain_script("train.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "train.py ended before its Trainer with OSError: not cached, and made no TrainingArguments" in done.stderr
+    assert "train.py ended before its Trainer with OSError: not cached, and created no TrainingArguments" in done.stderr
     assert "python -m hftrainer run train.py shows where the script ends" in done.stderr
     (tmp_path / "train.py").write_text("pass")
-    assert "train.py ended, and made no TrainingArguments" in explain_script("train.py").stderr
-    assert explain_script("absent.py").stderr.endswith("give the path of a file, or -m and a module\n")
+    assert "train.py ended, and created no TrainingArguments" in explain_script("train.py").stderr
+    assert explain_script("absent.py").stderr.endswith("pass the path of a file, or -m and a module\n")

@@ -111,18 +111,18 @@ def test_command_line(runs, tmp_path, capsys):
         main(["plot", str(tmp_path / "none")])
     assert ended.value.code == 2
     assert (
-        "the folder does not exist; give the output_dir of a run, which holds its checkpoint-xxx folders"
+        "the folder does not exist; pass the output_dir of a run, which contains its checkpoint-xxx folders"
         in capsys.readouterr().err
     )
 
 
 def test_nothing_to_draw(tmp_path):
-    with pytest.raises(InvalidArgument, match=r"neither it nor a checkpoint-xxx in it holds trainer_state\.json"):
+    with pytest.raises(InvalidArgument, match=r"neither it nor a checkpoint-xxx in it contains trainer_state\.json"):
         plot([str(tmp_path)])
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": [{"step": 1, "epoch": 1.0}]}))
     with pytest.raises(InvalidArgument, match="has nothing to draw"):
         plot([str(tmp_path)])
-    with pytest.raises(InvalidArgument, match=r"ends in \.png, \.svg or \.pdf"):
+    with pytest.raises(InvalidArgument, match=r"must end in \.png, \.svg or \.pdf"):
         plot([str(tmp_path)], out="picture.gif")
 
 

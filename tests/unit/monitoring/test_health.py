@@ -299,12 +299,12 @@ def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
         now = then
         for path, each in zip(paths, records, strict=True):
             path.write_text(json.dumps({**each, "beat": then} if each["rank"] == 0 else each))
-        reporter.read()
+        reporter.read_records()
         # A record that seems old may be about to be renewed.
         assert then == start + age + 4 or not reporter.report()["late_ranks"]
     assert [each["rank"] for each in reporter.report()["late_ranks"]] == [1] * late
     paths[1].write_text(json.dumps({**records[1], "signs": 5}))  # it goes on: the other seems behind, for a moment
-    reporter.read()
+    reporter.read_records()
     assert not reporter.report()["late_ranks"]
 
 

@@ -12,7 +12,7 @@ from hftrainer import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.monitoring import requests
 from hftrainer.monitoring.journal import Journal
-from hftrainer.monitoring.requests import FOLDER, ask
+from hftrainer.monitoring.requests import FOLDER, send_request
 from tests.support.tiny import make_plain, plain_data
 
 
@@ -31,7 +31,7 @@ class AsksAt(TrainerCallback):
                 pass
 
     def ask(self):
-        self.answer = ask(str(self.folder), self.request, 60.0)
+        self.answer = send_request(str(self.folder), self.request, 60.0)
 
     def on_evaluate(self, args, state, control, **kwargs):
         self.evaluated.append(state.global_step)
@@ -106,7 +106,7 @@ def test_the_command(tmp_path, capsys):
 
 def test_a_run_that_has_ended_is_not_asked(tmp_path):
     Journal(str(tmp_path)).write("end", 5, reason="complete")
-    assert ask(str(tmp_path), "save", 60.0) == "refused: the run has ended (complete)"
+    assert send_request(str(tmp_path), "save", 60.0) == "refused: the run has ended (complete)"
 
 
 @pytest.mark.parametrize("is_observed", [False, True])
@@ -120,7 +120,7 @@ def test_a_run_that_has_probably_ended(tmp_path, capsys, is_observed):
         TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
     with pytest.raises(SystemExit):
         main(["ask", str(tmp_path), "save", "--timeout", "0"])
-    assert "its run has ended, at step 6; waiting for 0 s" in capsys.readouterr().err
+    assert "the run ended at step 6; waiting for 0 s" in capsys.readouterr().err
 
 
 class Passes(TrainerCallback):

@@ -70,7 +70,7 @@ def test_the_page(tmp_path, capsys, monkeypatch):
     assert "2 x cuda · training for 0 s" in page
     assert "eval_loss      2.25  2.25       30" in page and "eval_accuracy   0.5   0.5       30" in page
     assert "learning_rate 0.0003 · tokens_per_second 12,346" in page
-    assert "in all          60.0%  20.0%       10.0%   10.0%       30" in page
+    assert "total           60.0%  20.0%       10.0%   10.0%       30" in page
     assert "checkpoint-30 0 s ago" in page and "checkpoint-20" not in page
     assert "step 30: Step 30 took 9 s, [red][31m12 times the median." in page and "\x1b" not in page
     assert any("loss  eval_loss" in line and "eval_accuracy" in line for line in lines)
@@ -249,7 +249,7 @@ def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
 
 
 def test_folders_without_a_run(tmp_path, capsys):
-    for folder, text in ((tmp_path / "none", "the folder does not exist"), (tmp_path, "give the output_dir of a run")):
+    for folder, text in ((tmp_path / "none", "the folder does not exist"), (tmp_path, "pass the output_dir of a run")):
         with pytest.raises(SystemExit) as ended:
             main(["watch", "--once", str(folder)])
         assert ended.value.code == 2 and text in capsys.readouterr().err

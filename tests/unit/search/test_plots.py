@@ -46,8 +46,8 @@ def test_command_line(url, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give the output folders of runs, or --study for a search"),
-        (("folder", "--study", "x"), "give the output folders of runs, or --study for a search"),
+        ((), "pass the output folders of runs, or --study for a search"),
+        (("folder", "--study", "x"), "pass the output folders of runs, or --study for a search"),
         (("folder", "--output", "x"), "--output is for --study"),
         (("--study", "x", "--out", "a.png"), "--out is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
@@ -64,7 +64,7 @@ def test_several_studies_and_objectives(tmp_path):
     for name in ("a", "b"):
         make_study(url, name, directions=("minimize", "maximize"))
     for name in (None, "c"):
-        with pytest.raises(InvalidArgument, match="has the studies a, b: name one of them with --study-name"):
+        with pytest.raises(InvalidArgument, match="has the studies a, b: choose one of them with --study-name"):
             plot_study(url, name, out=str(tmp_path))
     written = plot_study(url, "b", out=str(tmp_path))
     assert written == [str(tmp_path / f"{name}_{number}.png") for name in NAMES for number in (0, 1)]
@@ -74,7 +74,7 @@ def test_journal(tmp_path, caplog):
     path = str(tmp_path / "search.log")
     make_study(optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(path)), trials=1)
     assert plot_study(path, out=str(tmp_path)) == [str(tmp_path / "history.png")]
-    assert "Skipping importance: it needs 2 completed trials, and the study has 1" in caplog.text
+    assert "Skipping importance: it needs 2 completed trials, but the study has 1" in caplog.text
 
 
 @pytest.mark.parametrize("url", ["{}", "sqlite:///{}"])
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_storage(tmp_path, capsys, url, content):
     path.write_bytes(content)
     with pytest.raises(SystemExit):
         main(["plot", "--study", url.format(path), "--output", str(tmp_path)])
-    assert "give the" in capsys.readouterr().err
+    assert "pass its file" in capsys.readouterr().err
 
 
 def test_nothing_to_draw(tmp_path):

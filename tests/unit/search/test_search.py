@@ -44,14 +44,14 @@ REFUSED = {
     "ray": (RAY, MissingPackage, r"pip install 'ray\[tune\]'"),
     "unknown backend": ({"backend": "optunna"}, InvalidArgument, "did you mean 'optuna'"),
     "directions": ({"directions": ["minimize"]}, UnknownArgument, "did you mean 'direction'"),
-    "no direction": ({"direction": []}, InvalidArgument, "give 'minimize' or 'maximize', or a list"),
-    "no seconds": ({"timeout": -1}, InvalidArgument, "timeout=-1: give a number of seconds above 0"),
-    "seconds as text": ({"timeout": "10"}, InvalidArgument, "timeout='10': give a number of seconds"),
-    "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.*: give a list of functions"),
-    "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x': give exception classes"),
+    "no direction": ({"direction": []}, InvalidArgument, "use 'minimize' or 'maximize', or a list"),
+    "no seconds": ({"timeout": -1}, InvalidArgument, "timeout=-1 must be a number of seconds above 0"),
+    "seconds as text": ({"timeout": "10"}, InvalidArgument, "timeout='10' must be a number of seconds"),
+    "a callback alone": ({"callbacks": print}, InvalidArgument, "callbacks=.* must be a list of functions"),
+    "no exceptions": ({"catch": "x"}, InvalidArgument, "catch='x' must be exception classes"),
     "no database": ({"storage": "search.db"}, InvalidArgument, r"storage='search\.db' is not a database URL"),
-    "no truth": (always(dataloader_drop_last="maybe"), InvalidArgument, "='maybe' is not a bool: give True or False"),
-    "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0: give a positive integer"),
+    "no truth": (always(dataloader_drop_last="maybe"), InvalidArgument, "='maybe' is not a bool: use True or False"),
+    "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0 must be a positive integer"),
     "no end": ({"n_trials": None}, InvalidArgument, "n_trials=None: the search would never end"),
     "no name to go on with": ({"load_if_exists": True}, InvalidArgument, "needs a study_name"),
     "a space that is none": ({"hp_space": {"learning_rate": 1}}, InvalidArgument, "hp_space=.*: pass a function"),
@@ -101,7 +101,7 @@ def test_optuna_is_missing(tmp_path, monkeypatch):
 def test_a_study_that_exists(tmp_path):
     keywords = {**stored(tmp_path), "hp_space": rates, "n_trials": 1}
     make_trainer(tmp_path).hyperparameter_search(**keywords)
-    with pytest.raises(InvalidArgument, match="study_name='a' is in the storage already: continue it with load_if"):
+    with pytest.raises(InvalidArgument, match="study_name='a' is already in the storage: continue it with load_if"):
         make_trainer(tmp_path).hyperparameter_search(**{**keywords, "load_if_exists": False})
     for direction in ("maximize", ["minimize", "minimize"]):
         with pytest.raises(InvalidArgument, match=r"the study 'a' in the storage has \['minimize'\]"):

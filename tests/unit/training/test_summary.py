@@ -13,7 +13,7 @@ from hftrainer.reporting import summary
 from tests.support.parity import accuracy
 from tests.support.tiny import make_plain, plain_data
 
-GOES_ON = "trainer.train(resume_from_checkpoint=True) goes on from it."
+GOES_ON = "trainer.train(resume_from_checkpoint=True) resumes from it."
 SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -48,7 +48,7 @@ def test_a_run_that_can_go_on(tmp_path, said):
             control.should_training_stop = state.global_step == 3
 
     train(tmp_path, callbacks=[Stop()], **SAVED)
-    assert "Stopped at step 3 of 4, by a callback, a request or a limit of time." in said()
+    assert "Stopped at step 3 of 4, by a callback, a request or a time limit." in said()
     assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2; {GOES_ON}"
 
 
@@ -63,7 +63,7 @@ def test_where_the_time_went():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"waiting for data": 30.0, "in evaluations": 600.0, "saving": 59.5}
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
-    spent, speed = summary.finished(state, None, metrics, seconds, 12_000, 0.5)
+    spent, speed = summary.make_summary(state, None, metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 
@@ -75,7 +75,7 @@ def test_no_step_is_left_though_epochs_are(tmp_path, said):
     before = len(said())
     train(tmp_path, str(tmp_path / "checkpoint-12"), **{**saved, "per_device_train_batch_size": 19})
     (line,) = said()[before:]
-    assert "step 12 of 6, epoch 2.4. No step is left, though 0.6 epochs are" in line and "elastic=True" in line
+    assert "step 12 of 6, epoch 2.4. No steps are left, but 0.6 epochs are" in line and "elastic=True" in line
 
 
 def test_resumed_and_complete(tmp_path, said):
