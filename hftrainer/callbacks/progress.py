@@ -16,7 +16,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import swap
-from hftrainer.compat.messages import wrapped
+from hftrainer.compat.messages import wrap_text
 from hftrainer.compat.overrides import has_length, is_measurement
 
 
@@ -39,7 +39,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
         return None
     if args.disable_tqdm:
         return PrinterCallback
-    bar = swap.rebound("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    bar = swap.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
     if is_in_notebook():
@@ -210,10 +210,10 @@ class PrinterCallback(TrainerCallback):
 def _text(shown: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as it is printed: `shown`, as the followed release does; of an observed run, for people."""
     if not observed(getattr(args, "observe", False)):
-        return wrapped(str(shown), sys.stdout)
+        return wrap_text(str(shown), sys.stdout)
     width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
     kept = re.sub(r"(?<=\S) (?=\S)", "\xa0", readable(logs, state, width))  # a name and its value stay together
-    return wrapped(kept, sys.stdout).replace("\xa0", " ")
+    return wrap_text(kept, sys.stdout).replace("\xa0", " ")
 
 
 def _is_terminal(stream: Any) -> bool:

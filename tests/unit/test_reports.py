@@ -294,7 +294,7 @@ def test_names_of_logged_values(make_trainer, tmp_path, name):
 
 
 SEARCHED = {
-    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', and"),
+    "a metric that is missing": ({"compute_objective": lambda metrics: metrics["eval_f1"]}, "reads 'eval_f1', but"),
     "no argument": ({"compute_objective": lambda: 1.0}, "compute_objective=.*: pass a function of one argument"),
     "two arguments": ({"hp_space": lambda trial, more: {}}, "hp_space=.*: pass a function of one argument, the trial"),
     "a name": ({"hp_name": lambda: "x"}, "hp_name=.*: pass a function of one argument"),
