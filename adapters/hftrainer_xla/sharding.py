@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, suggest_nearest
 from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_xla import devices as xla
@@ -97,7 +97,7 @@ def _keywords(xla_settings: XlaSettings) -> dict[str, Any]:
     keywords = dict(xla_settings.settings)
     for name in keywords:
         if name not in allowed or name == "module":
-            raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{nearest(name, allowed)}")
+            raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{suggest_nearest(name, allowed)}")
     for name in ("compute_dtype", "buffer_dtype"):
         if isinstance(value := keywords.get(name), str):
             keywords[name] = getattr(torch, value.removeprefix("torch."), None)

@@ -25,7 +25,7 @@ from hftrainer.checkpointing.checks import has_format, unreadable_reason
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
 from hftrainer.checkpointing.weights import has_weights, holds_parts, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
-from hftrainer.parallel.environment import is_left_behind, process_identifier
+from hftrainer.parallel.environment import has_writer_ended, process_identifier
 
 logger = logging.getLogger(__name__)
 
@@ -314,7 +314,7 @@ def clear_stale(output_dir: str) -> None:
     ]
     for what, path, found in sorted(beside):  # a staged folder comes before the folder that it was meant to replace
         try:
-            if not is_left_behind(path, " ".join(found["owner"].replace("~", "-").rsplit(".", 2))):
+            if not has_writer_ended(path, " ".join(found["owner"].replace("~", "-").rsplit(".", 2))):
                 continue
             if what != _REMOVED:
                 CheckpointFolder(path.with_name(found["name"])).complete(path)

@@ -137,8 +137,8 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({"zero_optimization": True}, {}, ("zero_optimization=True", "keys and values")),
         ({"fp16": True}, {}, ("fp16=True", "keys and values")),
         ({"optimizer": {"params": {}}}, {}, ("optimizer has no 'type'",)),
-        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "is text: give the number")),
-        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "is text: give the number")),
+        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "is text: write the number")),
+        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "is text: write the number")),
         (
             {"optimizer": {**ADAM, "params": {"lr": 0.1}}, "scheduler": {**WARMUP, "params": {"warmup_max_lr": 0.2}}},
             {},
@@ -234,7 +234,7 @@ def test_files_of_accelerate_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("1e-8", "eps='1e-8' is text: give the number"), ("no", "eps='no' must be a number")]
+    ("text", "words"), [("1e-8", "eps='1e-8' is text: write the number"), ("no", "eps='no' must be a number")]
 )
 def test_numbers_that_came_as_text(tmp_path, text, words):
     path = tmp_path / "ds_config.yaml"
