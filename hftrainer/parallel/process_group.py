@@ -134,8 +134,8 @@ def is_communication_error(error: BaseException) -> bool:
 class CollectiveCall:
     """Turns a failed collective operation into a `RanksLost` error.
 
-    The error names the operation and the lost ranks. It is a class, since each step enters it and a generator would
-    be slower.
+    The error names the operation and the lost ranks. Each step enters this
+    class, so it is not a slower generator.
 
     Args:
         what: completes "while it waited for ...".

@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.fsdp_settings import read_fsdp
-from hftrainer_deepspeed.settings import DeepSpeedConfig, configure, read_deepspeed
+from hftrainer_deepspeed.settings import DeepSpeedConfig, build_config, read_deepspeed
 
 ZERO = {
     **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
@@ -146,7 +146,7 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ),
         ({}, {"lightning_config": {"precision": "bf16-mixed"}}, ("precision", "set bf16 or fp16")),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel", "not supported yet")),
-        ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat parts")),
+        ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat shards")),
         ({}, {"auto_find_batch_size": True}, ("auto_find_batch_size=True",)),
         ({}, {"lightning_config": {"async_checkpoint": True}}, ("async_checkpoint",)),
         ({}, {"checkpoint_format": "dcp"}, ("checkpoint_format='dcp'", "deepspeed")),
@@ -187,7 +187,7 @@ def configure_only(config):
     """With ZeRO-3 arguments connect the processes, which needs DeepSpeed."""
     args = arguments(ZERO_2)
     args.deepspeed = config
-    return configure(args).config
+    return build_config(args).config
 
 
 def test_schedule_rises_to_the_optimizers_rate():
@@ -329,7 +329,7 @@ def test_transformers_knows_the_configuration_while_the_arguments_live():
 
 
 def test_answers_of_the_configuration():
-    config = configure(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
+    config = build_config(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
     assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, True)
     assert config.is_false("bf16.enabled") is False  # not there
     assert config.get_value("a.b", 3) == 3
