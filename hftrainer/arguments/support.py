@@ -272,7 +272,7 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
             ", ".join(f"{name} ({_plain(value)!r} → {_plain(now[name])!r})" for name, value in changed.items()),
         )
     engine.ignored_changes = changed
-    engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
+    engine.update_plan(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
 def _refused_changes(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:

@@ -164,7 +164,7 @@ def test_contradictions_name_both(config, settings, named):
     [
         ('{"bf16": {}}', "zero_optimization is missing"),
         ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is misspelled"),
-        ([1], r"deepspeed=\[1\]: give a dict"),
+        ([1], r"deepspeed=\[1\]: use a dict"),
     ],
 )
 def test_misspelled_configurations(config, words):
