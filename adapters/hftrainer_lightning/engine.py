@@ -258,7 +258,7 @@ class LightningEngine:
     def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
         """Let Lightning's callbacks add to a checkpoint that is written in the block, within `fit`.
 
-        The block sees the weights that callbacks save instead of the model's in the model.
+        In the block, the model holds the weights that callbacks save instead of its own.
 
         Yields:
             Such weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,

@@ -53,7 +53,7 @@ TrainerFactory = Callable[..., pl.Trainer]
 def find_batch_size(
     build_trainer: TrainerFactory, finder: BatchSizeFinder, hooks: TrialSteps, model: torch.nn.Module
 ) -> int:
-    """The number of samples of the largest batch that fits into memory, by `finder`."""
+    """Size in samples of the largest batch that fits into memory, found by `finder`."""
     argument = finder._batch_arg_name
     finder_module = _FinderModule(model, hooks, argument, "learning_rate")
     _run(build_trainer, finder, hooks, finder_module)
