@@ -203,7 +203,7 @@ REFUSED = {
     "unevaluated": (
         {"scheduler": ASHAScheduler()},
         InvalidArgument,
-        "scheduler=AsyncHyperBandScheduler compares trials during training, and eval_strategy='no'",
+        "scheduler=AsyncHyperBandScheduler compares trials during training, but eval_strategy='no'",
         {"eval_strategy": "no"},
     ),
     "by name": ({"scheduler": "hyperband"}, InvalidArgument, "scheduler=hyperband", {"eval_strategy": "no"}),
