@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
         MissingPackage: when the installed release does not have it.
     """
     if name in ("Adafactor", "AdafactorSchedule", "get_adafactor_schedule", "GreedyLR"):
-        return peers.of_transformers("optimization", name, f"{__name__}.{name}")
+        return peers.import_from_transformers("optimization", name, f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -265,7 +265,7 @@ def get_greedy_schedule(optimizer: Optimizer, **kwargs: Any) -> Any:
 
 
 def _greedy_lr() -> Any:
-    return peers.of_transformers("optimization", "GreedyLR", "lr_scheduler_type='greedy'")
+    return peers.import_from_transformers("optimization", "GreedyLR", "lr_scheduler_type='greedy'")
 
 
 def needs_metric(scheduler: Any) -> bool:

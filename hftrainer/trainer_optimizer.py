@@ -190,11 +190,11 @@ def _adamw_hf(request: Request) -> OptimizerSpec:
     """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
-    return swap.rebound("transformers.optimization", "AdamW", AdamW), request.adam
+    return swap.current_value("transformers.optimization", "AdamW", AdamW), request.adam
 
 
 def _adafactor(request: Request) -> OptimizerSpec:
-    kind = peers.of_transformers("optimization", "Adafactor", "optim='adafactor'")
+    kind = peers.import_from_transformers("optimization", "Adafactor", "optim='adafactor'")
     return kind, {**request.lr, "scale_parameter": False, "relative_step": False}
 
 

@@ -23,7 +23,7 @@ _CONTAINERS = (tuple, dict, list, Mapping)
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
     """Number of elements of a model's parameters, or of those that are trained; of the whole model with ZeRO-3."""
-    return sum(peers.elements(each) for each in model.parameters() if each.requires_grad or not trainable_only)
+    return sum(peers.element_count(each) for each in model.parameters() if each.requires_grad or not trainable_only)
 
 
 def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:

@@ -28,19 +28,21 @@ class EnginePrecision(PlainPrecision):
         self._run = run
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """Run backward, and at the end of the accumulation window the optimizer step."""
+        """Run the backward pass, and at the end of the accumulation window the optimizer step."""
         self._run.backward(tensor, is_last=model.hooks.micro_batches.window.is_last, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Run forward and backward, in which the engine steps."""
+        """Run the forward and backward passes, in which the engine steps."""
         closure()
         announce_gradients(self, model, optimizer)
-        optimizer.step()  # torch's schedules count these calls
-        self.skipped = bool(getattr(self._run.engine.optimizer, "overflow", False))  # the gradients were not finite
+        # torch's schedulers count these calls.
+        optimizer.step()
+        # The engine skips a step whose gradients are not finite.
+        self.skipped = bool(getattr(self._run.engine.optimizer, "overflow", False))
 
 
 class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
-    """A model that DeepSpeed's engine trains; the engine is made before Lightning begins."""
+    """A model that DeepSpeed's engine trains. The engine is created before Lightning starts."""
 
     def __init__(self, plan: LightningPlan, run: DeepSpeedRun) -> None:
         self.plan = plan
@@ -49,11 +51,11 @@ class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):
         self.precision_plugin = EnginePrecision(run)
 
     def setup_environment(self) -> None:
-        """Set up as for DDP; Lightning's DeepSpeed strategy refuses devices other than CUDA here."""
+        """Set up as for DDP. Lightning's DeepSpeed strategy refuses devices other than CUDA."""
         super(DeepSpeedStrategy, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """Do nothing but set the ranks: the process group exists already."""
+        """Set only the ranks: the process group exists already."""
         self.set_world_ranks()
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine during a run: the engine itself, its steps, and its checkpoints."""
+"""Creates DeepSpeed's engine, and runs its steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hftrainer.parallel.processes import Processes
 
 
 class DeepSpeedRun:
-    """DeepSpeed's engine for one model; each training run makes a new one.
+    """DeepSpeed's engine for one model. Each training run creates a new engine.
 
     Args:
         plan: the plan, with DeepSpeed's configuration.
@@ -31,13 +31,13 @@ class DeepSpeedRun:
 
     def __init__(self, plan: LightningPlan) -> None:
         assert plan.deepspeed is not None
-        self.config = self._given = plan.deepspeed
+        self.config = self._base_config = plan.deepspeed
         self.engine: Any = None
         self.is_training = False
 
     def complete(self, args: Any, model: torch.nn.Module, steps: int) -> None:
-        """Fill in values that are known only in a run; arguments as in `DeepSpeedConfig.with_run_values`."""
-        self.config = self._given.with_run_values(args, model, steps)
+        """Fill in the values of a run. The arguments are those of `DeepSpeedConfig.with_run_values`."""
+        self.config = self._base_config.with_run_values(args, model, steps)
 
     @property
     def has_config_optimizer(self) -> bool:
@@ -55,17 +55,17 @@ class DeepSpeedRun:
         optimizer: torch.optim.Optimizer | None,
         make_scheduler: Callable[[torch.optim.Optimizer], Any],
     ) -> Any:
-        """Make the engine that trains a model.
+        """Create the engine that trains a model.
 
         Args:
             model: the user's model.
             optimizer: the Trainer's optimizer; None if the configuration defines one.
-            make_scheduler: makes the Trainer's schedule for the configuration's optimizer. DeepSpeed then saves it, as
+            make_scheduler: makes the Trainer's scheduler for the configuration's optimizer. DeepSpeed then saves it, as
                 with transformers, so that both can resume from each other's checkpoints.
 
         Returns:
-            The optimizer for callbacks and schedules, and the schedule that the engine steps, or None if the Trainer
-            steps it.
+            The optimizer for callbacks and schedulers, and the scheduler that the engine steps, or None if the
+            Trainer steps it.
         """
         import deepspeed
 
@@ -99,8 +99,8 @@ class DeepSpeedRun:
         import deepspeed
 
         if self.engine is None:
-            left_out = ("optimizer", "scheduler")
-            config = {name: value for name, value in self.config.config.items() if name not in left_out}
+            training_keys = ("optimizer", "scheduler")
+            config = {name: value for name, value in self.config.config.items() if name not in training_keys}
             self.engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
         return self.engine
 
@@ -114,9 +114,10 @@ class DeepSpeedRun:
     # ---- Steps -------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, *, is_last: bool, **kwargs: Any) -> None:
-        """Run backward. After the last micro-batch of the window (`is_last`), the engine also clips and steps."""
+        """Run the backward pass. After a window's last micro-batch (`is_last`), the engine also clips and steps."""
         self.engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)  # the Trainer has already divided the loss
+        # The Trainer has already divided the loss.
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
         if is_last:
             self.engine.step()
 
@@ -134,15 +135,17 @@ class DeepSpeedRun:
         return not (self.config.is_zero3() and self.is_training) or self.config.is_true(key)
 
     def gather_full_weights(self, model: torch.nn.Module, *, only_trainable: bool = False) -> dict[str, Any]:
-        """The weights by name; they are complete only in rank 0.
+        """Gather the weights by name. They are complete only on rank 0.
 
         Args:
             model: any model, partitioned or not.
             only_trainable: leave out frozen weights, if the weights are partitioned.
         """
-        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):  # by ZeRO-3
+        # ZeRO-3 sets this attribute.
+        if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
             return model.state_dict()
-        if self.engine is not None and self.engine.module is model:  # gathers one layer at a time
+        # The engine gathers one layer at a time.
+        if self.engine is not None and self.engine.module is model:
             return self.engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=only_trainable) or {}
         import deepspeed
 
@@ -150,7 +153,7 @@ class DeepSpeedRun:
             return {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
 
     def save(self, folder: str, processes: Processes) -> None:
-        """Write the engine's states; a collective call.
+        """Write the engine's states. All ranks must call this.
 
         Raises:
             OSError: the first error of any rank.
@@ -158,7 +161,7 @@ class DeepSpeedRun:
         from deepspeed.checkpoint import constants
 
         writer = self.engine.checkpoint_engine
-        # Needed to convert the checkpoint to a universal one.
+        # Converting to a universal checkpoint needs this entry.
         universal = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
         self.engine.save_checkpoint(
             folder,
@@ -174,36 +177,37 @@ class DeepSpeedRun:
             raise errors[0]
 
     def load(self, folder: str, *, strict: bool) -> None:
-        """Load the engine's states, which include the model; a collective call.
+        """Load the engine's states, which include the model. All ranks must call this.
 
         Raises:
             InvalidConfig: if the folder has no states, or those of another number of processes.
             DamagedCheckpoint: if the file `latest` names a path outside the checkpoint.
-            UnsafeCheckpoint: if it holds objects of classes that are not DeepSpeed's.
+            UnsafeCheckpoint: if the checkpoint holds objects of classes that are not DeepSpeed's.
         """
         universal = self.config.is_true("checkpoint.load_universal")
         if not has_deepspeed_states(folder, universal=universal):
-            raise InvalidConfig(_why_unreadable(folder, universal))
+            raise InvalidConfig(_explain_unreadable(folder, universal))
         tag = read_tag(folder, universal=universal)
-        written = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
-        if not universal and written not in (0, torch.distributed.get_world_size()):
+        ranks = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
+        if not universal and ranks not in (0, torch.distributed.get_world_size()):
             raise InvalidConfig(
-                f"{folder} holds the parts of {written} processes, but there are {torch.distributed.get_world_size()}. "
-                "Make it a universal checkpoint with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{folder} holds the parts of {ranks} processes, but there are {torch.distributed.get_world_size()}. "
+                "Convert it to a universal one with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
                 f"{os.path.join(folder, tag)} --output_folder {os.path.join(folder, 'universal')}, and set "
                 "'checkpoint': {'load_universal': true} in the configuration."
             )
         try:
             with weights_only(folder, _classes()):
-                loaded, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
+                path, _ = self.engine.load_checkpoint(folder, tag, load_module_strict=strict)
         except (OSError, MemoryError, UnsafeCheckpoint, DamagedCheckpoint):
             raise
-        except Exception as error:  # DeepSpeed raises arbitrary errors for a checkpoint that does not match
+        except Exception as error:
+            # DeepSpeed raises arbitrary errors for a checkpoint that does not match.
             raise InvalidConfig(
                 f"DeepSpeed cannot resume from {folder} ({error!r}): model, stage and optimizer must be those of the "
                 "checkpoint."
             ) from error
-        if loaded is None:
+        if path is None:
             raise InvalidConfig(f"DeepSpeed cannot resume from {folder}; see its messages above.")
 
 
@@ -219,23 +223,24 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    given = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
-    kind = type(optimizer)  # exact type: a subclass may step differently
-    made: torch.optim.Optimizer
+    options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
+    # The exact type: a subclass may step differently.
+    kind = type(optimizer)
+    cpu_version: torch.optim.Optimizer
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        made = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **given)
+        cpu_version = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **options)
     elif kind is torch.optim.Adagrad:
-        made = DeepSpeedCPUAdagrad(optimizer.param_groups, **given)
+        cpu_version = DeepSpeedCPUAdagrad(optimizer.param_groups, **options)
     else:
         raise InvalidConfig(
             "deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer "
-            f"is {kind.__name__}: choose one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
+            f"is {kind.__name__}: use one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
         )
-    return made
+    return cpu_version
 
 
 def set_leaf_layers(model: torch.nn.Module) -> None:
-    """Let ZeRO-3 gather layers of the classes that the launcher lists as a whole, for mixtures of experts.
+    """Let ZeRO-3 gather each layer of the launcher's classes at once, for mixtures of experts.
 
     Raises:
         InvalidConfig: if the model has no such layers.
@@ -257,29 +262,29 @@ def set_leaf_layers(model: torch.nn.Module) -> None:
 def name_refused_sections(
     config: dict[str, Any], make_scheduler: Callable[[Any], Any]
 ) -> Iterator[Callable[[Any], Any]]:
-    """If DeepSpeed cannot build its objects, raise an error with their sections; yields a wrapped `make_scheduler`.
+    """Name the sections in errors of DeepSpeed's constructors. Yields a wrapped `make_scheduler`.
 
     Raises:
-        InvalidConfig: for errors of DeepSpeed; those of `make_scheduler` itself are raised unchanged.
+        InvalidConfig: for errors of DeepSpeed; errors of `make_scheduler` are unchanged.
     """
-    of_script: list[Exception] = []
+    script_errors: list[Exception] = []
 
     def make(optimizer: Any) -> Any:
         try:
             return make_scheduler(optimizer)
         except Exception as error:
-            of_script.append(error)
+            script_errors.append(error)
             raise
 
     try:
         yield make
     except (TypeError, AttributeError, KeyError, AssertionError, ValueError) as error:
-        if error in of_script:
+        if error in script_errors:
             raise
-        shown = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
+        sections = {name: config[name] for name in ("optimizer", "scheduler", "zero_optimization") if name in config}
         raise InvalidConfig(
-            f"deepspeed: DeepSpeed makes no engine of {shown} ({type(error).__name__}: {error}): correct the type or "
-            "the parameters that it names."
+            f"deepspeed: DeepSpeed cannot create an engine from {sections} ({type(error).__name__}: {error}): correct "
+            "the type or the parameters that it names."
         ) from error
 
 
@@ -303,11 +308,11 @@ def configure_activation_checkpointing(config: dict[str, Any]) -> None:
 # ---- Loading, and wrappers of DeepSpeed's objects -------------------------------------------------------------------
 
 
-def _why_unreadable(folder: str, universal: bool) -> str:
+def _explain_unreadable(folder: str, universal: bool) -> str:
     if universal:
         return (
-            f"checkpoint.load_universal is set, but {folder} has no file latest_universal: make one with python -m "
-            "deepspeed.checkpoint.ds_to_universal, or leave the key out."
+            f"checkpoint.load_universal is set, but {folder} has no file latest_universal: create it with python -m "
+            "deepspeed.checkpoint.ds_to_universal, or remove the key."
         )
     return (
         f"{folder} was not written by DeepSpeed: load its weights into the model with from_pretrained, and train "
@@ -325,45 +330,45 @@ def _classes() -> list[type]:
 
 
 class EngineOptimizer(torch.optim.Optimizer):
-    """A torch optimizer for callbacks and schedulers; DeepSpeed's engine does the steps.
+    """A torch optimizer for callbacks and schedulers. DeepSpeed's engine does the steps.
 
     DeepSpeed's optimizers are not torch optimizers, or free their tensors when Lightning deletes its copy of them.
-    There is no attribute `optimizer`, since Lightning's callbacks would unwrap it.
+    It has no attribute `optimizer`, since Lightning's callbacks would unwrap that.
 
     Args:
         optimizer: DeepSpeed's optimizer.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._of_engine = optimizer
+        self._engine_optimizer = optimizer
         self._optimizer_step_pre_hooks = self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
         self.defaults = getattr(optimizer, "defaults", {})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameter groups; with ZeRO their parameters are flat parts."""
-        groups: list[dict[str, Any]] = self._of_engine.param_groups
+        """The parameter groups. With ZeRO their parameters are flat shards."""
+        groups: list[dict[str, Any]] = self._engine_optimizer.param_groups
         return groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The state by parameter."""
-        return self._of_engine.state
+        return self._engine_optimizer.state
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this process's part."""
-        state: dict[str, Any] = self._of_engine.state_dict()
+        """The state of this rank's shard."""
+        state: dict[str, Any] = self._engine_optimizer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
-        self._of_engine.load_state_dict(state_dict)
+        """Load a state from `state_dict`."""
+        self._engine_optimizer.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing: the engine has done it."""
+        """Do nothing: the engine has stepped."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the engine has done it."""
+        """Do nothing: the engine has cleared the gradients."""
 
 
 class _Wrapper:
@@ -377,16 +382,17 @@ class _Wrapper:
         self._wrapped = wrapped
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":  # while it is unpickled or copied
+        # Unpickling and copying look it up before it exists.
+        if name == "_wrapped":
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
 
 class EngineScheduler(_Wrapper):
-    """A DeepSpeed schedule, which the engine steps."""
+    """A scheduler that DeepSpeed's engine steps."""
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has done it."""
+        """Do nothing: the engine has stepped the scheduler."""
 
     def get_last_lr(self) -> list[float]:
         """The learning rates; 0 before the first step that was not skipped."""
@@ -394,7 +400,7 @@ class EngineScheduler(_Wrapper):
 
 
 class _ErrorDeferringWriter(_Wrapper):
-    """Wraps DeepSpeed's checkpoint writer, and keeps storage errors until all ranks can raise them.
+    """Wraps DeepSpeed's checkpoint writer, and stores errors until all ranks can raise them.
 
     DeepSpeed's ranks wait for each other after writing: if one raised immediately, the others would hang.
     """
@@ -405,12 +411,13 @@ class _ErrorDeferringWriter(_Wrapper):
         self.save, self.makedirs = self.defer_errors(writer.save), self.defer_errors(writer.makedirs)
 
     def defer_errors(self, write: Callable[..., Any]) -> Callable[..., None]:
-        """Wrap a function so that its storage error is kept and not raised."""
+        """Wrap a function so that its storage error is stored instead of raised."""
 
         def call(*args: Any, **kwargs: Any) -> None:
             try:
                 write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:  # torch's own writer raises the latter when a disk is full
+            except (OSError, RuntimeError) as error:
+                # torch's writer raises RuntimeError when a disk is full.
                 self._error = self._error or error
 
         return call

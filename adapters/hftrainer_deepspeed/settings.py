@@ -29,9 +29,9 @@ AUTO = "auto"
 #: Arguments whose default a value in the configuration overrides.
 _OVERRIDABLE = ("max_grad_norm", "learning_rate", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
 #: The formula of `train_batch_size`, for error messages.
-_WHOLE_BATCH = "per_device_train_batch_size * gradient_accumulation_steps * processes"
+_TOTAL_BATCH_SIZE = "per_device_train_batch_size * gradient_accumulation_steps * processes"
 #: Keys that are filled in when the model and the number of steps are known.
-_OF_RUN = (
+_RUN_KEYS = (
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
@@ -46,10 +46,10 @@ _SECTIONS = (
     *("zero_optimization", "optimizer", "scheduler", "fp16", "bf16", "amp"),
     *("checkpoint", "activation_checkpointing"),
 )
-#: Name parts of optimizers that need whole parameters or a train mode; DeepSpeed passes flat shards.
-_NEEDS_WHOLE_PARAMETERS = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
+#: Name parts of optimizers that need full parameters or a train mode; DeepSpeed passes flat shards.
+_NEEDS_FULL_PARAMETERS = ("galore", "apollo", "lomo", "schedule_free", "grokadamw", "layerwise")
 #: Settings of accelerate's files that DeepSpeed's file has too.
-_IN_FILES = {
+_FILE_SETTINGS = {
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "zero3_save_16bit_model", "mixed_precision"),
     *("offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path"),
 }
@@ -57,11 +57,11 @@ _IN_FILES = {
 
 # Also derive from accelerate's class: without DeepSpeed installed, transformers' class does not.
 class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
-    """A DeepSpeed configuration that transformers completes; contradictions are collected as sentences.
+    """A DeepSpeed configuration that transformers completes. It collects contradictions as sentences.
 
     Args:
         config: the configuration, which is copied.
-        unchanged: arguments that have their defaults.
+        default_arguments: arguments that have their defaults.
 
     Attributes:
         config: the configuration.
@@ -69,9 +69,9 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         mismatches: sentences about values that contradict an argument.
     """
 
-    def __init__(self, config: dict[str, Any], unchanged: frozenset[str] = frozenset()) -> None:
+    def __init__(self, config: dict[str, Any], default_arguments: frozenset[str] = frozenset()) -> None:
         HfDeepSpeedConfig.__init__(self, config)
-        self._unchanged = unchanged
+        self._default_arguments = default_arguments
         self.notes: list[str] = []
         self.mismatches: list[str] = []
 
@@ -95,31 +95,34 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
         return {torch.bfloat16: "bf16-mixed", torch.float16: "16-mixed"}.get(self.dtype(), "32-true")
 
     def fill_match(self, ds_key_long: str, hf_val: Any, hf_key: str = "", must_match: bool = True) -> None:
-        """Replace 'auto' by the value of an argument, and compare any other value with it."""
+        """Replace 'auto' with an argument's value, and compare any other value with it."""
         node, key = self.find_config_node(ds_key_long)
         if node is None or key not in node or ds_key_long.startswith("amp."):
             return
         if key == "warmup_num_steps":
-            hf_val = max(1, hf_val)  # DeepSpeed does not accept a warm-up of 0 steps
+            # DeepSpeed does not accept a warm-up of 0 steps.
+            hf_val = max(1, hf_val)
         elif key == "warmup_max_lr" and (rate := self.get_value("optimizer.params.lr")) is not None:
             hf_val, hf_key = rate, "optimizer.params.lr"
-        names = [_WHOLE_BATCH] if key == "train_batch_size" else hf_key.split("|")[0].split("+")
-        shown, given = " and ".join(names), node[key]
-        if given == AUTO:
+        names = [_TOTAL_BATCH_SIZE] if key == "train_batch_size" else hf_key.split("|")[0].split("+")
+        argument, value = " and ".join(names), node[key]
+        if value == AUTO:
             node[key] = hf_val
-        elif isinstance(hf_val, (int, float)) and not isinstance(given, (int, float)):
-            reason = describe_text(given) or "must be a number, true, false or 'auto'"
-            self.mismatches.append(f"deepspeed: {ds_key_long}={given!r} {reason}.")
-        elif given != hf_val and self._unchanged.issuperset(names):
-            self.notes.append(f"deepspeed: {ds_key_long}={given!r} is used instead of the default {shown}={hf_val!r}.")
-        elif given != hf_val:
+        elif isinstance(hf_val, (int, float)) and not isinstance(value, (int, float)):
+            reason = describe_text(value) or "must be a number, true, false or 'auto'"
+            self.mismatches.append(f"deepspeed: {ds_key_long}={value!r} {reason}.")
+        elif value != hf_val and self._default_arguments.issuperset(names):
+            self.notes.append(
+                f"deepspeed: {ds_key_long}={value!r} is used instead of the default {argument}={hf_val!r}."
+            )
+        elif value != hf_val:
             self.mismatches.append(
-                f"deepspeed: {ds_key_long}={given!r} contradicts {shown}={hf_val!r}: write 'auto' in the "
-                "configuration, or give both the same value."
+                f"deepspeed: {ds_key_long}={value!r} contradicts {argument}={hf_val!r}: write 'auto' in the "
+                "configuration, or set both to the same value."
             )
 
     def with_run_values(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
-        """A copy, completed with values that are known only in a run.
+        """A copy that is completed with the values of a run.
 
         Args:
             args: the arguments, for the warm-up.
@@ -127,18 +130,19 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
             steps: optimizer steps of the run.
 
         Raises:
-            InvalidConfig: for values that contradict an argument, or that cannot be filled in.
+            InvalidConfig: for values that contradict an argument, or that no argument sets.
         """
-        copied = DeepSpeedConfig(self.config, self._unchanged)
+        config = DeepSpeedConfig(self.config, self._default_arguments)
         try:
-            copied.trainer_config_finalize(args, model, steps)
-        except (ValueError, AttributeError) as error:  # the latter until v4.57, for a model without a config
-            raise InvalidConfig("\n".join(copied.mismatches) or f"deepspeed: {error}") from error
-        return copied
+            config.trainer_config_finalize(args, model, steps)
+        except (ValueError, AttributeError) as error:
+            # transformers raises AttributeError until v4.57, for a model without a config.
+            raise InvalidConfig("\n".join(config.mismatches) or f"deepspeed: {error}") from error
+        return config
 
 
-def configure(args: BaseArguments) -> DeepSpeedConfig | None:
-    """The configuration, completed from the arguments; None without DeepSpeed. `mismatches` lists contradictions.
+def build_config(args: BaseArguments) -> DeepSpeedConfig | None:
+    """Build the configuration from the arguments; None without DeepSpeed. `mismatches` lists contradictions.
 
     Raises:
         InvalidConfig: if the configuration cannot be read.
@@ -146,7 +150,7 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
     raw = read_deepspeed(args.deepspeed)
     if raw is None:
         return None
-    _rename_old(raw)
+    _rename_old_keys(raw)
     _check_sections(raw)
     raw["zero_optimization"].setdefault("stage", 0)
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"):
@@ -158,7 +162,7 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
     for name, section in (("bf16", {}), ("fp16", {"auto_cast": True})):
         if getattr(values, name):
             raw.setdefault(name, {"enabled": True, **section})
-    config = DeepSpeedConfig(raw, _unchanged(args, values))
+    config = DeepSpeedConfig(raw, _find_default_arguments(args, values))
     config.trainer_config_process(values)
     if config.is_true("bf16.enabled") and config.is_true("fp16.enabled"):
         config.mismatches.append(
@@ -169,23 +173,24 @@ def configure(args: BaseArguments) -> DeepSpeedConfig | None:
 
 
 def _values(args: BaseArguments) -> SimpleNamespace:
-    """The arguments that transformers reads; half precision may be set by the script or the launcher, too."""
+    """The arguments that transformers reads. The script or the launcher sets half precision."""
     names = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps", "save_on_each_node")
     requested = requested_precision(args)
     half = {name: requested == name or getattr(args, f"{name}_full_eval") for name in ("bf16", "fp16")}
-    of_apex = {"fp16_backend": AUTO, "fp16_opt_level": None}  # until v4.57
+    # transformers reads these until v4.57.
+    apex_values = {"fp16_backend": AUTO, "fp16_opt_level": None}
     values = {name: getattr(args, name) for name in (*names, *_OVERRIDABLE)}
-    return SimpleNamespace(**values, **half, **of_apex, bf16_full_eval=False, fp16_full_eval=False)
+    return SimpleNamespace(**values, **half, **apex_values, bf16_full_eval=False, fp16_full_eval=False)
 
 
-def _unchanged(args: BaseArguments, values: SimpleNamespace) -> frozenset[str]:
-    """The arguments that a configuration may override, since they have their defaults."""
+def _find_default_arguments(args: BaseArguments, values: SimpleNamespace) -> frozenset[str]:
+    """Names of arguments with default values, which a configuration may override."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    found = {name for name in (*_OVERRIDABLE, "bf16", "fp16") if getattr(values, name) == defaults[name]}
-    return frozenset(found if args.get_warmup_steps(1_000_000) else {*found, "warmup_steps"})
+    names = {name for name in (*_OVERRIDABLE, "bf16", "fp16") if getattr(values, name) == defaults[name]}
+    return frozenset(names if args.get_warmup_steps(1_000_000) else {*names, "warmup_steps"})
 
 
-def _rename_old(raw: dict[str, Any]) -> None:
+def _rename_old_keys(raw: dict[str, Any]) -> None:
     """Rename keys of older DeepSpeed releases and their documentation to the current keys."""
     if "bfloat16" in raw:
         raw.setdefault("bf16", raw.pop("bfloat16"))
@@ -195,8 +200,8 @@ def _rename_old(raw: dict[str, Any]) -> None:
     for old, new in _RENAMED.items():
         if zero.pop(old, False):
             zero.setdefault(new, {"device": "cpu"})
-    if (gathers := zero.pop(_GATHER.replace("16bit", "fp16"), None)) is not None:
-        zero.setdefault(_GATHER, gathers)
+    if (gather_flag := zero.pop(_GATHER.replace("16bit", "fp16"), None)) is not None:
+        zero.setdefault(_GATHER, gather_flag)
     # accelerate also replaces 'auto' with False.
     if zero.get(_GATHER) == AUTO:
         zero[_GATHER] = False
@@ -204,38 +209,38 @@ def _rename_old(raw: dict[str, Any]) -> None:
 
 def _check_sections(raw: dict[str, Any]) -> None:
     """Raise one error for all sections that are missing, misspelled or malformed."""
-    found = [
+    errors = [
         f"deepspeed: {name}={raw[name]!r}: it must hold keys and values."
         for name in _SECTIONS
         if name in raw and not isinstance(raw[name], dict)
     ]
     if "zero_optimization" not in raw:
         misspelled = next((f"; {key!r} is misspelled." for key in raw if suggest(key, ["zero_optimization"])), ".")
-        found.append(
+        errors.append(
             f"deepspeed: zero_optimization is missing: write at least {{'stage': 0}}, which shards nothing{misspelled}"
         )
     elif isinstance(raw["zero_optimization"], dict):
         stage = raw["zero_optimization"].get("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            found.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
+            errors.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
         for name in _RENAMED.values():
             offload = raw["zero_optimization"].get(name)
             if isinstance(offload, dict) and not isinstance(device := offload.get("device"), (str, type(None))):
-                found.append(f"deepspeed: zero_optimization.{name}.device={device!r}: choose 'cpu', 'nvme' or 'none'.")
+                errors.append(f"deepspeed: zero_optimization.{name}.device={device!r}: choose 'cpu', 'nvme' or 'none'.")
     for name in ("optimizer", "scheduler"):
         if isinstance(raw.get(name), dict) and "type" not in raw[name]:
-            found.append(f"deepspeed: {name} has no 'type': set it to the name of the {name}.")
-    if found:
-        raise InvalidConfig("\n".join(found))
+            errors.append(f"deepspeed: {name} has no 'type': set it to the name of the {name}.")
+    if errors:
+        raise InvalidConfig("\n".join(errors))
 
 
 def set_up_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
-    """The completed configuration, which transformers gets for models made before the Trainer; None without DeepSpeed.
+    """Build the configuration, and pass it to transformers; None without DeepSpeed.
 
-    With ZeRO-3 the process group starts now, and `from_pretrained` partitions models while it loads them, as long as
-    these arguments exist.
+    Models that are created before the Trainer need it. With ZeRO-3 the process group starts now, and
+    `from_pretrained` partitions models while it loads them, as long as these arguments exist.
     """
-    config = configure(args)
+    config = build_config(args)
     if config is None:
         return None
     set_hf_deepspeed_config(config)
@@ -259,9 +264,9 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
         self._set_selected(True)
 
     def _deepspeed_config_checks(self) -> None:
-        """Do nothing: the launcher's settings were compared when they were read."""
+        """Do nothing: `read_deepspeed` has compared the launcher's settings."""
 
-    def follow(self, config: DeepSpeedConfig) -> None:
+    def replace_config(self, config: DeepSpeedConfig) -> None:
         """Replace the configuration with the completed one of a run."""
         self.hf_ds_config, self.deepspeed_config = config, config.config
 
@@ -270,10 +275,10 @@ class DeepSpeedPlugin(accelerate.DeepSpeedPlugin):
 
 
 def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields an error for each setting that DeepSpeed does not support."""
+    """Yield an error for each setting that DeepSpeed does not support."""
     if importlib.util.find_spec("deepspeed") is None:
-        asked = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
-        yield f"{asked} needs DeepSpeed, which is not installed: install it with pip install 'hftrainer[deepspeed]'."
+        setting = f"deepspeed={args.deepspeed!r}" if args.deepspeed else "ACCELERATE_USE_DEEPSPEED=true"
+        yield f"{setting} needs DeepSpeed, which is not installed: install it with pip install 'hftrainer[deepspeed]'."
     yield from config.mismatches
     if args.elastic:
         yield (
@@ -282,21 +287,21 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
         )
     if args.param_groups:
         yield (
-            "param_groups is not supported with deepspeed, which restores groups by their number: leave it out, or use "
+            "param_groups is not supported with deepspeed, which restores groups by their number: remove it, or use "
             "fsdp."
         )
-    for key in _autos(config.config):
-        if key not in _OF_RUN:
-            yield f"deepspeed: no argument can fill in {key}='auto': give a value, or leave it out."
+    for key in _find_autos(config.config):
+        if key not in _RUN_KEYS:
+            yield f"deepspeed: no argument can fill in {key}='auto': set a value, or remove the key."
     for section, key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", ""), ("pipeline", "")):
         value = config.get_value(f"{section}.{key}" if key else section)
         if value not in (None, 0, 1, {}):
             yield (
-                f"deepspeed: {section} is not supported yet: leave it out, or use parallelism_config without deepspeed."
+                f"deepspeed: {section} is not supported yet: remove it, or use parallelism_config without deepspeed."
             )
     optim = str(getattr(args.optim, "value", args.optim))
-    if "optimizer" not in config.config and any(part in optim for part in _NEEDS_WHOLE_PARAMETERS):
-        yield f"optim={optim!r} needs whole parameters, but deepspeed gives it flat parts: use 'adamw_torch'."
+    if "optimizer" not in config.config and any(part in optim for part in _NEEDS_FULL_PARAMETERS):
+        yield f"optim={optim!r} needs full parameters, but deepspeed passes flat shards: use 'adamw_torch'."
     if args.save_only_model and args.load_best_model_at_end:
         yield "save_only_model=True writes nothing that deepspeed can load: set load_best_model_at_end=False."
     if args.auto_find_batch_size:
@@ -307,53 +312,53 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             "fp16, or their sections in the configuration."
         )
     if getattr(args, "checkpoint_format", None) == "dcp":
-        yield "checkpoint_format='dcp' does not apply to deepspeed, which writes its own parts: leave it out."
+        yield "checkpoint_format='dcp' does not apply to deepspeed, which writes its own shards: remove it."
     if lightning_config.get("async_checkpoint"):
         yield (
-            "lightning_config['async_checkpoint']=True writes from one process, but deepspeed writes from all: leave "
-            "one of them out."
+            "lightning_config['async_checkpoint']=True writes from one process, but deepspeed writes from all: remove "
+            "one of them."
         )
 
 
-def _autos(node: Mapping[str, Any], before: str = "") -> Iterator[str]:
+def _find_autos(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in node.items():
         if isinstance(value, dict):
-            yield from _autos(value, f"{before}{key}.")
+            yield from _find_autos(value, f"{prefix}{key}.")
         elif value == AUTO:
-            yield before + key
+            yield prefix + key
 
 
 # ---- Reading --------------------------------------------------------------------------------------------------------
 
 
-def read_deepspeed(given: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
-    """The configuration from the argument, or else from the launcher; None without DeepSpeed.
+def read_deepspeed(source: Any, environment: Mapping[str, str] = os.environ) -> dict[str, Any] | None:
+    """Read the configuration from the argument, else from the launcher; None without DeepSpeed.
 
     Args:
-        given: a dict; the path of a JSON or YAML file; JSON, also in base64; or True, for ZeRO-2 with all values from
+        source: a dict; the path of a JSON or YAML file; JSON, also in base64; or True, for ZeRO-2 with all values from
             the arguments.
         environment: the environment variables, which hold the settings of `accelerate launch --use_deepspeed`.
 
     Raises:
-        InvalidConfig: if it cannot be read.
+        InvalidConfig: if the configuration cannot be read.
     """
-    if given in (None, "", False):
+    if source in (None, "", False):
         return _read_launcher_config(environment)
-    if given is True or str(given).lower() == "true":
+    if source is True or str(source).lower() == "true":
         return {"zero_optimization": {"stage": 2}}
-    if isinstance(given, dict) or os.path.exists(str(given)):
-        return copy.deepcopy(read_config(given, "deepspeed"))
-    if not isinstance(given, (str, os.PathLike)):
-        raise InvalidConfig(f"deepspeed={given!r}: give a dict, the path of a JSON or YAML file, JSON, or True.")
+    if isinstance(source, dict) or os.path.exists(str(source)):
+        return copy.deepcopy(read_config(source, "deepspeed"))
+    if not isinstance(source, (str, os.PathLike)):
+        raise InvalidConfig(f"deepspeed={source!r}: use a dict, the path of a JSON or YAML file, JSON, or True.")
     for decode in (str, lambda text: base64.urlsafe_b64decode(text).decode()):
         try:
-            config = json.loads(decode(given))
+            config = json.loads(decode(source))
         except ValueError:
             continue
         if isinstance(config, dict):
             return config
     raise InvalidConfig(
-        f"deepspeed={given!r} is neither an existing file nor a JSON object: give one of them, or a dict."
+        f"deepspeed={source!r} is neither an existing file nor a JSON object: use one of them, or a dict."
     )
 
 
@@ -369,25 +374,26 @@ def _read_launcher_config(environment: Mapping[str, str]) -> dict[str, Any] | No
     if (path := values.get("config_file", "none")) != "none":
         _check_fields(environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","), path)
         return read_config(path, "ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    zero: dict[str, Any] = {"stage": _number(environment, "ACCELERATE_DEEPSPEED_ZERO_STAGE", int, 2)}
-    for what in ("optimizer", "param"):
-        device = values.get(f"offload_{what}_device", "none")
+    zero: dict[str, Any] = {"stage": _read_number(environment, "ACCELERATE_DEEPSPEED_ZERO_STAGE", int, 2)}
+    for part in ("optimizer", "param"):
+        device = values.get(f"offload_{part}_device", "none")
         if device != "none":
-            zero[f"offload_{what}"] = {"device": device}
+            zero[f"offload_{part}"] = {"device": device}
         if device == "nvme":
-            zero[f"offload_{what}"]["nvme_path"] = values.get(f"offload_{what}_nvme_path")
+            zero[f"offload_{part}"]["nvme_path"] = values.get(f"offload_{part}_nvme_path")
     if parse_bool(values.get("zero3_save_16bit_model")):
         zero["stage3_gather_16bit_weights_on_model_save"] = True
-    clipping = _number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
-    own: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}
+    clipping = _read_number(environment, "ACCELERATE_GRADIENT_CLIPPING", float, AUTO)
+    other_keys: dict[str, Any] = {} if clipping == AUTO else {"gradient_clipping": clipping}
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    if steps.isdecimal() and int(steps) > 1:  # 1 is the launcher's default; other values may contradict the argument
-        own["gradient_accumulation_steps"] = int(steps)
-    return {"zero_optimization": zero, **own}
+    # 1 is the launcher's default. Other values may contradict the argument.
+    if steps.isdecimal() and int(steps) > 1:
+        other_keys["gradient_accumulation_steps"] = int(steps)
+    return {"zero_optimization": zero, **other_keys}
 
 
-def _number(environment: Mapping[str, str], name: str, kind: type, default: Any) -> Any:
-    """A number that the launcher sets; the default for none, or for 'auto'."""
+def _read_number(environment: Mapping[str, str], name: str, kind: type, default: Any) -> Any:
+    """A number that the launcher sets; the default if it sets none, or 'auto'."""
     text = environment.get(name, "none")
     try:
         return default if text.lower() in ("none", AUTO) else kind(text)
@@ -396,9 +402,9 @@ def _number(environment: Mapping[str, str], name: str, kind: type, default: Any)
 
 
 def _check_fields(fields: list[str], path: str) -> None:
-    """Refuse settings in accelerate's file beside those in DeepSpeed's, as accelerate does."""
-    if given := sorted({field.strip() for field in fields} & _IN_FILES):
+    """Refuse settings in accelerate's file that DeepSpeed's file should have, as accelerate does."""
+    if duplicates := sorted({field.strip() for field in fields} & _FILE_SETTINGS):
         raise InvalidConfig(
-            f"accelerate's file sets {' and '.join(given)} beside deepspeed_config_file ({path}): set it in one of the "
-            "two, DeepSpeed's file."
+            f"accelerate's file sets {' and '.join(duplicates)} beside deepspeed_config_file ({path}): set it only in "
+            "DeepSpeed's file."
         )

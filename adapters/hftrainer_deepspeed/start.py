@@ -28,13 +28,14 @@ def connect(processes: Processes, device: torch.device, timeout: timedelta, conf
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    if (chosen := get_accelerator().device_name()) != device.type:
+    if (device_type := get_accelerator().device_name()) != device.type:
         raise InvalidConfig(
-            f"deepspeed: DeepSpeed uses {chosen!r} but the Trainer uses {device.type!r}: set DS_ACCELERATOR="
+            f"deepspeed: DeepSpeed uses {device_type!r} but the Trainer uses {device.type!r}: set DS_ACCELERATOR="
             f"{device.type} in the environment before Python starts, or choose the device with use_cpu."
         )
     check_config(config)
-    os.environ.setdefault("LOCAL_RANK", str(processes.local_rank))  # DeepSpeed expects it from a launcher
+    # DeepSpeed expects this variable from a launcher.
+    os.environ.setdefault("LOCAL_RANK", str(processes.local_rank))
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(timeout=timeout, verbose=False)
 
@@ -45,32 +46,38 @@ def check_config(config: Any) -> None:
     Raises:
         InvalidConfig: for each key that DeepSpeed refuses, with its reason.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig as Read
+    from deepspeed.runtime.config import DeepSpeedConfig as Config
 
-    # Without the process group, DeepSpeed cannot check the whole batch size against the number of ranks.
-    given = {key: value for key, value in config.config.items() if key != "train_batch_size"}
+    # Without the process group, DeepSpeed cannot check the total batch size against the number of ranks.
+    values = {key: value for key, value in config.config.items() if key != "train_batch_size"}
     try:
-        Read(dict(given))
-    except Exception as error:  # DeepSpeed's own, pydantic's, assertions, and errors of plain values
+        Config(dict(values))
+    except Exception as error:
+        # DeepSpeed raises its own errors, pydantic's, assertions, and errors of plain values.
         batch = {"train_micro_batch_size_per_gpu": 1}
-        alone = {key: _error_of(Read, {**batch, key: value}) for key, value in given.items()}
-        found = [line for key, of_key in alone.items() if of_key is not None for line in _reasons(key, given, of_key)]
-        raise InvalidConfig("\n".join(found or [f"deepspeed: {error}: correct it."])) from error
-    for key, near in _misspelled(given):
-        logger.warning("deepspeed: DeepSpeed ignores the key %r: did you mean %r?", key, near)
+        errors = {key: _find_error(Config, {**batch, key: value}) for key, value in values.items()}
+        reasons = [
+            line
+            for key, key_error in errors.items()
+            if key_error is not None
+            for line in _explain_error(key, values, key_error)
+        ]
+        raise InvalidConfig("\n".join(reasons or [f"deepspeed: {error}: correct the configuration."])) from error
+    for key, known_key in _find_misspelled_keys(values):
+        logger.warning("deepspeed: DeepSpeed ignores the key %r: did you mean %r?", key, known_key)
 
 
-def _misspelled(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that no part of DeepSpeed reads, with the key that each resembles; DeepSpeed ignores unknown sections."""
+def _find_misspelled_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys that DeepSpeed ignores, each with the known key that it resembles."""
     from deepspeed.runtime import constants
 
-    known = {value for value in vars(constants).values() if isinstance(value, str)}
-    for key in config.keys() - known:
-        if near := difflib.get_close_matches(key, known, n=1, cutoff=0.8):
-            yield key, near[0]
+    known_keys = {value for value in vars(constants).values() if isinstance(value, str)}
+    for key in config.keys() - known_keys:
+        if matches := difflib.get_close_matches(key, known_keys, n=1, cutoff=0.8):
+            yield key, matches[0]
 
 
-def _error_of(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Exception | None:
+def _find_error(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Exception | None:
     try:
         read(config)
     except Exception as error:
@@ -78,18 +85,19 @@ def _error_of(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> 
     return None
 
 
-def _reasons(key: str, config: dict[str, Any], error: Exception) -> Iterator[str]:
-    """A sentence for each value that DeepSpeed refuses in the value of a key."""
-    what_to_do = "correct it, or leave it out"
-    details = getattr(error, "errors", None)  # pydantic's
+def _explain_error(key: str, config: dict[str, Any], error: Exception) -> Iterator[str]:
+    """Yield a sentence for each value below a key that DeepSpeed refuses."""
+    what_to_do = "correct the value, or remove the key"
+    # Only pydantic's errors have this method.
+    details = getattr(error, "errors", None)
     if not callable(details):
         yield f"deepspeed: {key}={reprlib.repr(config[key])} is refused by DeepSpeed ({error}): {what_to_do}."
         return
     for detail in details():
-        place = [str(part) for part in detail["loc"]]
-        path = ".".join(place if place[:1] == [key] else [key, *place])
-        shown = f"deepspeed: {path}={reprlib.repr(detail['input'])}"
+        parts = [str(part) for part in detail["loc"]]
+        path = ".".join(parts if parts[:1] == [key] else [key, *parts])
+        prefix = f"deepspeed: {path}={reprlib.repr(detail['input'])}"
         if detail["type"] == "extra_forbidden":
-            yield f"{shown}: DeepSpeed has no such key: {what_to_do}."
+            yield f"{prefix}: DeepSpeed has no such key: {what_to_do}."
         else:
-            yield f"{shown} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {what_to_do}."
+            yield f"{prefix} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {what_to_do}."

@@ -1,4 +1,4 @@
-"""A model that DeepSpeed's engine trains."""
+"""The strategy for a model that DeepSpeed's engine trains."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's engine trains the model. From ZeRO-1 on, the optimizer's state is sharded.
 
-    The engine is made with the optimizer and the schedule, since DeepSpeed needs all three together, and loads its part
-    of a checkpoint; whole weights are beside the parts.
+    DeepSpeed needs model, optimizer and scheduler together, so the engine is created with them. It loads its shard of a
+    checkpoint, which also holds the full weights.
 
     Attributes:
         run: DeepSpeed's engine and its configuration.
@@ -48,30 +48,30 @@ class DeepSpeedStrategy(Strategy):
         super().__init__(plan)
         self.run = DeepSpeedRun(plan)
         self._plugin = DeepSpeedPlugin(self.run.config)
-        self._optimizer_is_given = self._saves_states = False
+        self._has_script_optimizer = self._saves_states = False
 
     def plugins(self) -> dict[str, Any]:
         """DeepSpeed's plugin."""
         return {"deepspeed_plugin": self._plugin}
 
     def lightning_strategy(self, settings: Any) -> Any:
-        """Lightning's strategy; DeepSpeed's engine decides about scaling and all-reduce."""
+        """Lightning's strategy. DeepSpeed's engine controls scaling and all-reduce."""
         from hftrainer_deepspeed.lightning import DeepSpeedEngineStrategy
 
         return DeepSpeedEngineStrategy(self.plan, self.run)
 
     def check_optimizers(self, optimizer: Any, scheduler: Any) -> None:
-        """Refuse the script's optimizer or schedule if the configuration has its own.
+        """Refuse the script's optimizer or scheduler if the configuration defines one.
 
         Raises:
             UnsupportedArgument: the error names the section.
         """
-        self._optimizer_is_given = optimizer is not None
+        self._has_script_optimizer = optimizer is not None
         sections = [name for name in ("optimizer", "scheduler") if name in self.run.config.config]
         if (optimizer is not None and self.run.has_config_optimizer) or (scheduler is not None and sections):
             raise UnsupportedArgument(
                 f"optimizers=(...) and the {' and '.join(sections)} of the deepspeed configuration set the same: use "
-                "only one. A schedule from the script needs the script's or the Trainer's optimizer."
+                "only one. A scheduler from the script needs the script's or the Trainer's optimizer."
             )
 
     def start(self) -> None:
@@ -84,7 +84,7 @@ class DeepSpeedStrategy(Strategy):
     # ---- The model ---------------------------------------------------------------------------------------------
 
     def prepare_evaluation(self, trainer: Any) -> None:
-        """Make an engine for partitioned parameters, else move the model to its device; in training, do nothing."""
+        """Create an engine for partitioned parameters, else move the model. Does nothing in training."""
         if self.run.is_training:
             return
         if self.run.config.is_zero3():
@@ -94,15 +94,17 @@ class DeepSpeedStrategy(Strategy):
             trainer._move_model_to_device(trainer.model, trainer.args.device)
 
     def prepare_optimizer(self, trainer: Any, max_steps: int, folder: str | None, *, makes_both: bool) -> None:
-        """Make the engine, with optimizer and schedule from the configuration or the Trainer; then load its checkpoint.
+        """Create the engine with its optimizer and scheduler, and load its checkpoint.
+
+        Both come from the configuration or the Trainer.
 
         Raises:
-            UnsupportedArgument: when an earlier engine has used the script's own optimizer.
+            UnsupportedArgument: if an earlier engine has used the script's optimizer.
         """
         run = self.run
         self._complete(trainer, max_steps)
         if trainer.deepspeed is not None and run.is_training:
-            if self._optimizer_is_given:
+            if self._has_script_optimizer:
                 raise UnsupportedArgument(
                     "optimizers: DeepSpeed's engine has removed the parameters from the optimizer in an earlier "
                     "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
@@ -120,7 +122,8 @@ class DeepSpeedStrategy(Strategy):
         trainer.model_wrapped = trainer.deepspeed = run.engine
         if scheduler is not None:
             trainer.lr_scheduler = scheduler
-        else:  # after `initialize`, which drops empty parameter groups
+        else:
+            # Not before `initialize`, which drops empty parameter groups.
             trainer.create_scheduler(num_training_steps=max_steps)
         config = json.dumps(run.config.config, indent=2, default=str)
         logger.info("DeepSpeed trains with this configuration:\n%s", config)
@@ -129,10 +132,10 @@ class DeepSpeedStrategy(Strategy):
         trainer.accelerator.prepare_model(trainer.model)
 
     def _complete(self, trainer: Any, max_steps: int) -> None:
-        """Fill in the configuration's values that depend on the length of the run."""
+        """Fill in the configuration's values that depend on the run's length."""
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
         self.run.complete(trainer.args, model, max_steps)
-        self._plugin.follow(self.run.config)
+        self._plugin.replace_config(self.run.config)
 
     def prepare_extra_model(self, model: nn.Module) -> nn.Module:
         """Refuse: DeepSpeed's engine trains one model.
@@ -152,12 +155,12 @@ class DeepSpeedStrategy(Strategy):
         return self.run.gather_full_weights(model.module if is_deepspeed_engine(model) else model)
 
     def cast(self, batch: Any, model: nn.Module) -> Any:
-        """The batch with floating-point tensors in the dtype of the weights, which DeepSpeed has chosen."""
+        """Cast floating-point tensors of a batch to the dtype of the weights, which DeepSpeed has chosen."""
         dtype = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), torch.float32)
         return cast_floating(batch, dtype)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the gradients before clipping; DeepSpeed's engine has already clipped them."""
+        """The norm of the gradients before clipping. DeepSpeed's engine has already clipped them."""
         if not self.run.is_training:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
         norm: torch.Tensor = self.run.grad_norm()
@@ -171,20 +174,20 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def owns_scheduler(self) -> bool:  # type: ignore[override]
-        """Whether the engine steps the schedule, and saves it in its checkpoints."""
+        """Whether the engine steps the scheduler, and saves it in its checkpoints."""
         return self.run.has_config_scheduler or self.run.has_config_optimizer
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Gather partitioned weights. Without an optimizer, no states are written."""
         self._saves_states = optimizer is not None
         if self.run.config.is_zero3():
-            self._gathered = {"model": self._whole_weights(model)}
+            self._gathered = {"model": self._full_weights(model)}
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
-        """The gathered weights, or weights gathered now; empty if they stay in parts."""
-        return dict(self._gathered["model"]) if "model" in self._gathered else self._whole_weights(model)
+        """The full weights, gathered now if they were not; empty if they stay partitioned."""
+        return dict(self._gathered["model"]) if "model" in self._gathered else self._full_weights(model)
 
-    def _whole_weights(self, model: nn.Module) -> dict[str, Any]:
+    def _full_weights(self, model: nn.Module) -> dict[str, Any]:
         adapters = peers.is_peft(model)
         if not (self.run.saves_full_weights or adapters):
             return {}
@@ -210,13 +213,13 @@ class DeepSpeedStrategy(Strategy):
         return load_sharded_weights(model, folder, only_trainable=only_trainable)
 
     def load_best(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
-        """Load the weights, and the copies of them in DeepSpeed's optimizer."""
+        """Load the weights, and their copies in DeepSpeed's optimizer."""
         self.run.load(folder, strict=not peers.is_peft(model))
 
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
-        """Load the schedule's state: the engine has loaded the optimizer's with the weights."""
+        """Load the scheduler's state. The engine has loaded the optimizer's state with the weights."""
         if not self.owns_scheduler:
             resume.load_scheduler_or_scaler(scheduler, folder, "scheduler")
 

@@ -17,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any
 
 #: Name that Lightning imports from torchmetrics → the submodule that defines it.
-_DEFINED_IN = {"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"}
+_SUBMODULES = {"Metric": "metric", "MetricCollection": "collections", "__version__": "__about__"}
 
 
 def import_lightning() -> None:
@@ -25,7 +25,8 @@ def import_lightning() -> None:
     if "lightning.pytorch" not in sys.modules:
         _defer_torchmetrics()
         is_enabled = gc.isenabled()
-        gc.disable()  # during the import, since everything that it allocates survives
+        # Everything that the import allocates survives.
+        gc.disable()
         try:
             importlib.import_module("lightning.pytorch")
         finally:
@@ -34,8 +35,9 @@ def import_lightning() -> None:
 
 
 def _defer_torchmetrics() -> None:
-    """Create a torchmetrics module that runs its `__init__` at the first use of a name that Lightning does not need.
+    """Create a torchmetrics module that runs its `__init__` lazily.
 
+    The first use of a name that Lightning does not need runs it.
     Does nothing if torchmetrics has been imported, is missing, or is not an ordinary folder.
     """
     spec = None if "torchmetrics" in sys.modules else importlib.util.find_spec("torchmetrics")
@@ -45,9 +47,10 @@ def _defer_torchmetrics() -> None:
     names = vars(package)
 
     def find(name: str) -> Any:
-        if name in _DEFINED_IN:
-            importlib.import_module("torchmetrics.utilities")  # first: it and the two submodules import each other
-            return getattr(importlib.import_module(f"torchmetrics.{_DEFINED_IN[name]}"), name)
+        if name in _SUBMODULES:
+            # This goes first: it and the two submodules import each other.
+            importlib.import_module("torchmetrics.utilities")
+            return getattr(importlib.import_module(f"torchmetrics.{_SUBMODULES[name]}"), name)
         # Debuggers and warnings look for other names of this kind in every module.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'torchmetrics' has no attribute {name!r}")
@@ -55,4 +58,5 @@ def _defer_torchmetrics() -> None:
         importlib.reload(package)
         return getattr(package, name)
 
-    names.update(__getattr__=find, _logger=logging.getLogger("torchmetrics"))  # submodules import `_logger`
+    # Submodules import `_logger`.
+    names.update(__getattr__=find, _logger=logging.getLogger("torchmetrics"))

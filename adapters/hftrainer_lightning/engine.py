@@ -1,4 +1,4 @@
-"""The engine: builds a `lightning.Trainer` from a plan, and runs fit, validation and prediction on it."""
+"""The engine: builds a `lightning.Trainer` from a plan, and runs fit, validation and prediction with it."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class LightningEngine:
     Args:
         strategy: how the processes share the model, with the plan.
         callbacks: the user's Lightning callbacks; the list may change between runs.
-        loggers: returns the loggers, when a run begins.
-        receive: called with the numbers that callbacks log when there are no loggers.
+        loggers: returns the loggers when a run starts.
+        receive: called with the numbers that callbacks log, if there are no loggers.
 
     Attributes:
-        plan: the training arguments, translated for Lightning; `take` updates it.
+        plan: the training arguments, translated for Lightning; `update_plan` updates it.
         ignored_changes: argument → the value that stays in effect, for changes that were ignored with a warning.
         scaler: the loss scaler with float16, else None.
         trainer: the `lightning.Trainer` of the last run, or None.
@@ -75,7 +75,7 @@ class LightningEngine:
         self._values = CallbackMetricsLogger(receive, plan.default_root_dir)
         self.trainer: pl.Trainer | None = None
         self.module: TrainerModule | None = None
-        self.fitting = self.evaluating = False
+        self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
         self._group: loops.ValidationGroup | None = None
@@ -96,25 +96,25 @@ class LightningEngine:
         find_unused_parameters: bool,
         sync_each_batch: bool = False,
     ) -> None:
-        """Drive a training run.
+        """Run training in Lightning's loop.
 
         Args:
-            hooks: the run.
+            hooks: the training loop, whose methods Lightning calls.
             model: the model to train.
-            optimizer: its optimizer.
+            optimizer: the model's optimizer.
             scheduler: the optimizer's learning-rate scheduler.
             max_epochs: epochs after which training ends; `sys.maxsize` when only the hooks end it.
             global_step: optimizer steps done.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
             resumed_from: the callbacks' state, as `saving` yielded it for the checkpoint; None for a new run.
-            automatic_optimization: False when the hooks' training step runs backward itself.
+            automatic_optimization: False if the hooks' training step runs the backward pass.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
             sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
-                # Under manual optimization the module accumulates itself; Lightning refuses this argument.
+                # With manual optimization the module accumulates gradients, and Lightning refuses this argument.
                 accumulate_grad_batches=self.plan.accumulate_grad_batches if automatic_optimization else 1,
                 logger=self._loggers_or_fallback(),
                 log_every_n_steps=log_every_n_steps,
@@ -134,7 +134,7 @@ class LightningEngine:
                 batches_per_epoch=len(hooks.micro_batches),
                 global_step=global_step,
             )
-        self.fitting = True
+        self.is_fitting = True
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
@@ -145,15 +145,15 @@ class LightningEngine:
             hooks.failed(error)
             raise
         finally:
-            self.fitting = False
+            self.is_fitting = False
             trainer.loggers = loggers
             module.detach()
             release_callbacks(self.callbacks)
-            # StochasticWeightAveraging leaves its own initial_lr, with which the next run would start.
+            # StochasticWeightAveraging changes initial_lr, with which the next run would start.
             for group, rate in zip(optimizer.param_groups, rates, strict=False):
                 group["initial_lr"] = rate
 
-    def take(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
+    def update_plan(self, *, accumulate_grad_batches: int, default_root_dir: str) -> None:
         """Update the arguments that may change between runs and within one.
 
         Args:
@@ -171,8 +171,8 @@ class LightningEngine:
 
     @contextlib.contextmanager
     def autocast_forward(self, model: torch.nn.Module) -> Iterator[None]:
-        """Run the model's forward pass in the run's precision, for a script's own loops outside Lightning's."""
-        if self.fitting or not self.strategy.autocasts_own_loops:
+        """Run the model's forward pass in the run's precision, for a script's own loops."""
+        if self.is_fitting or not self.strategy.autocasts_own_loops:
             yield
             return
         precision: Any = precision_plugin(self.plan, self.scaler)
@@ -184,9 +184,9 @@ class LightningEngine:
 
     def no_sync(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """Do not all-reduce the gradients of backward passes in the block."""
-        if (alone := self.strategy.no_sync()) is not None:
-            return alone
-        strategy: Any = self.trainer.strategy if self.trainer is not None and self.fitting else None
+        if (context := self.strategy.no_sync()) is not None:
+            return context
+        strategy: Any = self.trainer.strategy if self.trainer is not None and self.is_fitting else None
         block = getattr(strategy, "block_backward_sync", None)
         return contextlib.nullcontext() if block is None else block()
 
@@ -198,30 +198,31 @@ class LightningEngine:
             model: the model to evaluate.
             stage: which of Lightning's loops to run; within `fit` always the validation loop.
         """
-        batches = _EvaluationBatches(evaluation, limited=self.plan.has_fractional_limit)
+        batches = _EvaluationBatches(evaluation, is_limited=self.plan.has_fractional_limit)
         if lightning_callbacks.find_callback(self._training_callbacks, pl.callbacks.BasePredictionWriter) is not None:
-            seen = evaluation.record_batches()
-            batches.batch_sampler = None if seen is None else loops.SeenBatches(seen)
-        if self.fitting:
+            indices = evaluation.record_batches()
+            batches.batch_sampler = None if indices is None else loops.SeenBatches(indices)
+        if self.is_fitting:
             assert self.trainer is not None and self.module is not None
-            all_batches = stage == "predict"  # limit_val_batches does not limit predictions
+            # limit_val_batches does not limit predictions.
+            all_batches = stage == "predict"
             loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
-        outer = self.trainer, self.module, self.evaluating
+        outer_state = self.trainer, self.module, self.is_evaluating
         with quiet_lightning():
             # compute_metrics may start a nested evaluation, which needs a second trainer.
-            if self.trainer is None or self.evaluating:
+            if self.trainer is None or self.is_evaluating:
                 self.trainer = self._build_trainer(max_epochs=1)
             self.trainer.callbacks = [  # type: ignore[attr-defined]
                 callback
                 for callback in self._training_callbacks
                 if not isinstance(callback, lightning_callbacks.TRAINING_ONLY)
             ]
-            # Lightning opens the loggers that it gets, which starts a run; only callbacks need them here.
+            # Lightning opens its loggers, which starts a run. Only callbacks need them here.
             self.trainer.loggers = loggers = self._loggers_or_fallback() if self.callbacks else []
             self.module = module = TrainerModule(model)
             module.attach_evaluation(evaluation, getattr(self.trainer, f"{stage}_loop"))
-            self.evaluating = True
+            self.is_evaluating = True
             options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
             try:
                 getattr(self.trainer, stage)(module, dataloaders=batches, **options)
@@ -229,19 +230,19 @@ class LightningEngine:
                 loops.release_data(module.active_evaluation[1])
                 self.trainer.loggers = loggers
                 module.detach()
-                self.evaluating = outer[2]
-                if self.evaluating:
-                    self.trainer, self.module = outer[:2]
+                self.is_evaluating = outer_state[2]
+                if self.is_evaluating:
+                    self.trainer, self.module = outer_state[:2]
 
     @contextlib.contextmanager
     def evaluation_group(self) -> Iterator[dict[str, float]]:
-        """Present the evaluations in the block to Lightning's callbacks as one validation, within `fit`.
+        """Let Lightning's callbacks see the evaluations in the block as one validation, within `fit`.
 
         Yields:
-            A dict to fill with metrics that callbacks should see besides those of each evaluation.
+            A dict for metrics that callbacks should see besides those of each evaluation.
         """
         metrics: dict[str, float] = {}
-        if not self.fitting or self._group is not None:
+        if not self.is_fitting or self._group is not None:
             yield metrics
             return
         group = self._group = loops.ValidationGroup()
@@ -254,30 +255,30 @@ class LightningEngine:
 
     @contextlib.contextmanager
     def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
-        """Let Lightning's callbacks contribute to a checkpoint that is written in the block, within `fit`.
+        """Let Lightning's callbacks add to a checkpoint that is written in the block, within `fit`.
 
-        Weights that callbacks want saved instead of the model's are in the model during the block.
+        In the block, the model holds the weights that callbacks save instead of its own.
 
         Yields:
             Such weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,
             which may be empty. A nested block yields the values of the outer one.
         """
-        if self._saving is not None or not self.fitting:
+        if self._saving is not None or not self.is_fitting:
             yield self._saving or (None, {})
             return
         assert self.trainer is not None and self.module is not None
-        weights, kept = lightning_callbacks.collect_state(self.trainer, self.module, self._training_callbacks)
-        # The tensors in the state may be the model's, which change while other weights are in it.
-        kept = copy.deepcopy(kept) if weights is not None else kept
-        with lightning_callbacks.put_weights_into_model(model, weights) as left:
-            self._saving = left, kept
+        weights, state = lightning_callbacks.collect_state(self.trainer, self.module, self._training_callbacks)
+        # The state may hold the model's tensors, which change while other weights are in the model.
+        state = copy.deepcopy(state) if weights is not None else state
+        with lightning_callbacks.put_weights_into_model(model, weights) as renamed_weights:
+            self._saving = renamed_weights, state
             try:
                 yield self._saving
             finally:
                 self._saving = None
 
     def save_lightning_checkpoint(self, path: str) -> bool:
-        """Write a Lightning checkpoint of the current or last run; False when there was no run."""
+        """Write a Lightning checkpoint of the current or last run. Returns False if there was no run."""
         if self.trainer is None or self.module is None or self.module.resume_state is None:
             return False
         self.trainer.save_checkpoint(path)
@@ -285,7 +286,7 @@ class LightningEngine:
 
     def show(self, values: Mapping[str, Any]) -> None:
         """Show the numbers of a log line in Lightning's progress bars."""
-        if self.trainer is not None and self.fitting and self.callbacks:
+        if self.trainer is not None and self.is_fitting and self.callbacks:
             loops.show(self.trainer, values)
 
     @property
@@ -299,7 +300,7 @@ class LightningEngine:
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
     def check_callbacks(self, **run: bool) -> list[str]:
-        """An error message for each callback that cannot work; keywords as in `callbacks.RunFacts`."""
+        """An error message for each callback that cannot work. The arguments are those of `callbacks.RunFacts`."""
         plan = self.plan
         facts = lightning_callbacks.RunFacts(self.strategy, plan.processes.several, plan.accumulate_grad_batches, **run)
         return lightning_callbacks.check_callbacks(self.callbacks, facts)
@@ -307,20 +308,20 @@ class LightningEngine:
     @property
     def stops(self) -> bool:
         """Lightning's `should_stop`, which a callback may have set; False outside of `fit`."""
-        return self.trainer is not None and self.fitting and self.trainer.should_stop
+        return self.trainer is not None and self.is_fitting and self.trainer.should_stop
 
     @stops.setter
     def stops(self, stops: bool) -> None:
-        # Outside of `fit` (a resumed run was already complete) there is nothing to stop.
-        if self.trainer is not None and self.fitting:
+        # Outside of `fit` (for a resumed run that was complete) there is nothing to stop.
+        if self.trainer is not None and self.is_fitting:
             self.trainer.should_stop = stops
 
     def accumulation_at(self, epoch: int, now: int | None = None) -> int:
-        """Micro-batches per optimizer step in an epoch: a callback's value, or else that of the arguments.
+        """Micro-batches per optimizer step in an epoch: a callback's value, else the argument's.
 
         Args:
-            epoch: passes over the data that are done.
-            now: the arguments' current value; None takes their value when the run began.
+            epoch: completed passes over the data.
+            now: the argument's current value; None uses its value when the run started.
         """
         scheduler = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.GradientAccumulationScheduler)
         if scheduler is not None:
@@ -328,25 +329,25 @@ class LightningEngine:
         return self.plan.accumulate_grad_batches if now is None else now
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
-        """Let callbacks that unfreeze the model gradually freeze it now; returns whether there are any."""
-        freezing = [callback for callback in self.callbacks if isinstance(callback, pl.callbacks.BaseFinetuning)]
-        for callback in freezing:
+        """Let callbacks that gradually unfreeze the model freeze it now. Returns False without such a callback."""
+        finetuners = [callback for callback in self.callbacks if isinstance(callback, pl.callbacks.BaseFinetuning)]
+        for callback in finetuners:
             callback.freeze_before_training(TrainerModule(model))
-        return bool(freezing)
+        return bool(finetuners)
 
     def find_batch_size(self, hooks: TrialSteps, model: torch.nn.Module) -> int | None:
-        """The batch size that a `BatchSizeFinder` among the callbacks finds; None without such a callback."""
+        """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
         return None if finder is None else finders.find_batch_size(self._build_trainer, finder, hooks, model)
 
     def find_learning_rate(self, hooks: TrialSteps, model: torch.nn.Module) -> float | None:
-        """The learning rate that a `LearningRateFinder` among the callbacks suggests; None without such a callback."""
+        """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
         return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, hooks, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward: through Lightning's strategy within `fit`, else `loss.backward()`."""
-        if self.fitting:
+        """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""
+        if self.is_fitting:
             assert self.module is not None
             self.module.manual_backward(loss, **kwargs)
         else:
@@ -359,17 +360,18 @@ class LightningEngine:
     def _build_trainer(
         self, max_epochs: int, callbacks: list[pl.Callback] | None = None, strategy: Any = None, **settings: Any
     ) -> pl.Trainer:
-        keywords = {"logger": False, **self.plan.trainer_keywords(), **settings}
+        options = {"logger": False, **self.plan.trainer_keywords(), **settings}
         callbacks = self._training_callbacks if callbacks is None else callbacks
-        del keywords["precision"]  # the strategy has the precision plugin
-        keywords["accelerator"] = accelerator(self.plan.accelerator)
-        given = keywords.pop("plugins", None) or []
-        plugins = given if isinstance(given, list) else [given]
+        # The strategy has the precision plugin.
+        del options["precision"]
+        options["accelerator"] = accelerator(self.plan.accelerator)
+        plugin = options.pop("plugins", None) or []
+        plugins = plugin if isinstance(plugin, list) else [plugin]
         if cluster_environment(plugins) is None:
             plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
-        keywords["profiler"] = copy_profiler(keywords.get("profiler", NoProfiler()))
+        options["profiler"] = copy_profiler(options.get("profiler", NoProfiler()))
         trainer = TrainerWithoutSignals(
-            **keywords,
+            **options,
             strategy=strategy or self.strategy.lightning_strategy(StrategySettings(self.scaler)),
             max_epochs=max_epochs,
             check_val_every_n_epoch=NEVER,
@@ -389,31 +391,32 @@ class LightningEngine:
 class _EvaluationBatches:
     """The batches of an evaluation. Not a `DataLoader`, which Lightning would rebuild with other samplers.
 
-    The iterator is made when the first batch is requested. Lightning calls `iter()` once more, to check that it can,
-    and a `DataLoader` draws from torch's generator each time.
+    The iterator is created at the first batch. Lightning calls `iter()` once more as a check, but a `DataLoader` draws
+    from torch's generator each time.
 
     Args:
         evaluation: yields the batches.
-        limited: whether only a fraction of them is used, which needs a length, even an estimated one.
+        is_limited: whether only a fraction of them is used, which needs a length, even an estimated one.
     """
 
     #: Prediction writers read the sample indices of each batch from this attribute.
     batch_sampler: loops.SeenBatches | None = None
 
-    def __init__(self, evaluation: EvaluationPass, *, limited: bool) -> None:
+    def __init__(self, evaluation: EvaluationPass, *, is_limited: bool) -> None:
         self.evaluation = evaluation
-        self._limited = limited
+        self._is_limited = is_limited
 
     def __iter__(self) -> Iterator[Any]:
-        iterator, nothing = iter(self.evaluation), object()
+        iterator, sentinel = iter(self.evaluation), object()
         while True:
-            with torch.enable_grad():  # Lightning turns gradients off; collators may need them
-                batch = next(iterator, nothing)
-            if batch is nothing:
+            # Lightning disables gradients, but collators may need them.
+            with torch.enable_grad():
+                batch = next(iterator, sentinel)
+            if batch is sentinel:
                 return
             yield batch
 
     def __len__(self) -> int:
-        if not (self._limited or self.evaluation.has_exact_length):
+        if not (self._is_limited or self.evaluation.has_exact_length):
             raise TypeError("the length is an estimate, at which Lightning would stop")
         return len(self.evaluation)

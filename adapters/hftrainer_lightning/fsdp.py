@@ -1,4 +1,4 @@
-"""Strategies for a model that FSDP shards, or tensor parallelism splits, before Lightning begins."""
+"""Strategies for a model that FSDP shards, or tensor parallelism splits, before Lightning starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _FsdpStrategy(PreparedModelStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Skip the gradients' reduction within an accumulation window, unless `sync_each_batch`."""
+        """Skip reducing gradients within an accumulation window, unless `sync_each_batch`."""
         assert self.lightning_module is not None
         with contextlib.nullcontext() if self.sync_each_batch else sharding.without_sync(self.lightning_module.model):
             yield
@@ -70,7 +70,7 @@ class Fsdp2Strategy(_FsdpStrategy, SharedMeshStrategy):
 
 def build(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The Lightning strategy for a plan with FSDP or tensor parallelism."""
-    first = plan.sharding is not None and plan.sharding.version == 1
-    strategy = (Fsdp1Strategy if first else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
+    is_fsdp1 = plan.sharding is not None and plan.sharding.version == 1
+    strategy = (Fsdp1Strategy if is_fsdp1 else Fsdp2Strategy)(plan, precision_plugin(plan, settings.scaler))
     strategy.sync_each_batch = settings.sync_each_batch
     return strategy

@@ -1,4 +1,4 @@
-"""Starts the other processes of a run, and gives Lightning the ranks."""
+"""Starts the other processes of a run, and passes the ranks to Lightning."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hftrainer_lightning.private_api.trainer import start_script_again
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for the other processes to report their errors, when this process has failed.
+#: Seconds for the other processes to report their errors, after this process has failed.
 _GRACE_AFTER_FAILURE = 3.0
-_SECONDS_BETWEEN_LOOKS = 0.5
+_POLL_INTERVAL = 0.5
 
 
 class LaunchedEnvironment(ClusterEnvironment):
-    """Gives Lightning this process's ranks, for any launcher, without reading or writing `os.environ`.
+    """Passes this process's ranks to Lightning, without reading or writing `os.environ`.
 
     Lightning guesses which of its own environments applies, and some clear the launcher's variables when a run ends.
 
@@ -40,7 +40,7 @@ class LaunchedEnvironment(ClusterEnvironment):
 
     @property
     def creates_processes_externally(self) -> bool:
-        """True: the processes are running when Lightning begins."""
+        """True: the processes are running before Lightning starts."""
         return True
 
     @property
@@ -63,21 +63,21 @@ class LaunchedEnvironment(ClusterEnvironment):
         return self._rank_info.world_size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has set it."""
+        """Do nothing: the launcher has set the world size."""
 
     def global_rank(self) -> int:
         """Rank of this process among all."""
         return self._rank_info.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has set it."""
+        """Do nothing: the launcher has set the rank."""
 
     def local_rank(self) -> int:
         """Rank of this process on its node."""
         return self._rank_info.local_rank
 
     def node_rank(self) -> int:
-        """Rank of this node; all nodes have the same number of processes."""
+        """Rank of this node. All nodes have the same number of processes."""
         return self._rank_info.rank // self._rank_info.local_world_size
 
 
@@ -85,42 +85,43 @@ def start_other_processes(rank_info: RankInfo, timeout: float) -> None:
     """Start the script once for each further device, if there is no launcher.
 
     All processes end together: the others exit with this one, and this one exits with a nonzero status when another
-    fails, even after its own script has finished. Afterwards the environment variables hold the ranks of this process,
-    as in the others.
+    fails, even after its own script has finished. The environment variables then hold the ranks of this process, as in
+    the others.
 
     Args:
         rank_info: the ranks of this process.
-        timeout: seconds that the others may take to end when this process has ended without an error.
+        timeout: seconds for the others to exit after this process has ended without an error.
     """
     if rank_info.started:
-        starter = int(os.environ.get(PARENT_PID_VARIABLE, os.getpid()))
-        if starter != os.getpid():
-            _exit_with_parent(starter)
+        parent_pid = int(os.environ.get(PARENT_PID_VARIABLE, os.getpid()))
+        if parent_pid != os.getpid():
+            _exit_with_parent(parent_pid)
         return
     os.environ[PARENT_PID_VARIABLE] = str(os.getpid())
     launcher = start_script_again(LightningEnvironment(), rank_info.world_size)
-    disconnect_at_exit()  # runs after the others have ended, since this process hosts the store that connects them
-    atexit.register(_wait_for_others, launcher.procs, timeout)
+    # Registered first, so it runs after the others have ended: this process hosts the store that connects them.
+    disconnect_at_exit()
+    atexit.register(_wait_for_other_ranks, launcher.procs, timeout)
 
 
-def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> None:
+def _wait_for_other_ranks(processes: list[subprocess.Popen[Any]], timeout: float) -> None:
     """Wait until the other ranks exit, only briefly after an exception in this process.
 
     Lightning kills this process when another fails, but checks only every few seconds.
     """
     has_failed = hasattr(sys, "last_value")
     deadline = time.monotonic() + (_GRACE_AFTER_FAILURE if has_failed else timeout)
-    endings = []
-    for rank, process in enumerate(others, 1):
+    failures = []
+    for rank, process in enumerate(processes, 1):
         try:
             status = process.wait(max(deadline - time.monotonic(), 0))
             if status:
-                endings.append(f"rank {rank} exited with status {status}")
+                failures.append(f"rank {rank} exited with status {status}")
         except subprocess.TimeoutExpired:
             process.kill()
-            endings.append(f"rank {rank} was still running after ddp_timeout={timeout:g} seconds, and was killed")
-    if endings and not has_failed:
-        logger.error("Rank 0 has finished, but %s.", ", ".join(endings))
+            failures.append(f"rank {rank} was still running after ddp_timeout={timeout:g} seconds, and was killed")
+    if failures and not has_failed:
+        logger.error("Rank 0 has finished, but %s.", ", ".join(failures))
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -128,14 +129,14 @@ def _wait_for_others(others: list[subprocess.Popen[Any]], timeout: float) -> Non
         os._exit(1)
 
 
-def _exit_with_parent(starter: int) -> None:
+def _exit_with_parent(parent_pid: int) -> None:
     """Exit when the process that started this one has ended. Starts at most one thread."""
     if any(thread.name == _exit_with_parent.__name__ for thread in threading.enumerate()):
         return
 
     def watch() -> None:
-        while os.getppid() == starter:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        while os.getppid() == parent_pid:
+            time.sleep(_POLL_INTERVAL)
         os._exit(1)
 
     threading.Thread(target=watch, name=_exit_with_parent.__name__, daemon=True).start()

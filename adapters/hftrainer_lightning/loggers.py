@@ -34,7 +34,7 @@ def is_lightning_logger(candidate: Any) -> bool:
 
 
 def count_rows(table: CSVLogger) -> int:
-    """The rows of a table, with those that are not written yet."""
+    """Number of rows in a table, including those that are not written yet."""
     writer = table.experiment
     if not os.path.isfile(writer.metrics_file_path):
         return len(writer.metrics)
@@ -43,13 +43,13 @@ def count_rows(table: CSVLogger) -> int:
 
 
 class ResumedCSVLogger(CSVLogger):
-    """Goes on with the first rows of an earlier run's table; Lightning's own deletes the table.
+    """Continues an earlier run's table after its first rows. Lightning's logger would delete the table.
 
     Args:
         folder: see `CSVLogger`.
         name: see `CSVLogger`.
         version: the number of the earlier table.
-        rows: how many are kept.
+        rows: number of rows to keep.
     """
 
     def __init__(self, folder: str, name: str, version: int, rows: int) -> None:
@@ -58,37 +58,38 @@ class ResumedCSVLogger(CSVLogger):
 
     @functools.cached_property
     def experiment(self) -> Any:
-        """The writer."""
-        return self._rewound_writer()
+        """The writer that continues the table."""
+        return self._rewind_writer()
 
     def finalize(self, status: str) -> None:
         """Write the metrics that were logged since the last row."""
         self.save()
 
-    def _rewound_writer(self) -> ExperimentWriter:
-        # Lightning's writer deletes what is in its folder: it begins in another one, so that a kill costs no rows.
-        begun = os.path.join(self.log_dir, "rewinding")
-        writer = ExperimentWriter(begun)
+    def _rewind_writer(self) -> ExperimentWriter:
+        # Lightning's writer deletes the files in its folder: start it in another one, so that a kill loses no rows.
+        staging_folder = os.path.join(self.log_dir, "rewinding")
+        writer = ExperimentWriter(staging_folder)
         table = os.path.join(self.log_dir, writer.NAME_METRICS_FILE)
         if os.path.isfile(table):
             with open(table, encoding="utf-8", newline="") as file:
                 for row in itertools.islice(csv.DictReader(file), self._rows):
-                    if None not in row.values():  # a kill may have cut off the last one
+                    # A kill may have truncated the last row.
+                    if None not in row.values():
                         step = int(row.pop("step"))
-                        kept: dict[str, Any] = {name: value for name, value in row.items() if value}
-                        writer.log_metrics(kept, step)
+                        metrics: dict[str, Any] = {name: value for name, value in row.items() if value}
+                        writer.log_metrics(metrics, step)
             writer.save()
             if os.path.isfile(writer.metrics_file_path):
                 os.replace(writer.metrics_file_path, table)
             else:
                 os.remove(table)
         writer.log_dir, writer.metrics_file_path = self.log_dir, table
-        shutil.rmtree(begun)
+        shutil.rmtree(staging_folder)
         return writer
 
 
 class TrainStepLogger(WandbLogger):
-    """Uses the Trainer's steps as the x-axis; Lightning's own logger gives its axis another name.
+    """Uses the Trainer's steps as the x-axis. Lightning's logger names its axis differently.
 
     Args:
         run: the W&B run.
@@ -104,31 +105,31 @@ class TrainStepLogger(WandbLogger):
         self.experiment.log(dict(metrics) if step is None else {**metrics, STEP: step})
 
 
-class _LateWriter:
-    """Creates the writer at its first use. Lightning asks for a writer before training begins.
+class _LazyWriter:
+    """Creates the writer at its first use. Lightning requests a writer before training starts.
 
     Args:
-        make: makes the writer.
+        create: creates the writer.
     """
 
-    def __init__(self, make: Callable[[], Any]) -> None:
-        self._make = make
+    def __init__(self, create: Callable[[], Any]) -> None:
+        self._create = create
 
     def flush(self) -> None:
         """Do nothing: nothing has been written yet."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._make(), name)
+        return getattr(self._create(), name)
 
 
 class WriterLogger(TensorBoardLogger):
-    """Writes with the callback's `tb_writer`, which is made when something is first written.
+    """Writes with the callback's `tb_writer`, which is created at the first write.
 
     It omits the scalar that Lightning writes for its table of hyperparameters.
 
     Args:
         writer: returns the writer; with `create=False`, None if it has not been created yet.
-        folder: where it writes.
+        folder: the folder for the files.
     """
 
     def __init__(self, writer: Callable[..., Any], folder: str) -> None:
@@ -139,11 +140,11 @@ class WriterLogger(TensorBoardLogger):
     def experiment(self) -> Any:
         """The callback's writer, or a stand-in that creates it at its first use."""
         writer = self._writer(create=False)
-        return writer if writer is not None else _LateWriter(self._writer)
+        return writer if writer is not None else _LazyWriter(self._writer)
 
 
 class CallbackMetricsLogger(Logger):
-    """Receives what Lightning's callbacks log when there is no logger; some callbacks refuse to run without one.
+    """Receives what Lightning's callbacks log without a logger. Some callbacks refuse to run without one.
 
     Args:
         receive: called with the numbers by name.
@@ -159,7 +160,7 @@ class CallbackMetricsLogger(Logger):
         self.save_dir = folder
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Pass on the numbers, without the epoch that Lightning adds: every log line has it already."""
+        """Pass on the numbers, except the epoch that Lightning adds: every log line has it."""
         numbers = {}
         for name, value in metrics.items():
             number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -17,7 +17,7 @@ from hftrainer_lightning.private_api.trainer import announce_gradients, has_list
 
 
 class PlainPrecision(Precision):
-    """A precision plugin that steps as a plain loop does: backward first, then the optimizer.
+    """A precision plugin that steps like a plain loop: first the backward pass, then the optimizer.
 
     Lightning nests two contexts around each step, and passes backward to the optimizer as a closure: the optimizer's
     step hooks would then see no gradients, and optimizers that ignore closures would not train.
@@ -50,7 +50,7 @@ class PlainPrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run forward, backward and clipping, then the step.
+        """Run the forward and backward passes and clipping, then the step.
 
         An optimizer that is fused into backward has already stepped.
         """
@@ -63,10 +63,10 @@ class PlainPrecision(Precision):
         kind: Any = type(optimizer)
         if self.scaler is None:
             return optimizer.step(*_closure_arguments(kind), **kwargs)
-        before = self.scaler.get_scale()
+        scale = self.scaler.get_scale()
         result = self.scaler.step(optimizer, *_closure_arguments(kind), **kwargs)
         self.scaler.update()
-        self.skipped = self.scaler.get_scale() < before
+        self.skipped = self.scaler.get_scale() < scale
         return result
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -79,8 +79,8 @@ class PlainPrecision(Precision):
 def _closure_arguments(kind: Any) -> tuple[None, ...]:
     """Arguments for `step`: None where the optimizer's class requires a closure, as accelerate passes it."""
     parameters = list(inspect.signature(kind.step).parameters.values())[1:]
-    needed = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    return (None,) * len(needed)
+    required = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    return (None,) * len(required)
 
 
 class FullPrecision(PlainPrecision):
@@ -88,19 +88,19 @@ class FullPrecision(PlainPrecision):
 
 
 class _ForwardPrecision(PlainPrecision):
-    """Wraps the `forward` of the user's model, and nothing else, until `teardown`.
+    """Wraps only the `forward` of the user's model, until `teardown`.
 
     Lightning's own plugins wrap the whole training step, so a loss computed outside the model (`compute_loss`,
-    `compute_loss_func`) would be computed in their precision too, and its numbers would differ from the Trainer's.
+    `compute_loss_func`) would be computed in their precision too, unlike the Trainer's.
     """
 
-    _wrapped: tuple[torch.nn.Module, Any] | None = None
+    _wrapped_model: tuple[torch.nn.Module, Any] | None = None
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Wrap the `forward` of the user's model."""
         model: Any = module.model
         original = model.forward
-        self._wrapped = model, model.__dict__.get("forward")
+        self._wrapped_model = model, model.__dict__.get("forward")
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -115,13 +115,13 @@ class _ForwardPrecision(PlainPrecision):
 
     def teardown(self) -> None:
         """Restore the model's own `forward`."""
-        (model, own), self._wrapped = self._wrapped or (None, None), None
+        (model, original), self._wrapped_model = self._wrapped_model or (None, None), None
         if model is None:
             return
-        if own is None:
+        if original is None:
             del model.forward
         else:
-            model.forward = own
+            model.forward = original
 
 
 class ForwardAutocast(_ForwardPrecision, MixedPrecision):
@@ -158,12 +158,12 @@ class ForwardInType(_ForwardPrecision):
 
     def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's own `forward`."""
-        before = torch.get_default_dtype()
+        default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             return forward(*args, **kwargs)
         finally:
-            torch.set_default_dtype(before)
+            torch.set_default_dtype(default_dtype)
 
 
 def _to_float32(output: Any) -> Any:
@@ -172,7 +172,7 @@ def _to_float32(output: Any) -> Any:
 
 
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
-    """The precision plugin for the plan. The scaler is the Trainer's, so it survives the run."""
+    """The precision plugin for the plan. The Trainer owns the scaler, so it survives the run."""
     if plan.precision == "32-true":
         return FullPrecision()
     if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":

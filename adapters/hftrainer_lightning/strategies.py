@@ -1,4 +1,4 @@
-"""Lightning's strategies for one device and for replicas (DDP), what all of ours share, and the accelerator."""
+"""Lightning's strategies for one device and for replicas (DDP), their base classes, and the accelerator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StrategySettings(NamedTuple):
     """The settings that a strategy needs besides the plan.
 
     Attributes:
-        scaler: the loss scaler of the precision plugin, with float16; kept as long as the Trainer.
+        scaler: the loss scaler of the precision plugin, with float16; it exists as long as the Trainer.
         find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
         sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
     """
@@ -56,7 +56,10 @@ class KeepDeviceStrategy(Strategy):
 
 
 class PreparedStrategy(KeepDeviceStrategy):
-    """A model that is moved, and maybe sharded, before Lightning starts, because its optimizer is made before."""
+    """A model that is moved, and maybe sharded, before Lightning starts.
+
+    Its optimizer is created before that, too.
+    """
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Set up all but the model."""
@@ -70,7 +73,7 @@ class PreparedStrategy(KeepDeviceStrategy):
 
 
 class PreparedModelStrategy(PreparedStrategy, ParallelStrategy):
-    """A model that is sharded before Lightning begins."""
+    """A model that is sharded before Lightning starts."""
 
     plan: LightningPlan
     shards = True
@@ -85,7 +88,7 @@ class SingleDevice(KeepDeviceStrategy, SingleDeviceStrategy):
     """One process on one device."""
 
 
-class Replicas(KeepDeviceStrategy, DDPStrategy):
+class KeepDeviceDDPStrategy(KeepDeviceStrategy, DDPStrategy):
     """A replica of the model in each process.
 
     Args:
@@ -131,7 +134,7 @@ def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     device, precision = torch.device(plan.device), precision_plugin(plan, settings.scaler)
     if not plan.processes.several:
         return SingleDevice(device=device, precision_plugin=precision)
-    replicas = Replicas(
+    replicas = KeepDeviceDDPStrategy(
         device,
         precision_plugin=precision,
         process_group_backend=plan.process_group_backend,
@@ -143,7 +146,7 @@ def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
 
 
 def accelerator(kind: str) -> Any:
-    """Lightning's accelerator: its name, or one of our own."""
+    """Lightning's accelerator: its name, or an object of our class."""
     if kind == "xla":
         return load("xla", "lightning").Accelerator()
     if kind not in UNSUPPORTED_BY_LIGHTNING:

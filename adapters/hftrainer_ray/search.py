@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Keywords of `ray.tune.run` that the search sets itself → their names in `hyperparameter_search`.
-_OURS = {"run_or_experiment": "hp_space", "config": "hp_space", "num_samples": "n_trials"}
-#: Which of a trial's objectives are compared; see `ray.tune.ExperimentAnalysis.get_best_trial`.
+#: Keyword arguments of `ray.tune.run` that the search sets → their names in `hyperparameter_search`.
+_SEARCH_ARGUMENTS = {"run_or_experiment": "hp_space", "config": "hp_space", "num_samples": "n_trials"}
+#: The objectives of a trial to compare; see `ray.tune.ExperimentAnalysis.get_best_trial`.
 _SCOPES = ("last", "all", "avg", "last-5-avg", "last-10-avg")
 #: Device types that Ray counts as GPUs.
 _GPUS = ("cuda", "xpu")
@@ -47,7 +47,8 @@ class RaySearch(SearchBackend):
     install = "'ray[tune]'"
     default_hp_space = staticmethod(default_hp_space_ray)
 
-    _pending: tuple[int, dict[str, Any]] | None = None  # step and metrics to report to Ray
+    #: Step and metrics to report to Ray.
+    _pending_report: tuple[int, dict[str, Any]] | None = None
 
     @classmethod
     def is_available(cls) -> bool:
@@ -69,11 +70,12 @@ class RaySearch(SearchBackend):
         from ray import tune
 
         self.directions = read_directions(direction)
-        scope = _scope(trainer.args)
+        scope = _objective_scope(trainer.args)
         space = self.space(trainer)
         check_names(trainer.args, space, allow_model_arguments=model_takes_trial(trainer.model_init))
         self._check(trainer.args, n_trials, kwargs)
-        self.components.runner.release_trial()  # frees device memory for the trials
+        # This frees device memory for the trials.
+        self.components.runner.release_trial()
         trainer.callback_handler.eval_dataloader = None
         options, stopper = self._options(trainer.args, kwargs), _stop_on_user_error()
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
@@ -88,14 +90,14 @@ class RaySearch(SearchBackend):
             if stopper.error is not None:
                 raise stopper.error from None
             raise
-        return self._best(analysis, scope)
+        return self._best_run(analysis, scope)
 
     def _check(self, args: Any, n_trials: Any, kwargs: Mapping[str, Any]) -> None:
         """Check the arguments before Ray starts."""
         from ray import tune
 
-        known = [name for name in inspect.signature(tune.run).parameters if not name.startswith("_")]
-        check_keywords("Ray Tune", kwargs, known, _OURS)
+        keywords = [name for name in inspect.signature(tune.run).parameters if not name.startswith("_")]
+        check_keywords("Ray Tune", kwargs, keywords, _SEARCH_ARGUMENTS)
         check_limits(n_trials, kwargs.get("time_budget_s"), "time_budget_s")
         if len(self.directions) > 1:
             raise errors.UnsupportedArgument(
@@ -116,7 +118,7 @@ class RaySearch(SearchBackend):
         _check_scheduler(args, kwargs.get("scheduler"))
 
     def _options(self, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of `tune.run`, with our defaults."""
+        """The keyword arguments of `tune.run`, with our defaults."""
         options: dict[str, Any] = {
             "resources_per_trial": {"cpu": 1, "gpu": 1} if args.device.type in _GPUS else {"cpu": 1},
             "raise_on_failed_trial": False,
@@ -125,7 +127,7 @@ class RaySearch(SearchBackend):
             options |= {"metric": "objective", "mode": self.directions[0][:3]}
         return {**options, **kwargs}
 
-    def _best(self, analysis: Any, scope: str) -> BestRun:
+    def _best_run(self, analysis: Any, scope: str) -> BestRun:
         """The best trial that did not fail; the first one if several are equal."""
         scores: list[tuple[float, Any]] = []
         mode = self.directions[0][:3]
@@ -135,14 +137,14 @@ class RaySearch(SearchBackend):
                 scores.append((score, trial))
         if not scores:
             states = [trial.status.lower() for trial in analysis.trials]
-            raise errors.SearchFailed(no_trial_message(states, filter(None, map(_reason, analysis.trials))))
+            raise errors.SearchFailed(no_trial_message(states, filter(None, map(_explain_failure, analysis.trials))))
         if unfinished := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
             logger.warning(
-                "The search was stopped, and %d of its trials are not finished. resume=True with the same name and "
+                "The search was stopped before %d of its trials finished. resume=True with the same name and "
                 "storage_path continues it.",
                 unfinished,
             )
-        best = (min if mode == "min" else max)(scores, key=lambda scored: scored[0])[1]
+        best = (min if mode == "min" else max)(scores, key=lambda pair: pair[0])[1]
         return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
@@ -154,10 +156,11 @@ class RaySearch(SearchBackend):
         return str(tune.get_context().get_trial_id())
 
     def train(self, trainer: Trainer, trial: dict[str, Any]) -> None:
-        """Train a trial. If Ray provides a checkpoint, of this trial or another one, resume from it."""
+        """Train a trial. Resume from a checkpoint if Ray provides one, of this trial or another."""
         from ray import tune
 
-        if trainer.hp_name is None:  # trackers distinguish trials by their names
+        # Trackers distinguish trials by their names.
+        if trainer.hp_name is None:
             trainer.hp_name = lambda trial: f"run-{self.run_id(trial)}"
         checkpoint = tune.get_checkpoint()
         try:
@@ -169,33 +172,35 @@ class RaySearch(SearchBackend):
             self.components.runner.release_trial()
 
     def report(self, trainer: Trainer, trial: Any, step: int, objective: Any, metrics: Mapping[str, float]) -> None:
-        """Store the report. It is sent to Ray after the checkpoint of this step, if one is due."""
+        """Store the report. Ray gets it after the checkpoint of this step, if one is due."""
         self.send_pending_report(trainer)
-        self._pending = step, {**metrics, "objective": float(objective)}
+        self._pending_report = step, {**metrics, "objective": float(objective)}
 
     def send_pending_report(self, trainer: Trainer) -> None:
-        """Report the last evaluation to Ray, with the checkpoint of its step if there is one.
+        """Report the last evaluation to Ray, with the checkpoint of its step if one exists.
 
         Raises:
             SystemExit: if Ray ends the trial.
         """
         from ray import tune
 
-        if self._pending is None:
+        if self._pending_report is None:
             return
-        (step, metrics), self._pending = self._pending, None
-        saved = self._checkpoint_of(trainer, step)
-        with tempfile.TemporaryDirectory() as folder:  # Ray copies this folder, which holds only the checkpoint
-            if saved is not None:
-                Path(folder, saved.name).symlink_to(saved, target_is_directory=True)
-            checkpoint = None if saved is None else tune.Checkpoint.from_directory(folder)
+        (step, metrics), self._pending_report = self._pending_report, None
+        saved_folder = self._find_checkpoint(trainer, step)
+        # Ray copies this folder, which holds only the checkpoint.
+        with tempfile.TemporaryDirectory() as folder:
+            if saved_folder is not None:
+                Path(folder, saved_folder.name).symlink_to(saved_folder, target_is_directory=True)
+            checkpoint = None if saved_folder is None else tune.Checkpoint.from_directory(folder)
             try:
                 tune.report(metrics, checkpoint=checkpoint)
-            except SystemExit:  # at the end of the search Ray may kill the process instead
+            except SystemExit:
+                # At the end of the search Ray may kill the process instead.
                 self.components.announce("on_train_end")
                 raise
 
-    def _checkpoint_of(self, trainer: Trainer, step: int) -> Path | None:
+    def _find_checkpoint(self, trainer: Trainer, step: int) -> Path | None:
         """The checkpoint of a step, if a trial can resume from it."""
         if self.components.run.last_saved_step != step or trainer.args.save_only_model:
             return None
@@ -211,18 +216,18 @@ def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
     components.search.train(components.trainer, config)
 
 
-def _scope(args: Any) -> str:
+def _objective_scope(args: Any) -> str:
     """The objectives of a trial to compare: `ray_scope`, or its successor, the variable RAY_SCOPE."""
-    given, name = legacy.value(args, "ray_scope"), "ray_scope"
-    if given == "last":
-        given, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
-    if given not in _SCOPES:
-        raise errors.InvalidArgument(f"{name}={given!r} is unknown: use one of {', '.join(map(repr, _SCOPES))}.")
-    return str(given)
+    scope, name = legacy.value(args, "ray_scope"), "ray_scope"
+    if scope == "last":
+        scope, name = os.environ.get("RAY_SCOPE", "last"), "RAY_SCOPE"
+    if scope not in _SCOPES:
+        raise errors.InvalidArgument(f"{name}={scope!r} is unknown: use one of {', '.join(map(repr, _SCOPES))}.")
+    return str(scope)
 
 
 def _check_state(kwargs: Mapping[str, Any]) -> None:
-    """Check that the state to resume from is whole, if it is on this machine. Ray would start a new search otherwise.
+    """Check that a local state to resume from is complete. Ray would otherwise start a new search.
 
     Raises:
         DamagedCheckpoint: if a file is truncated, because the search was killed while Ray wrote it.
@@ -238,7 +243,7 @@ def _check_state(kwargs: Mapping[str, Any]) -> None:
         except ValueError:
             raise errors.DamagedCheckpoint(
                 f"{path} is truncated: the search was killed while Ray wrote it, and resume={kwargs['resume']!r} would "
-                "start a new search. Remove the file to resume from the previous state, if there is one, or give "
+                "start a new search. Remove the file to resume from the previous state, if there is one, or use "
                 "another name."
             ) from None
 
@@ -254,8 +259,11 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
             f"scheduler={name} compares trials during training, but eval_strategy='no' never evaluates them: set "
             "eval_strategy, or remove scheduler."
         )
-    pauses = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in ("hyperband", "hb_bohb")
-    if pauses and (args.save_strategy == "no" or args.save_only_model):
+    needs_checkpoints = isinstance(scheduler, (HyperBandScheduler, PopulationBasedTraining)) or name in (
+        "hyperband",
+        "hb_bohb",
+    )
+    if needs_checkpoints and (args.save_strategy == "no" or args.save_only_model):
         raise errors.InvalidArgument(
             f"scheduler={name} resumes trials from checkpoints, which need the optimizer's state: set save_strategy to "
             "the value of eval_strategy, and save_only_model=False."
@@ -263,14 +271,14 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
 
 
 def _stop_on_user_error() -> Any:
-    """A Ray callback that ends the search, and keeps the error, when a trial fails because of a user error."""
+    """A Ray callback that ends the search and stores the error when a trial fails by a user error."""
     from ray import tune
 
     class StopOnUserError(tune.Callback):
         error: Exception | None = None
 
         def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            error = _error(trial)
+            error = _read_error(trial)
             if isinstance(error, _USER_ERRORS):
                 self.error = error
                 raise error
@@ -278,7 +286,7 @@ def _stop_on_user_error() -> Any:
     return StopOnUserError()
 
 
-def _error(trial: Any) -> Any:
+def _read_error(trial: Any) -> Any:
     """A trial's error; None if it did not fail, or its process was killed."""
     from ray import cloudpickle
 
@@ -289,9 +297,9 @@ def _error(trial: Any) -> Any:
         return getattr(cloudpickle.load(file), "cause", None)
 
 
-def _reason(trial: Any) -> str | None:
+def _explain_failure(trial: Any) -> str | None:
     """Why a trial has no valid objective; None if the reason is unknown."""
-    error = _error(trial)
+    error = _read_error(trial)
     if error is not None:
         return f"{type(error).__name__}: {error}"
     last = trial.last_result.get("objective")

@@ -35,8 +35,8 @@ class TFEngine(Trainer):
     def __init__(self, host: TFTrainer, model: torch.nn.Module, args: Any) -> None:
         self.host = host
         self.epoch_loss = torch.zeros(())
-        self._within_epoch = False
-        super().__init__(model, args, data_collator=_unchanged, eval_dataset=host.eval_dataset)
+        self._is_within_epoch = False
+        super().__init__(model, args, data_collator=_return_rows, eval_dataset=host.eval_dataset)
         # With transformers 5.2 to 5.5 a Trainer divides gradients by the micro-batches; a TFTrainer never did.
         self.accelerator.gradient_accumulation_steps = 1
 
@@ -45,8 +45,8 @@ class TFEngine(Trainer):
     def batches(self, pipeline: Any, count: int, **settings: Any) -> BatchLoader:
         """A loader of this rank's rows of a pipeline."""
         processes = self.accelerator.processes
-        rank, number = processes.data_rank, processes.data_world_size
-        return BatchLoader(Batches(pipeline, count, rank=rank, processes=number, **settings))
+        rank, size = processes.data_rank, processes.data_world_size
+        return BatchLoader(Batches(pipeline, count, rank=rank, processes=size, **settings))
 
     def get_train_dataloader(self) -> Any:
         """The batches of the TFTrainer's `get_train_tfdataset`."""
@@ -84,20 +84,20 @@ class TFEngine(Trainer):
         )
 
     def _resume_within_epoch(self, folder: str) -> None:
-        """Restore the epoch's sum of losses from a checkpoint; it is not used if an epoch ends there."""
+        """Restore the epoch's sum of losses from a checkpoint, unless an epoch ends there."""
         path = os.path.join(folder, _EPOCH_LOSS)
         if not os.path.isfile(path):
             return
         with open(path, encoding="utf-8") as file:
-            saved = json.load(file)
-        self._within_epoch = saved["step"] % self.host.steps_per_epoch != 0
-        total = saved["total"] if self.is_world_process_zero() else 0.0
+            state = json.load(file)
+        self._is_within_epoch = state["step"] % self.host.steps_per_epoch != 0
+        total = state["total"] if self.is_world_process_zero() else 0.0
         self.epoch_loss = torch.tensor(total, device=self.args.device)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        if not self._within_epoch:
+        if not self._is_within_epoch:
             self.epoch_loss = torch.zeros((), device=self.args.device)
-        self._within_epoch = False
+        self._is_within_epoch = False
         self.host._past = None
         super()._run_epoch(*args, **kwargs)
 
@@ -107,11 +107,11 @@ class TFEngine(Trainer):
         """The loss of the TFTrainer's `training_step`."""
         loss = self.host._run_training_step(inputs["features"], inputs["labels"], inputs["instances"])
         self.epoch_loss = self.epoch_loss + loss.detach()
-        # Each rank has a part of the loss, but gradients are averaged: multiply by the number of ranks.
+        # Each rank has a part of the loss, but ranks average gradients: multiply by the number of ranks.
         return loss * self.accelerator.processes.data_world_size
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
-        """Clip each gradient value, and only with accumulation, as TFTrainer did."""
+        """Clip each gradient value, but only with accumulation, as TFTrainer did."""
         if self.args.gradient_accumulation_steps > 1:
             torch.nn.utils.clip_grad_value_(model.parameters(), self.args.max_grad_norm)
         return torch.zeros(())
@@ -122,15 +122,15 @@ class TFEngine(Trainer):
         """The logits of the TFTrainer's `prediction_step`, for the rows of this rank."""
         inputs = self._prepare_inputs(inputs)
         processes = self.accelerator.processes
-        shared = inputs["whole"] and processes.data_world_size > 1
-        # All ranks compute the same rows and their losses are summed: divide by the number of ranks.
-        instances = inputs["instances"] * (processes.data_world_size if shared else 1)
+        is_shared = inputs["whole"] and processes.data_world_size > 1
+        # All ranks compute the same rows, and their losses are summed: divide by the number of ranks.
+        instances = inputs["instances"] * (processes.data_world_size if is_shared else 1)
         with torch.no_grad():
             logits = self.host.prediction_step(inputs["features"], inputs["labels"], instances)
         if prediction_loss_only:
             return None, None, None
-        found = (logits[0] if isinstance(logits, tuple) else logits, inputs["labels"])
-        return (None, *(select_rank_rows(found, processes.data_rank, processes.data_world_size) if shared else found))
+        rows = (logits[0] if isinstance(logits, tuple) else logits, inputs["labels"])
+        return (None, *(select_rank_rows(rows, processes.data_rank, processes.data_world_size) if is_shared else rows))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """The TFTrainer's `evaluate`, within training."""
@@ -159,17 +159,17 @@ class TFEngine(Trainer):
         if "loss" not in logs:
             return
         self._note_step()
-        in_epoch = (self.state.global_step - 1) % self.host.steps_per_epoch + 1
-        loss = self.accelerator.reduce(self.epoch_loss, "sum").item() / in_epoch
+        epoch_steps = (self.state.global_step - 1) % self.host.steps_per_epoch + 1
+        loss = self.accelerator.reduce(self.epoch_loss, "sum").item() / epoch_steps
         assert self.lr_scheduler is not None
         self.host.log({"loss": loss, "learning_rate": self.lr_scheduler.get_last_lr()[0]})
 
     def log_line(self, logs: dict[str, float]) -> None:
-        """Add a line to the log, and give it to the trackers."""
+        """Add a line to the log, and pass it to the trackers."""
         super().log(logs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the torch model; in a checkpoint, also the sum of the losses."""
+        """Save the torch model, and in a checkpoint the sum of the losses."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call or output_dir is None:
             return
@@ -179,5 +179,5 @@ class TFEngine(Trainer):
                 json.dump({"step": self.state.global_step, "total": total}, file)
 
 
-def _unchanged(rows: Any) -> Any:
+def _return_rows(rows: Any) -> Any:
     return rows

@@ -1,4 +1,4 @@
-"""TensorFlow models of transformers 4 for torch: their weights (`tf_model.h5`), read by h5py alone, and their names."""
+"""Loads TensorFlow models of transformers 4 into torch, by h5py alone, and provides their class names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 logger = logging.getLogger(__name__)
 
 WEIGHTS, INDEX = "tf_model.h5", "tf_model.h5.index.json"
-#: Keras' names of a layer's weights → torch's.
+#: Keras' name of a layer's weight → torch's name.
 _NAMES = {
     "kernel": "weight",
     "depthwise_kernel": "weight",
@@ -35,7 +35,7 @@ _DEPTHWISE_AXES = (2, 3, 0, 1)
 
 def torch_name(name: str) -> tuple[str, str]:
     """The torch name of a TensorFlow weight, and Keras' name of its last part."""
-    # `_._` stands for a dot and `x___y` for y. The first of several parts is the model.
+    # `_._` means a dot and `x___y` means y. The first of several parts is the model.
     parts = [part.rpartition("___")[2] for part in name.removesuffix(":0").replace("_._", "/").split("/") if part]
     *path, last = parts[1:] or parts
     return ".".join([*path, _NAMES.get(last, last)]), last
@@ -47,8 +47,8 @@ def _in_torch_order(value: torch.Tensor, keras_name: str) -> torch.Tensor:
     return value.permute(_AXES[value.ndim]) if keras_name == "kernel" and value.ndim in _AXES else value
 
 
-def weights_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values of the weights in a file.
+def read_weights(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield names and values of the weights in a file.
 
     Raises:
         MissingPackage: without h5py.
@@ -59,13 +59,13 @@ def weights_of(path: str) -> Iterator[tuple[str, torch.Tensor]]:
         raise MissingPackage(f"{path} needs h5py to be read: pip install 'hftrainer[tf]'") from unless_absent(error)
     with h5py.File(path) as file:
         for layer in file.attrs["layer_names"]:
-            held = file[layer]
+            entry = file[layer]
             # Sharded files hold each weight directly, without the model's name.
-            if isinstance(held, h5py.Dataset):
-                yield f"model/{_text(layer)}", torch.from_numpy(held[()])
+            if isinstance(entry, h5py.Dataset):
+                yield f"model/{_text(layer)}", torch.from_numpy(entry[()])
                 continue
-            for name in held.attrs["weight_names"]:
-                yield _text(name), torch.from_numpy(held[name][()])
+            for name in entry.attrs["weight_names"]:
+                yield _text(name), torch.from_numpy(entry[name][()])
 
 
 def _text(name: str | bytes) -> str:
@@ -82,45 +82,46 @@ def find_weight_files(folder: str) -> list[str]:
 
 
 def load_weights(model: nn.Module, paths: list[str]) -> None:
-    """Load the weights that the model has. Logs missing and unused weights.
+    """Load the file's weights that the model has. Logs missing and unused weights.
 
     Args:
         model: a torch model of transformers.
         paths: the files.
 
     Raises:
-        InvalidArgument: when a weight has another shape, or the files have none of the model's.
+        InvalidArgument: if a weight has another shape, or the files have none of the model's weights.
     """
     state = model.state_dict()
-    loaded: set[str] = set()
-    left_over: list[str] = []
+    loaded_keys: set[str] = set()
+    unused: list[str] = []
     for path in paths:
-        for name, value in weights_of(path):
+        for name, value in read_weights(path):
             torch_key, keras_name = torch_name(name)
             key = next((each for each in _candidates(torch_key, model) if each in state), None)
             if key is None:
-                left_over.append(name)
+                unused.append(name)
                 continue
-            _copy(_in_torch_order(value, keras_name), state[key], name, key)
-            loaded.add(key)
-    if not loaded:
-        raise InvalidArgument(f"{', '.join(paths)}: none of the weights is one of {type(model).__name__}.")
-    _report(model, state, loaded, left_over)
+            _copy_weight(_in_torch_order(value, keras_name), state[key], name, key)
+            loaded_keys.add(key)
+    if not loaded_keys:
+        raise InvalidArgument(f"{', '.join(paths)}: none of the weights belongs to {type(model).__name__}.")
+    _report_weights(model, state, loaded_keys, unused)
 
 
 def _candidates(name: str, model: nn.Module) -> Iterator[str]:
     yield name
-    yield name.partition(".")[2]  # a model without a head, from a file of one with a head
+    # A model without a head may load a file of a model with a head.
+    yield name.partition(".")[2]
     yield f"{getattr(model, 'base_model_prefix', '')}.{name}"
     if name.endswith(".weight.weight"):
         yield name.removesuffix(".weight")
 
 
-def _copy(value: torch.Tensor, target: torch.Tensor, name: str, key: str) -> None:
+def _copy_weight(value: torch.Tensor, target: torch.Tensor, name: str, key: str) -> None:
     if value.shape != target.shape:
         if value.squeeze().shape != target.squeeze().shape:
             raise InvalidArgument(
-                f"{name} in the TensorFlow weights has the shape {tuple(value.shape)}, and {key} of the model has "
+                f"{name} in the TensorFlow weights has the shape {tuple(value.shape)}, but {key} of the model has "
                 f"{tuple(target.shape)}: the config is of another model, or num_labels differs."
             )
         value = value.reshape(target.shape)
@@ -128,25 +129,26 @@ def _copy(value: torch.Tensor, target: torch.Tensor, name: str, key: str) -> Non
         target.copy_(value)
 
 
-def _report(model: nn.Module, state: dict[str, Any], loaded: set[str], left_over: list[str]) -> None:
-    shared = {state[key].data_ptr() for key in loaded}  # tied weights have several names
-    missing = [key for key, value in state.items() if key not in loaded and value.data_ptr() not in shared]
-    if left_over:
-        logger.warning("%s does not use these TensorFlow weights: %s", type(model).__name__, ", ".join(left_over))
+def _report_weights(model: nn.Module, state: dict[str, Any], loaded_keys: set[str], unused: list[str]) -> None:
+    # Tied weights have several names.
+    pointers = {state[key].data_ptr() for key in loaded_keys}
+    missing = [key for key, value in state.items() if key not in loaded_keys and value.data_ptr() not in pointers]
+    if unused:
+        logger.warning("%s does not use these TensorFlow weights: %s", type(model).__name__, ", ".join(unused))
     if missing:
         logger.warning(
-            "%s keeps its new values for these weights, which are not among TensorFlow's; train them before you use "
+            "%s keeps initial values for these weights, which the TensorFlow files lack. Train them before you use "
             "it: %s",
             type(model).__name__,
             ", ".join(missing),
         )
 
 
-# ---- `TFAutoModelFor…` and `TFBertFor…`, where transformers has none: torch's classes of these names -----------------
+# ---- torch's classes under the names `TFAutoModelFor…` and `TFBertFor…`, if transformers lacks them -----------------
 
 
 def torch_class(transformers: Any, name: str) -> type | None:
-    """A class that makes torch models, for the name of a TensorFlow class; None if there is no such model.
+    """A class that creates torch models under a TensorFlow class's name; None without such a model.
 
     Args:
         transformers: the package.
@@ -155,37 +157,38 @@ def torch_class(transformers: Any, name: str) -> type | None:
     base = getattr(transformers, name.removeprefix("TF"), None) if name.startswith("TF") else None
     if not isinstance(base, type) or not callable(getattr(base, "from_pretrained", None)):
         return None
+    # Configs and tokenizers lack this attribute.
     if not (name.startswith("TFAuto") or hasattr(base, "base_model_prefix")):
-        return None  # a config or a tokenizer
-    return _made(base, name)
+        return None
+    return _make_class(base, name)
 
 
 @functools.cache
-def _made(base: Any, name: str) -> type:
-    """A class whose models are those of `base`."""
+def _make_class(base: Any, name: str) -> type:
+    """A class that creates models of `base`."""
 
     def make(_: type, *args: Any, **kwargs: Any) -> Any:
         return base(*args, **kwargs)
 
     def from_pretrained(_: type, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """`from_pretrained` of the torch class; reads TensorFlow's weights if there are no others."""
+        """`from_pretrained` of the torch class. Reads TensorFlow's weights if there are no others."""
         kwargs.pop("from_pt", None)
-        folder = _folder_of_tensorflow(str(pretrained_model_name_or_path), kwargs)
+        folder = _find_tensorflow_folder(str(pretrained_model_name_or_path), kwargs)
         if folder is None:
             return base.from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        return _from_tensorflow(base, folder, kwargs)
+        return _load_from_tensorflow(base, folder, kwargs)
 
     doc = f"{base.__name__} under its name in TensorFlow; reads {WEIGHTS} too."
     methods: dict[str, Any] = {"__new__": make, "from_pretrained": classmethod(from_pretrained)}
     return type(name, (base,), {**methods, "__doc__": doc, "__module__": base.__module__})
 
 
-def _folder_of_tensorflow(name_or_path: str, kwargs: dict[str, Any]) -> str | None:
-    """The local or downloaded folder with a model's TensorFlow weights; None unless these are its only weights."""
+def _find_tensorflow_folder(name_or_path: str, kwargs: dict[str, Any]) -> str | None:
+    """The folder with a model's TensorFlow weights, downloaded if needed; None unless it has only these."""
     if os.path.isdir(name_or_path):
         folder = os.path.join(name_or_path, kwargs.get("subfolder", ""))
-        of_torch = any(file.endswith((".safetensors", ".bin")) for file in os.listdir(folder))
-        return folder if find_weight_files(folder) and not of_torch else None
+        has_torch_weights = any(file.endswith((".safetensors", ".bin")) for file in os.listdir(folder))
+        return folder if find_weight_files(folder) and not has_torch_weights else None
     cached_file: Any = importlib.import_module("transformers.utils").cached_file
 
     keys = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -194,18 +197,18 @@ def _folder_of_tensorflow(name_or_path: str, kwargs: dict[str, Any]) -> str | No
     names = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
     if any(cached_file(name_or_path, each, **options) is not None for each in names):
         return None
-    found = cached_file(name_or_path, WEIGHTS, **options)
-    return os.path.dirname(found) if found is not None else None
+    path = cached_file(name_or_path, WEIGHTS, **options)
+    return os.path.dirname(path) if path is not None else None
 
 
-def _from_tensorflow(base: Any, folder: str, kwargs: dict[str, Any]) -> Any:
+def _load_from_tensorflow(base: Any, folder: str, kwargs: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
     config = kwargs.pop("config", None)
     if config is None or isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(folder if config is None else config)
     for key in list(kwargs):
-        # As `from_pretrained` does, pass what the config knows to it.
+        # As in `from_pretrained`, the config gets the arguments that it has as attributes.
         if hasattr(config, key):
             setattr(config, key, kwargs.pop(key))
     model = base._from_config(config) if hasattr(base, "base_model_prefix") else base.from_config(config)

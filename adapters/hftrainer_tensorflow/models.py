@@ -1,4 +1,4 @@
-"""The torch model that a `TFTrainer` trains, also in place of a TensorFlow model."""
+"""The torch model that a `TFTrainer` trains, and its loss."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def torch_model(model: Any) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     name = type(model).__name__
-    if name.startswith("TF") and hasattr(model, "config") and hasattr(model, "get_weights"):  # of transformers 4
+    # Models of transformers 4.
+    if name.startswith("TF") and hasattr(model, "config") and hasattr(model, "get_weights"):
         return _equivalent_torch_model(model)
     if is_keras(model):
         raise UnsupportedArgument(
-            f"model: {name} is a Keras model that TensorFlow or JAX computes, and TFTrainer trains with torch. Set "
-            "KERAS_BACKEND=torch before keras (3 or newer) is imported, or give a torch model."
+            f"model: {name} is a Keras model that TensorFlow or JAX computes, but TFTrainer trains with torch. Set "
+            "KERAS_BACKEND=torch before keras (3 or newer) is imported, or pass a torch model."
         )
     raise UnsupportedArgument(
         f"model: {name} is neither a torch module, nor a TensorFlow model of transformers 4, nor a Keras 3 model on "
-        "torch: TFTrainer has no torch model to train in its place."
+        "torch: TFTrainer has no torch model to train instead."
     )
 
 
@@ -44,26 +45,28 @@ def _equivalent_torch_model(model: Any) -> nn.Module:
     """The torch model of the same architecture, with the weights of a TensorFlow model."""
     transformers = importlib.import_module("transformers")
     name = type(model).__name__
-    twin: type[nn.Module] | None = getattr(transformers, name.removeprefix("TF"), None)
-    if twin is None:
+    torch_class: type[nn.Module] | None = getattr(transformers, name.removeprefix("TF"), None)
+    if torch_class is None:
         raise UnsupportedArgument(
             f"model: transformers has no {name.removeprefix('TF')}, the torch model of the same architecture, which "
-            f"would be trained in place of {name}. Give the torch model that you want to train."
+            f"would be trained instead of {name}. Pass the torch model that you want to train."
         )
-    made = twin(model.config)
-    transformers.load_tf2_model_in_pytorch_model(made, model, allow_missing_keys=True)
-    return made
+    equivalent = torch_class(model.config)
+    transformers.load_tf2_model_in_pytorch_model(equivalent, model, allow_missing_keys=True)
+    return equivalent
 
 
-def copy_weights_back(trained: nn.Module, given: Any) -> None:
+def copy_weights_back(trained_model: nn.Module, script_model: Any) -> None:
     """Copy the trained weights into the script's TensorFlow model."""
-    if given is not trained:
-        state = {name: value.detach().cpu() for name, value in trained.state_dict().items()}
-        importlib.import_module("transformers").load_pytorch_weights_in_tf2_model(given, state, allow_missing_keys=True)
+    if script_model is not trained_model:
+        state = {name: value.detach().cpu() for name, value in trained_model.state_dict().items()}
+        importlib.import_module("transformers").load_pytorch_weights_in_tf2_model(
+            script_model, state, allow_missing_keys=True
+        )
 
 
 def parameter_names(model: Any) -> dict[int, str]:
-    """Parameter id → its name; for Keras models the path of its variable, such as 'dense/bias'."""
+    """Parameter id → its name. For Keras models it is the path of the variable, such as 'dense/bias'."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if is_keras(model):
         names |= {id(variable.value): variable.path for variable in model.variables}
@@ -86,7 +89,7 @@ def loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> 
 def _keras_loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
     if getattr(model, "loss", None) is None:
         raise InvalidArgument(
-            f"model: {type(model).__name__} has no loss. Call model.compile(loss=...) before TFTrainer is made, or "
+            f"model: {type(model).__name__} has no loss. Call model.compile(loss=...) before creating TFTrainer, or "
             "override TFTrainer.run_model."
         )
     outputs = model(features, training=training)
@@ -104,7 +107,7 @@ def _terms(model: nn.Module, labels: Any) -> int:
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """The sum of the losses that `run_model` returned.
+    """The sum of the losses that `run_model` returns.
 
     Raises:
         UnsupportedArgument: for a tensor of another library.
@@ -112,7 +115,7 @@ def check_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor):
         library = type(loss).__module__.split(".")[0]
         raise UnsupportedArgument(
-            f"run_model returns a loss of {library} ({type(loss).__name__}): the model is torch's, so torch has to "
+            f"run_model returns a loss of {library} ({type(loss).__name__}): the model is torch's, so torch must "
             "compute the loss (torch.nn.functional), or keras.ops with KERAS_BACKEND=torch."
         )
     return loss.sum()

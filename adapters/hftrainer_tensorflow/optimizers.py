@@ -1,4 +1,4 @@
-"""Optimizers and schedules of Keras, computed by torch."""
+"""Optimizers and schedules of Keras, converted to torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.optimization_tf import CLIPPING
 
-#: Settings that have no effect while the features that they configure are off.
-_IDLE = {"name", "learning_rate", "ema_momentum", "ema_overwrite_frequency", "jit_compile", "is_legacy_optimizer"}
+#: Settings that have no effect unless the features that they configure are on.
+_IDLE_KEYS = {"name", "learning_rate", "ema_momentum", "ema_overwrite_frequency", "jit_compile", "is_legacy_optimizer"}
 _ADAM = {"beta_1", "beta_2", "epsilon", "amsgrad", "weight_decay", "weight_decay_rate"}
 _SGD = {"momentum", "nesterov", "weight_decay"}
 
@@ -22,16 +22,16 @@ _SGD = {"momentum", "nesterov", "weight_decay"}
 def clip(parameters: Iterable[nn.Parameter], settings: dict[str, float]) -> None:
     """Clip gradients as a Keras optimizer with these settings does."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if (most := settings.get("clipvalue")) is not None:
+    if (limit := settings.get("clipvalue")) is not None:
         for gradient in gradients:
-            gradient.clamp_(-most, most)
-    if (most := settings.get("clipnorm")) is not None:
+            gradient.clamp_(-limit, limit)
+    if (limit := settings.get("clipnorm")) is not None:
         for gradient in gradients:
-            gradient.mul_(most / gradient.norm().clamp(min=most))
-    if gradients and (most := settings.get("global_clipnorm")) is not None:
+            gradient.mul_(limit / gradient.norm().clamp(min=limit))
+    if gradients and (limit := settings.get("global_clipnorm")) is not None:
         norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
         for gradient in gradients:
-            gradient.mul_(most / norm.clamp(min=most))
+            gradient.mul_(limit / norm.clamp(min=limit))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -39,23 +39,23 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 class KerasAdam(torch.optim.AdamW):
-    """Adam as Keras computes it: epsilon is added to the root of the moment before its bias is corrected."""
+    """Adam as in Keras: it adds epsilon to the root of the moment before correcting the bias."""
 
     def __init__(self, params: Any, clipping: dict[str, float] | None = None, **settings: Any) -> None:
         self.clipping = clipping or {}
         super().__init__(params, **settings)
 
     def step(self, closure: Any = None) -> Any:
-        """One optimizer step."""
+        """Take one optimizer step."""
         clip(_parameters(self), self.clipping)
         for group in self.param_groups:
-            done = group["keras_steps"] = group.get("keras_steps", 0) + 1
-            group["eps"] = group.setdefault("keras_eps", group["eps"]) / math.sqrt(1 - group["betas"][1] ** done)
+            steps = group["keras_steps"] = group.get("keras_steps", 0) + 1
+            group["eps"] = group.setdefault("keras_eps", group["eps"]) / math.sqrt(1 - group["betas"][1] ** steps)
         return super().step(closure)
 
 
 class KerasSGD(torch.optim.Optimizer):
-    """SGD as Keras computes it: the velocity includes the learning rate of each step."""
+    """SGD as in Keras: the velocity includes the learning rate of each step."""
 
     def __init__(self, params: Any, clipping: dict[str, float] | None = None, **settings: Any) -> None:
         self.clipping = clipping or {}
@@ -72,10 +72,10 @@ class KerasSGD(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
+                    self._update_parameter(parameter, parameter.grad, group)
         return loss
 
-    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+    def _update_parameter(self, parameter: nn.Parameter, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         rate, momentum = group["lr"], group["momentum"]
         parameter.mul_(1 - rate * group["weight_decay"])
         if not momentum:
@@ -102,40 +102,42 @@ class KerasSchedule(torch.optim.lr_scheduler.LRScheduler):
         return [float(self.schedule(self.last_epoch))] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Only the position, since each run creates the schedule."""
+        """The position only, since each run creates the schedule."""
         return {name: value for name, value in super().state_dict().items() if name != "schedule"}
 
 
 def to_torch(
     optimizer: Any, schedule: Any, model: nn.Module, names: dict[int, str]
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """The torch optimizer and schedule for those that a TFTrainer was given or has made.
+    """Convert a TFTrainer's optimizer and schedule to torch.
 
     Args:
         optimizer: an optimizer of torch or Keras, or `AdamWeightDecay`.
-        schedule: a torch scheduler, or a function of the steps; None for the optimizer's own rate.
+        schedule: a torch scheduler, or a function of the steps; None for the optimizer's rate.
         model: the model to train.
-        names: parameter id → the name that patterns for weight decay are matched against.
+        names: parameter id → name, which patterns for weight decay are matched against.
 
     Raises:
-        UnsupportedArgument: for optimizers and settings that have no counterpart.
+        UnsupportedArgument: for optimizers and settings without an equivalent in torch.
         InvalidArgument: for a schedule without an optimizer.
     """
     if optimizer is None:
-        raise InvalidArgument("optimizers: there is a schedule and no optimizer; give both, or neither.")
+        raise InvalidArgument("optimizers: there is a schedule but no optimizer. Pass both, or neither.")
     if schedule is None and not isinstance(optimizer, torch.optim.Optimizer):
-        schedule = _own_rate(optimizer)
-    made = optimizer if isinstance(optimizer, torch.optim.Optimizer) else _made(optimizer, model, names)
+        schedule = _read_rate(optimizer)
+    torch_optimizer = (
+        optimizer if isinstance(optimizer, torch.optim.Optimizer) else _convert_optimizer(optimizer, model, names)
+    )
     # A torch optimizer without a schedule keeps its learning rate.
     if schedule is None:
-        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(torch_optimizer, lambda step: 1.0)
     if not isinstance(schedule, torch.optim.lr_scheduler.LRScheduler):
-        schedule = KerasSchedule(made, schedule)
-    return made, schedule
+        schedule = KerasSchedule(torch_optimizer, schedule)
+    return torch_optimizer, schedule
 
 
-def _own_rate(optimizer: Any) -> Any:
-    """The learning rate or schedule of a Keras optimizer, whose public attributes show only the current value."""
+def _read_rate(optimizer: Any) -> Any:
+    """The learning rate or schedule of a Keras optimizer. Public attributes show only the current value."""
     rate: Any = getattr(optimizer, "_learning_rate", None)
     if rate is None:
         rate = getattr(optimizer, "_hyper", {}).get("learning_rate", getattr(optimizer, "learning_rate", None))
@@ -145,50 +147,55 @@ def _own_rate(optimizer: Any) -> Any:
     return lambda step: value
 
 
-def _made(optimizer: Any, model: nn.Module, names: dict[int, str]) -> torch.optim.Optimizer:
+def _convert_optimizer(optimizer: Any, model: nn.Module, names: dict[int, str]) -> torch.optim.Optimizer:
     kind = type(optimizer).__name__
-    known = _ADAM if kind in ("Adam", "AdamW", "AdamWeightDecay") else _SGD if kind == "SGD" else None
-    if known is None or not hasattr(optimizer, "get_config"):
+    known_keys = _ADAM if kind in ("Adam", "AdamW", "AdamWeightDecay") else _SGD if kind == "SGD" else None
+    if known_keys is None or not hasattr(optimizer, "get_config"):
         raise UnsupportedArgument(
-            f"optimizers: {kind} has no counterpart here. Give Adam, AdamW or SGD of Keras, AdamWeightDecay, or an "
+            f"optimizers: {kind} has no counterpart here. Use Adam, AdamW or SGD of Keras, AdamWeightDecay, or an "
             "optimizer of torch over the model's parameters."
         )
     config = {key: value.item() if hasattr(value, "item") else value for key, value in optimizer.get_config().items()}
-    active = [key for key, value in config.items() if key not in known | _IDLE | set(CLIPPING) and value]
-    if active:
+    unknown_keys = [
+        key for key, value in config.items() if key not in known_keys | _IDLE_KEYS | set(CLIPPING) and value
+    ]
+    if unknown_keys:
         raise UnsupportedArgument(
-            f"optimizers: {kind} with {', '.join(f'{key}={config[key]!r}' for key in active)} has no counterpart here: "
-            "leave that out, or give an optimizer of torch."
+            f"optimizers: {kind} with {', '.join(f'{key}={config[key]!r}' for key in unknown_keys)} has no counterpart "
+            "here: remove that, or use an optimizer of torch."
         )
     decay = config.get("weight_decay_rate") or config.get("weight_decay") or 0.0
     clipping = {key: config[key] for key in CLIPPING if config.get(key) is not None}
-    groups = _groups(optimizer, model, names, decay)
-    if known is _SGD:
+    groups = _make_groups(optimizer, model, names, decay)
+    if known_keys is _SGD:
         return KerasSGD(groups, clipping, momentum=config["momentum"], nesterov=config["nesterov"])
     betas = (config["beta_1"], config["beta_2"])
     # The schedule sets the rate.
     return KerasAdam(groups, clipping, lr=1.0, betas=betas, eps=config["epsilon"], amsgrad=bool(config["amsgrad"]))
 
 
-def _groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: float) -> list[dict[str, Any]]:
-    """Parameters with and without weight decay, by the patterns of the optimizer."""
-    included = getattr(optimizer, "_include_in_weight_decay", None) or []
-    excluded = list(getattr(optimizer, "_exclude_from_weight_decay", None) or [])
-    if any(not isinstance(each, str) for each in excluded):  # ids of Keras variables
-        raise UnsupportedArgument("exclude_from_weight_decay: variables are not known to torch; give var_names.")
+def _make_groups(optimizer: Any, model: nn.Module, names: dict[int, str], decay: float) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay, by the optimizer's patterns."""
+    included_patterns = getattr(optimizer, "_include_in_weight_decay", None) or []
+    excluded_patterns = list(getattr(optimizer, "_exclude_from_weight_decay", None) or [])
+    # Keras stores the ids of variables.
+    if any(not isinstance(each, str) for each in excluded_patterns):
+        raise UnsupportedArgument("exclude_from_weight_decay: torch does not know Keras variables; use var_names.")
     if (pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None)) is not None:
-        excluded.append(pattern.pattern)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for pattern in included:
-        if not any(re.search(pattern, names[id(parameter)]) for parameter in trained):
+        excluded_patterns.append(pattern.pattern)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for pattern in included_patterns:
+        if not any(re.search(pattern, names[id(parameter)]) for parameter in parameters):
             raise InvalidArgument(
-                f"include_in_weight_decay: {pattern!r} is in no parameter's name. The names are those of torch, such "
-                f"as {names[id(trained[0])]!r}."
+                f"include_in_weight_decay: {pattern!r} is in no parameter's name. Use torch's names, such "
+                f"as {names[id(parameters[0])]!r}."
             )
 
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay}, {"params": [], "weight_decay": 0.0}]
-    for parameter in trained:
+    for parameter in parameters:
         name = names[id(parameter)]
-        decays = any(re.search(each, name) for each in included) or not any(re.search(each, name) for each in excluded)
-        groups[0 if decays else 1]["params"].append(parameter)
+        has_decay = any(re.search(each, name) for each in included_patterns) or not any(
+            re.search(each, name) for each in excluded_patterns
+        )
+        groups[0 if has_decay else 1]["params"].append(parameter)
     return [group for group in groups if group["params"]]

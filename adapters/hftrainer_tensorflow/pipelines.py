@@ -1,4 +1,4 @@
-"""Batches of `tf.data` as torch tensors, in tf.data's own order; and the same interface for other datasets."""
+"""Converts batches of `tf.data` to torch tensors, and adds tf.data's methods to other datasets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrainer.trainer_pt_utils import nested_apply
 logger = logging.getLogger(__name__)
 
 INFINITE, UNKNOWN = -1, -2
-#: Label columns: the first that exists, or else both columns of `_SPANS`.
+#: Label columns: the first that exists, else both columns of `_SPANS`.
 _LABELS = ("labels", "label")
 _SPANS = ("start_positions", "end_positions")
 
@@ -40,19 +40,19 @@ class RowDataset:
         self._seed: int | None = None
         self._size: int | None = None
         self._drops_remainder = False
-        self._begun = 0
+        self._iteration_count = 0
 
     def _copy_with(self, **settings: Any) -> RowDataset:
-        made = copy.copy(self)
-        vars(made).update({f"_{name}": value for name, value in settings.items()}, _begun=0)
-        return made
+        dataset = copy.copy(self)
+        vars(dataset).update({f"_{name}": value for name, value in settings.items()}, _iteration_count=0)
+        return dataset
 
     def cardinality(self) -> int:
         """Number of rows, or `UNKNOWN`."""
         return len(self.rows) if hasattr(self.rows, "__len__") else UNKNOWN
 
     def repeat(self) -> RowDataset:
-        """Repeat the rows without end."""
+        """Repeat the rows infinitely."""
         return self._copy_with(repeats=True)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
@@ -64,38 +64,38 @@ class RowDataset:
         return self._copy_with(size=batch_size, drops_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[Any]:
-        self._begun += 1
-        return self._iterate(self._begun)
+        self._iteration_count += 1
+        return self._iterate(self._iteration_count)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        pairs = map(as_pair, self._ordered(iteration))
+        pairs = map(as_pair, self._order(iteration))
         if self._size is None:
             yield from pairs
             return
         while batch := list(itertools.islice(pairs, self._size)):
             if len(batch) < self._size and self._drops_remainder:
                 return
-            yield _stacked([features for features, _ in batch]), _stacked([labels for _, labels in batch])
+            yield _stack([features for features, _ in batch]), _stack([labels for _, labels in batch])
 
-    def _ordered(self, iteration: int) -> Iterator[Any]:
+    def _order(self, iteration: int) -> Iterator[Any]:
         # torch's IterableDataset has a __getitem__ too, which raises.
         rows: Any = self.rows if hasattr(self.rows, "__len__") and hasattr(self.rows, "__getitem__") else None
-        for turn in itertools.count():
+        for repetition in itertools.count():
             if self._seed is None:
                 yield from self.rows if rows is None else (rows[index] for index in range(len(rows)))
             else:
-                held = list(self.rows) if rows is None else rows
-                order = np.random.default_rng((self._seed, iteration, turn)).permutation(len(held))
-                yield from (held[int(index)] for index in order)
+                sequence = list(self.rows) if rows is None else rows
+                order = np.random.default_rng((self._seed, iteration, repetition)).permutation(len(sequence))
+                yield from (sequence[int(index)] for index in order)
             if not self._repeats:
                 return
 
 
 def as_pair(row: Any) -> tuple[Any, Any]:
-    """The features of a row or batch, and its labels.
+    """The features and the labels of a row or batch.
 
     Raises:
-        InvalidArgument: when it is neither a pair nor a dict with labels.
+        InvalidArgument: if it is neither a pair nor a dict with labels.
     """
     if isinstance(row, Mapping):
         for name in _LABELS:
@@ -105,20 +105,20 @@ def as_pair(row: Any) -> tuple[Any, Any]:
             features = {key: value for key, value in row.items() if key not in _SPANS}
             return features, {name: row[name] for name in _SPANS}
         raise InvalidArgument(
-            f"The dataset yields a dict without labels ({', '.join(map(str, row))}): TFTrainer takes pairs (features, "
-            "labels), or dicts with 'labels', 'label', or 'start_positions' and 'end_positions'."
+            f"The dataset yields a dict without labels ({', '.join(map(str, row))}): TFTrainer accepts pairs "
+            "(features, labels), or dicts with 'labels', 'label', or 'start_positions' and 'end_positions'."
         )
     if not isinstance(row, (tuple, list)) or len(row) != 2 or not isinstance(row[0], Mapping):
         kind = f"{len(row)} values" if isinstance(row, (tuple, list)) else type(row).__name__
         raise InvalidArgument(
-            f"The dataset yields {kind}: TFTrainer takes pairs (features, labels), features being a dict of names."
+            f"The dataset yields {kind}: TFTrainer accepts pairs (features, labels), where features is a dict by names."
         )
     return row[0], row[1]
 
 
-def _stacked(values: list[Any]) -> Any:
+def _stack(values: list[Any]) -> Any:
     if isinstance(values[0], Mapping):
-        return {name: _stacked([value[name] for value in values]) for name in values[0]}
+        return {name: _stack([value[name] for value in values]) for name in values[0]}
     arrays = [np.asarray(value) for value in values]
     # Python floats become float32, as in torch.
     if arrays[0].dtype == np.float64 and not hasattr(values[0], "dtype"):
@@ -133,7 +133,7 @@ def as_pipeline(dataset: Any) -> Any:
     """The dataset itself if it is a `tf.data` dataset, else a `RowDataset`.
 
     Raises:
-        InvalidArgument: for anything that is not a dataset.
+        InvalidArgument: for any other object.
     """
     if hasattr(dataset, "cardinality") and hasattr(dataset, "batch"):
         return dataset
@@ -145,20 +145,20 @@ def as_pipeline(dataset: Any) -> Any:
 
 
 def count_rows(dataset: Any, *, may_be_infinite: bool = False) -> int:
-    """The number of rows. Reads the pipeline once if its length is unknown.
+    """Number of rows. Reads the pipeline once if its length is unknown.
 
     Returns:
         The number, or `INFINITE`.
 
     Raises:
-        InvalidArgument: for an empty dataset, and for an infinite one unless it may be.
+        InvalidArgument: for an empty dataset, and for an infinite one unless `may_be_infinite`.
     """
     count = int(dataset.cardinality())
     if count == INFINITE and not may_be_infinite:
         raise InvalidArgument("The dataset is infinite: use dataset.take(n), or for training set max_steps.")
     if count == UNKNOWN:
         count = sum(1 for _ in arrays(dataset))
-        logger.info("The dataset does not say how long it is: %d examples were counted.", count)
+        logger.info("The dataset has no known length. It has %d examples.", count)
     if count == 0:
         raise InvalidArgument("The dataset is empty: it has no example.")
     return count
@@ -170,11 +170,11 @@ def arrays(dataset: Any) -> Iterator[Any]:
 
 
 def to_torch(values: Any, part: slice) -> Any:
-    """Convert arrays to tensors; integers become int64.
+    """Convert arrays to tensors. Integers become int64.
 
     Args:
         values: arrays of shape `(rows, ...)` in nested dicts.
-        part: the rows to take.
+        part: the rows to select.
 
     Raises:
         InvalidArgument: for strings and for ragged tensors.
@@ -192,7 +192,7 @@ def to_torch(values: Any, part: slice) -> Any:
 
 
 def number_of_rows(values: Any) -> int:
-    """Rows of a batch: of arrays or tensors in nested dicts."""
+    """Number of rows of arrays or tensors in nested dicts."""
     return number_of_rows(next(iter(values.values()))) if isinstance(values, Mapping) else len(values)
 
 
@@ -200,8 +200,8 @@ def number_of_rows(values: Any) -> int:
 class Batches(IterableDataset[Any]):
     """The micro-batches of one rank, from the batches of a pipeline.
 
-    Each is a dict: `features` and `labels` as tensors, `instances`: count of labels in the batch other than -100,
-    and `whole`: whether all ranks get all rows, because the rows cannot be divided.
+    Each is a dict with `features` and `labels` as tensors, `instances`, the number of labels in the batch other than
+    -100, and `whole`, whether all ranks get all rows, because the rows cannot be divided.
 
     Args:
         pipeline: yields batches of pairs.
@@ -209,7 +209,7 @@ class Batches(IterableDataset[Any]):
         rank: the rank of this process.
         processes: number of processes that share each batch.
         micro_batches: number of parts of a process's rows, for accumulation.
-        trains: raise for batches with too few rows, instead of giving all rows to all ranks.
+        trains: raise for batches with too few rows, instead of passing all rows to all ranks.
     """
 
     pipeline: Any
@@ -220,21 +220,21 @@ class Batches(IterableDataset[Any]):
     trains: bool = False
 
     def __post_init__(self) -> None:
-        self.epoch = self._begun = 0
+        self.epoch = self._iteration_count = 0
 
     def __len__(self) -> int:
         return self.count * self.micro_batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for _ in range(self._begun, self.epoch):
+        for _ in range(self._iteration_count, self.epoch):
             # tf.data reshuffles for each iterator, so a resumed run first creates those of earlier epochs.
             iter(self.pipeline)
-        self._begun = self.epoch + 1
+        self._iteration_count = self.epoch + 1
         for batch in itertools.islice(arrays(self.pipeline), self.count):
             features, labels = as_pair(batch)
             # A dict of labels counts as one, as in TFTrainer, so that its loss is a sum.
             instances = 1 if isinstance(labels, Mapping) else int((np.asarray(labels) != -100).sum())
-            for part in self._parts(number_of_rows(labels)):
+            for part in self._micro_batch_slices(number_of_rows(labels)):
                 yield {
                     "features": to_torch(features, part),
                     "labels": to_torch(labels, part),
@@ -242,23 +242,23 @@ class Batches(IterableDataset[Any]):
                     "whole": part == slice(None),
                 }
 
-    def _parts(self, rows: int) -> list[slice]:
-        """The rows of each micro-batch of this process."""
-        parts = self.processes * self.micro_batches
-        if self.trains and rows < parts:
+    def _micro_batch_slices(self, row_count: int) -> list[slice]:
+        """Slices of the rows for the micro-batches of this process."""
+        part_count = self.processes * self.micro_batches
+        if self.trains and row_count < part_count:
             raise InvalidArgument(
-                f"The training dataset yields a batch of {rows} rows for {parts} micro-batches: batch it by "
+                f"The training dataset yields a batch of {row_count} rows for {part_count} micro-batches: batch it by "
                 "args.train_batch_size * args.gradient_accumulation_steps."
             )
-        if not self.trains and rows % parts:
+        if not self.trains and row_count % part_count:
             return [slice(None)]
-        first = self.rank * self.micro_batches
-        edges = [number * rows // parts for number in range(first, first + self.micro_batches + 1)]
+        first_part = self.rank * self.micro_batches
+        edges = [number * row_count // part_count for number in range(first_part, first_part + self.micro_batches + 1)]
         return [slice(start, end) for start, end in itertools.pairwise(edges)]
 
 
 def select_rank_rows(outputs: Any, rank: int, processes: int) -> Any:
-    """The rows of one rank from the outputs of a whole batch, padded with the last row.
+    """The rows of one rank from the outputs of a complete batch, padded with the last row.
 
     Args:
         outputs: tensors of shape `(rows, ...)` in nested containers.
@@ -266,11 +266,11 @@ def select_rank_rows(outputs: Any, rank: int, processes: int) -> Any:
         processes: number of processes.
     """
 
-    def share(rows: torch.Tensor) -> torch.Tensor:
+    def select(rows: torch.Tensor) -> torch.Tensor:
         size = -(-len(rows) // processes)
         return rows[torch.arange(rank * size, (rank + 1) * size, device=rows.device).clamp(max=len(rows) - 1)]
 
-    return nested_apply(share, outputs)
+    return nested_apply(select, outputs)
 
 
 class BatchLoader(DataLoader[Any]):

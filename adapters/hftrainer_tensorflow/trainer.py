@@ -26,9 +26,9 @@ from hftrainer.training_args_tf import TFTrainingArguments
 from hftrainer_tensorflow import models, pipelines
 from hftrainer_tensorflow.engine import TFEngine
 
-#: Methods that ran the optimizer or distributed a batch, which Lightning does now → what to override instead.
+#: Methods for steps and batches, which Lightning runs now → what to override instead.
 _REPLACED_METHODS = {
-    "apply_gradients": "create_optimizer_and_scheduler, for an optimizer of your own",
+    "apply_gradients": "create_optimizer_and_scheduler, for your optimizer",
     "distributed_training_steps": "training_step",
     "distributed_prediction_steps": "prediction_step",
     "_compute_nb_instances": "training_step, which gets the number",
@@ -43,8 +43,8 @@ class TFTrainer:
         model: a torch module; a TensorFlow model of transformers 4, whose torch version is trained, and which gets the
             weights at the end; or a Keras 3 model on torch, compiled with a loss.
         args: the settings.
-        train_dataset: a `tf.data.Dataset` of pairs (features, labels), features being a dict, labels an array (passed
-            as `labels=`) or a dict (`**labels`); or a dataset of `datasets` or torch whose rows have labels.
+        train_dataset: a `tf.data.Dataset` of pairs (features, labels), where features is a dict, and labels an array
+            (passed as `labels=`) or a dict (`**labels`); or a dataset of `datasets` or torch whose rows have labels.
         eval_dataset: the same, for evaluation.
         compute_metrics: `EvalPrediction` → dict of metrics.
         tb_writer: a `tf.summary` writer that gets each log line, besides the trackers of `args.report_to`.
@@ -52,8 +52,8 @@ class TFTrainer:
             Keras (Adam, AdamW, SGD). A schedule is called with the number of completed optimizer steps.
 
     Attributes:
-        global_step: optimizer steps done.
-        epoch_logging: epochs done, with the fraction of the current one.
+        global_step: completed optimizer steps.
+        epoch_logging: completed epochs, with the fraction of the current one.
         steps_per_epoch: optimizer steps of an epoch.
         num_train_examples: samples of an epoch.
         total_train_batch_size: samples of an optimizer step, over all processes.
@@ -80,7 +80,7 @@ class TFTrainer:
         self.num_train_examples = self.total_train_batch_size = self._num_predicted = 0
         self._train_loader: Any = None
         self._past: Any = None
-        self._given = model
+        self._script_model = model
         self.model: Any = models.torch_model(model)
         self._engine = TFEngine(self, self.model, args)
         integrations.add_kubeflow_tracker(args)
@@ -94,23 +94,23 @@ class TFTrainer:
             sys.modules["tensorflow"].random.set_seed(args.seed)
 
     def _refuse_overrides(self) -> None:
-        for name, instead in _REPLACED_METHODS.items():
+        for name, replacement in _REPLACED_METHODS.items():
             if hasattr(self, name):
                 raise UnsupportedArgument(
-                    f"{type(self).__name__}.{name}: Lightning runs the steps, so this is not called. Override "
-                    f"{instead}."
+                    f"{type(self).__name__}.{name}: Lightning runs the steps and never calls it. Override "
+                    f"{replacement}."
                 )
 
     # ---- Data --------------------------------------------------------------------------------------------------
 
     def get_train_tfdataset(self) -> Any:
-        """Endless training batches of `total_train_batch_size` rows. Override it to build your own."""
+        """Infinite training batches of `total_train_batch_size` rows. Override it to build your own."""
         if self.train_dataset is None:
             raise InvalidArgument("Training needs a train_dataset: pass one to TFTrainer.")
-        args, dataset = self.args, self._pipeline(self.train_dataset)
+        args, dataset = self.args, self._as_pipeline(self.train_dataset)
         self.total_train_batch_size = args.train_batch_size * args.gradient_accumulation_steps
         count = pipelines.count_rows(dataset, may_be_infinite=args.max_steps > 0)
-        # An infinite dataset cannot be shuffled as a whole.
+        # An infinite dataset cannot be shuffled completely.
         if count == pipelines.INFINITE:
             self.num_train_examples = args.max_steps * self.total_train_batch_size
             return dataset.batch(self.total_train_batch_size)
@@ -129,7 +129,7 @@ class TFTrainer:
         return self._make_evaluation_batches(test_dataset, drop_last=False)
 
     def _make_evaluation_batches(self, dataset: Any, *, drop_last: bool) -> tuple[Any, int, int]:
-        pipeline, size = self._pipeline(dataset), self.args.eval_batch_size
+        pipeline, size = self._as_pipeline(dataset), self.args.eval_batch_size
         count = pipelines.count_rows(pipeline)
         if drop_last and count < size:
             raise InvalidArgument(
@@ -139,7 +139,7 @@ class TFTrainer:
         steps = count // size if drop_last else math.ceil(count / size)
         return pipeline.batch(size, drop_remainder=drop_last), steps, min(count, steps * size)
 
-    def _pipeline(self, dataset: Any) -> Any:
+    def _as_pipeline(self, dataset: Any) -> Any:
         """The dataset as a pipeline, without the unused columns of a `datasets` dataset."""
         if peers.is_dataset_or_stream(dataset):
             dataset = self._engine._remove_unused_columns(dataset)
@@ -148,7 +148,7 @@ class TFTrainer:
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set `self.optimizer` and `self.lr_scheduler`, unless they are given. Override it for your own.
+        """Set `self.optimizer` and `self.lr_scheduler`, unless the script passed them. Override it for your own.
 
         Args:
             num_training_steps: optimizer steps of the run.
@@ -168,36 +168,36 @@ class TFTrainer:
         )
 
     def train(self) -> None:
-        """Train, resuming from the newest complete `checkpoint-xxx` in `output_dir`, if any.
+        """Train, and resume from the newest complete `checkpoint-xxx` in `output_dir`, if any.
 
         Raises:
-            UnsupportedArgument: when `output_dir` has TensorFlow checkpoints.
+            UnsupportedArgument: if `output_dir` has TensorFlow checkpoints.
         """
-        self._refuse_checkpoints_of_tensorflow()
+        self._refuse_tensorflow_checkpoints()
         pipeline, args = self.get_train_tfdataset(), self.args
-        around = math.floor if args.dataloader_drop_last else math.ceil
-        self.steps_per_epoch = max(around(self.num_train_examples / self.total_train_batch_size), 1)
+        round_steps = math.floor if args.dataloader_drop_last else math.ceil
+        self.steps_per_epoch = max(round_steps(self.num_train_examples / self.total_train_batch_size), 1)
         self._train_loader = self._engine.batches(
             pipeline, self.steps_per_epoch, micro_batches=args.gradient_accumulation_steps, trains=True
         )
         self._engine.train(resume_from_checkpoint="auto")
         self.global_step, self._past = self._engine.state.global_step, None
-        models.copy_weights_back(self.model, self._given)
+        models.copy_weights_back(self.model, self._script_model)
 
-    def _refuse_checkpoints_of_tensorflow(self) -> None:
+    def _refuse_tensorflow_checkpoints(self) -> None:
         output_dir = str(self.args.output_dir)
-        of_tensorflow = glob.glob(os.path.join(glob.escape(output_dir), "checkpoint", "ckpt-*.index"))
-        if of_tensorflow and get_last_checkpoint(output_dir) is None:
+        checkpoints = glob.glob(os.path.join(glob.escape(output_dir), "checkpoint", "ckpt-*.index"))
+        if checkpoints and get_last_checkpoint(output_dir) is None:
             raise UnsupportedArgument(
-                f"{of_tensorflow[-1]} is a checkpoint of TensorFlow, which TFTrainer would have continued from. It "
+                f"{checkpoints[-1]} is a checkpoint of TensorFlow, from which TFTrainer would have resumed. It "
                 "cannot be read here: load its model with from_pretrained, save it, and train from that in another "
                 "output_dir."
             )
 
     def training_step(self, features: Any, labels: Any, nb_instances_in_global_batch: int) -> torch.Tensor:
-        """The loss of a micro-batch, shape `()`, divided by the instances of the whole batch.
+        """The loss of a micro-batch, shape `()`, divided by the instances of the complete batch.
 
-        TFTrainer returned the gradients here; Lightning computes them.
+        transformers' TFTrainer returned the gradients here, but Lightning computes them.
         """
         loss, _ = self.run_model(features, labels, True)
         return models.check_loss(loss) / nb_instances_in_global_batch
@@ -206,13 +206,13 @@ class TFTrainer:
         loss = self.training_step(features, labels, instances)
         if not isinstance(loss, torch.Tensor) or loss.ndim:
             raise UnsupportedArgument(
-                f"training_step returns {type(loss).__name__}: return the loss, a torch tensor of shape (). Gradients, "
-                "which TFTrainer returned, are computed by Lightning; callbacks see them before the optimizer steps."
+                f"training_step returns {type(loss).__name__}: return the loss, a torch tensor of shape (). Lightning "
+                "computes the gradients, which TFTrainer returned. Callbacks see them before the optimizer steps."
             )
         return loss
 
     def run_model(self, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
-        """Loss and logits of a micro-batch. Override it for a model or a loss of your own, with torch's operations.
+        """Loss and logits of a micro-batch. Override it for your model or loss, with torch's operations.
 
         Args:
             features: the inputs by name, tensors of shape `(rows, ...)`.
@@ -220,13 +220,14 @@ class TFTrainer:
             training: whether the model is in training mode.
 
         Returns:
-            The losses of the instances, or their sum (not their mean: it is divided later); and the logits.
+            The losses of the instances, or their sum (not their mean, since it is divided later), and the logits.
         """
         if self._past is not None:
             features = {**features, "mems": self._past}
         loss, outputs = models.loss_and_outputs(self.model, features, labels, training)
         if (index := legacy.value(self.args, "past_index")) >= 0:
-            self._past = outputs[index - 1]  # the loss is not among them
+            # The outputs do not include the loss.
+            self._past = outputs[index - 1]
         return loss, outputs[0]
 
     # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class TFTrainer:
         """Evaluate, log the metrics and return them.
 
         Args:
-            eval_dataset: a dataset; default the TFTrainer's own.
+            eval_dataset: a dataset; the TFTrainer's by default.
         """
         output = self.prediction_loop(*self.get_eval_tfdataset(eval_dataset), description="Evaluation")
         self.log(dict(output.metrics or {}))
@@ -248,14 +249,14 @@ class TFTrainer:
     def prediction_loop(
         self, dataset: Any, steps: int, num_examples: int, description: str, prediction_loss_only: bool | None = None
     ) -> PredictionOutput:
-        """One pass over batches.
+        """Evaluate or predict in one pass over batches.
 
         Args:
             dataset: yields batches of pairs.
             steps: batches of the pass.
             num_examples: samples of the pass.
             description: 'Evaluation' or 'Prediction'.
-            prediction_loss_only: whether to leave out the predictions; None uses the argument's value.
+            prediction_loss_only: whether to omit the predictions; None uses the argument's value.
 
         Returns:
             Predictions and labels of shape `(num_examples, ...)`, and metrics whose names begin with 'eval_'.
@@ -265,21 +266,22 @@ class TFTrainer:
         self._eval_loss = torch.zeros((), device=self.args.device)
         output = engine.evaluation_loop(engine.batches(dataset, steps), description, prediction_loss_only)
         self._past = None
-        # The last batch is padded if it cannot be divided among ranks.
-        kept = engine.accelerator.processes.first_rows
+        # The last batch is padded if ranks cannot divide it.
+        first_rows = engine.accelerator.processes.first_rows
         predictions, label_ids = (
-            None if each is None else kept(each, num_examples) for each in (output.predictions, output.label_ids)
+            None if output_part is None else first_rows(output_part, num_examples)
+            for output_part in (output.predictions, output.label_ids)
         )
         metrics: dict[str, float] = {}
         if self.compute_metrics is not None and predictions is not None and label_ids is not None:
             metrics = dict(self.compute_metrics(EvalPrediction(predictions, label_ids)))
         metrics["eval_loss"] = engine.accelerator.reduce(self._eval_loss, "sum").item() / steps
-        named = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        others = {f"eval_{name}": value for name, value in metrics.items() if name not in named}
-        return PredictionOutput(predictions, label_ids, named | others)
+        prefixed = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        renamed = {f"eval_{name}": value for name, value in metrics.items() if name not in prefixed}
+        return PredictionOutput(predictions, label_ids, prefixed | renamed)
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: int) -> Any:
-        """The logits of a batch, whose loss is added to that of the pass. Override it for your own."""
+        """The logits of a batch. Adds its loss to that of the pass. Override it for your own."""
         loss, logits = self.run_model(features, labels, False)
         self._eval_loss = self._eval_loss + models.check_loss(loss) / nb_instances_in_global_batch
         return logits
@@ -287,13 +289,13 @@ class TFTrainer:
     # ---- Logs and files ----------------------------------------------------------------------------------------
 
     def setup_wandb(self) -> None:
-        """Called when the TFTrainer is made and reports to W&B. Override it to call `wandb.init` yourself."""
+        """Called in the constructor if the TFTrainer reports to W&B. Override it to call `wandb.init` yourself."""
 
     def setup_comet(self) -> None:
-        """Called when the TFTrainer is made and reports to Comet. Override it to begin an experiment yourself."""
+        """Called in the constructor if the TFTrainer reports to Comet. Override it to start an experiment yourself."""
 
     def log(self, logs: dict[str, float]) -> None:
-        """Add a line to the log, with the epoch, and give it to the trackers. Override it for your own.
+        """Add a line to the log, with the epoch, and pass it to the trackers. Override it for your own.
 
         Args:
             logs: names and values; gets 'epoch'.
@@ -311,14 +313,14 @@ class TFTrainer:
         """Save the model for `from_pretrained`, and also as TensorFlow files or as Keras' `model.keras`.
 
         Args:
-            output_dir: the folder; default `args.output_dir`.
+            output_dir: the folder; `args.output_dir` by default.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
         self._engine.save_model(folder)
-        models.copy_weights_back(self.model, self._given)
+        models.copy_weights_back(self.model, self._script_model)
         if not self._engine.is_world_process_zero():
             return
-        if self._given is not self.model:
-            self._given.save_pretrained(folder)
+        if self._script_model is not self.model:
+            self._script_model.save_pretrained(folder)
         elif models.is_keras(self.model):
-            self._given.save(os.path.join(folder, "model.keras"))
+            self._script_model.save(os.path.join(folder, "model.keras"))

@@ -13,7 +13,7 @@ from hftrainer.parallel.environment import RankInfo
 
 
 def device() -> torch.device:
-    """The XLA device of this process. Do not initialize it yet, since SPMD must be enabled first."""
+    """The XLA device of this process. Does not initialize it, since SPMD must be enabled first."""
     load()
     return torch.device("xla", 0)
 
@@ -42,16 +42,16 @@ def print_metrics() -> None:
 
 
 def rank_info() -> RankInfo:
-    """The ranks of a process that torch_xla has started, one per core, on one machine or several."""
+    """The ranks of a process that torch_xla has started, one process per core."""
     from torch_xla import runtime
 
-    size, local = runtime.world_size(), runtime.local_device_count()
-    nodes = -(-size // max(local, 1))
+    size, local_size = runtime.world_size(), runtime.local_device_count()
+    nodes = -(-size // max(local_size, 1))
     return RankInfo(
         size,
         runtime.global_ordinal(),
         runtime.local_ordinal(),
-        local,
+        local_size,
         nodes=nodes,
         launcher="xla",
         address=os.environ.get("MASTER_ADDR") or ("127.0.0.1" if nodes == 1 else runtime.get_master_ip()),
@@ -60,46 +60,47 @@ def rank_info() -> RankInfo:
 
 
 def cores_in_this_process() -> int:
-    """Number of cores that this process drives: two on TPU v2 and v3."""
+    """Number of cores that this process drives, two on TPU v2 and v3."""
     from torch_xla import runtime
 
     return int(runtime.addressable_device_count())
 
 
 def move_model(model: torch.nn.Module, target: torch.device) -> None:
-    """Move a model to an XLA device and keep its weights tied, which `nn.Module.to` alone would undo."""
-    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    """Move a model to an XLA device and keep its weights tied. `nn.Module.to` alone unties them."""
+    uses: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((module, name))
+            uses.setdefault(id(parameter), []).append((module, name))
     model.to(target)
-    for (owner, own_name), *others in places.values():
-        for module, name in others:
-            setattr(module, name, getattr(owner, own_name))
+    for (first_module, first_name), *other_uses in uses.values():
+        for module, name in other_uses:
+            setattr(module, name, getattr(first_module, first_name))
 
 
 def to_host(data: Any) -> Any:
-    """Copy the XLA tensors in nested containers to CPU memory; each tensor is copied once.
+    """Copy the XLA tensors in nested containers to CPU memory, each tensor once.
 
     Tensors that share storage on the device, such as tied weights, share it on the CPU too.
     """
-    moved: dict[int, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
 
-    def move(item: Any) -> Any:
+    def copy_item(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             if item.device.type != "xla":
                 return item
             key = int(load()._XLAC._xla_get_tensor_id(item))
-            if key not in moved:
-                moved[key] = item.detach().cpu()
-            return moved[key]
+            if key not in copies:
+                copies[key] = item.detach().cpu()
+            return copies[key]
         if isinstance(item, dict):
-            copied = type(item)((name, move(value)) for name, value in item.items())
-            if hasattr(item, "_metadata"):  # it is a state dict
-                copied._metadata = item._metadata  # type: ignore[attr-defined]
-            return copied
+            copy = type(item)((name, copy_item(value)) for name, value in item.items())
+            # Only a state dict has this attribute.
+            if hasattr(item, "_metadata"):
+                copy._metadata = item._metadata  # type: ignore[attr-defined]
+            return copy
         if type(item) in (list, tuple):
-            return type(item)(map(move, item))
+            return type(item)(map(copy_item, item))
         return item
 
-    return move(data)
+    return copy_item(data)

@@ -23,7 +23,7 @@ from hftrainer_xla import devices as xla
 
 
 class Accelerator(XLAAccelerator):
-    """The XLA devices that the plan names; Lightning's class asks a metadata server for their number."""
+    """The XLA devices that the plan names. Lightning's class requests their number from a metadata server."""
 
     @staticmethod
     def is_available() -> bool:  # type: ignore[override]
@@ -42,11 +42,11 @@ class Accelerator(XLAAccelerator):
 
     @staticmethod
     def get_parallel_devices(devices: Any) -> list[torch.device]:
-        """A list of `devices` devices; strategies take the device itself from the plan."""
+        """A list of `devices` devices. Strategies get their device from the plan."""
         return [torch.device("xla", index) for index in range(int(devices))]
 
     def get_device_stats(self, device: Any) -> dict[str, Any]:
-        """The device's memory statistics; empty on torch_xla's CPU, which has none."""
+        """The device's memory statistics; empty on torch_xla's CPU, which lacks them."""
         import torch_xla.core.xla_model as xm
 
         try:
@@ -61,7 +61,7 @@ class _ReplicaPrecision(PlainPrecision):
     reduce: Callable[[Any], None] | None = None
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Average the gradients, which are complete at this point."""
+        """Average the gradients, which are complete by now."""
         if self.reduce is not None:
             self.reduce(optimizer)
 
@@ -74,7 +74,7 @@ class XLAForwardAutocast(_ReplicaPrecision, ForwardAutocast):
     """Autocast to bfloat16 around the model's `forward`, with float32 outputs."""
 
     def autocast(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-        """Torch's autocast for XLA, extended to attention, which it leaves out."""
+        """Torch's autocast for XLA, extended to attention."""
         stack = contextlib.ExitStack()
         stack.enter_context(torch.autocast("xla", dtype=dtype))
         stack.enter_context(_Attention(dtype))
@@ -82,7 +82,7 @@ class XLAForwardAutocast(_ReplicaPrecision, ForwardAutocast):
 
 
 class _Attention(TorchFunctionMode):
-    """Casts the inputs of attention: rotary embeddings may give queries and keys in float32, but not values.
+    """Casts the inputs of attention. Rotary embeddings may return queries and keys in float32, but not values.
 
     Args:
         dtype: the dtype to cast to.
@@ -100,12 +100,12 @@ class _Attention(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(self._dtype) if floating else value
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self._dtype) if is_floating else value
 
 
 class _CpuCheckpointIO(XLACheckpointIO):
-    """Writes states from CPU memory; Lightning's class turns tuples, such as random states, into lists."""
+    """Writes states from CPU memory. Lightning's class turns tuples, such as random states, into lists."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint."""
@@ -113,7 +113,7 @@ class _CpuCheckpointIO(XLACheckpointIO):
 
 
 class _XlaStrategy(PrecisionFromPlan, KeepDeviceStrategy):
-    """Base of the XLA strategies: model and optimizer are on their devices before Lightning starts."""
+    """Base of the XLA strategies. Model and optimizer are on their devices before Lightning starts."""
 
     def setup(self, trainer: Any) -> None:
         """Set up all but the model, which the Trainer moved before it created the optimizer."""
@@ -137,7 +137,7 @@ class SingleXla(_XlaStrategy, SingleDeviceXLAStrategy):
 
 
 class XlaReplicas(_XlaStrategy, LaunchedXLA):
-    """A replica of the model on each device; torch_xla has started the processes.
+    """A replica of the model on each device. torch_xla has started the processes.
 
     Args:
         plan: has the ranks and the device.
@@ -148,10 +148,11 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
 
     def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
         super().__init__(checkpoint_io=_CpuCheckpointIO())
-        self.cluster_environment = None  # Lightning gets the ranks from us, as on other devices
+        # Lightning gets the ranks from us, as on other devices.
+        self.cluster_environment = None
         self._processes = plan.processes
         self.precision_plugin = precision
-        precision.reduce = self._average
+        precision.reduce = self._average_gradients
 
     @property
     def root_device(self) -> torch.device:
@@ -159,7 +160,7 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
         return xla.device()
 
     def setup(self, trainer: Any) -> None:
-        """Begin with the same weights on all ranks."""
+        """Broadcast the weights of rank 0, then set up."""
         self._broadcast_weights()
         super().setup(trainer)
 
@@ -175,7 +176,7 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
         """Do nothing: the Trainer has connected the processes."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader, unchanged: it moves its batches itself."""
+        """Return the loader unchanged: it moves its batches."""
         return dataloader
 
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -193,14 +194,14 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """The tensors of all ranks, without gradients: `(processes, ...)`."""
-        gathered: torch.Tensor = self._processes.gather(tensor.detach().unsqueeze(0))
-        return gathered
+        tensors: torch.Tensor = self._processes.gather(tensor.detach().unsqueeze(0))
+        return tensors
 
     def block_backward_sync(self) -> Any:
         """A context that does nothing: gradients are local until the step averages them."""
         return contextlib.nullcontext()
 
-    def _average(self, optimizer: Any) -> None:
+    def _average_gradients(self, optimizer: Any) -> None:
         import torch_xla.core.xla_model as xm
 
         xm.reduce_gradients(optimizer)
@@ -222,10 +223,10 @@ class XLAFSDPStrategy(XlaReplicas):
 def build(plan: LightningPlan, *, shards: bool) -> Strategy:
     """Build the strategy.
 
-    Gradients of replicas are averaged once per step, without DDP; those of shards, in the backward pass.
+    Gradients of replicas are averaged once per step, without DDP, those of shards in the backward pass.
     """
-    mixed = plan.precision == "bf16-mixed"
-    precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if mixed else XLAFullPrecision()
+    is_mixed = plan.precision == "bf16-mixed"
+    precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if is_mixed else XLAFullPrecision()
     if shards:
         return XLAFSDPStrategy(plan, precision)
     return XlaReplicas(plan, precision) if plan.processes.several else SingleXla(precision)

@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from hftrainer.errors import InvalidConfig
-from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings, suggest_nearest
 from hftrainer.parallel.fsdp_sharding import broadcast_weights, find_units
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_xla import devices as xla
@@ -22,11 +22,11 @@ from hftrainer_xla import devices as xla
 logger = logging.getLogger(__name__)
 
 #: Models whose tensors are already sharded over the devices.
-_annotated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_annotated_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def use_spmd() -> None:
-    """Let this process drive all devices; must be called before any tensor is on one.
+    """Let this process drive all devices. Call it before any tensor is on one.
 
     Raises:
         InvalidConfig: with several machines, since each would read all the data.
@@ -37,7 +37,7 @@ def use_spmd() -> None:
     if not runtime.is_spmd():
         runtime.use_spmd()
     if runtime.process_count() > 1:
-        raise InvalidConfig("fsdp_config['xla_fsdp_v2'] works on one machine, but there are several: leave it out.")
+        raise InvalidConfig("fsdp_config['xla_fsdp_v2'] works on one machine, but there are several: remove it.")
     devices = runtime.global_runtime_device_count()
     spmd.set_global_mesh(spmd.Mesh(np.arange(devices), (devices, 1), ("fsdp", "tensor")))
 
@@ -48,11 +48,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
-    """Shard a model, unless it is sharded already: SPMD works in place, otherwise it returns a wrapper.
+    """Shard a model, unless it is sharded already. SPMD works in place, other modes return a wrapper.
 
     Args:
         model: the model.
-        plan: has the settings in `sharding`.
+        plan: the plan, with the settings in `sharding`.
 
     Raises:
         InvalidConfig: for classes to wrap that the model does not have, and for unknown settings.
@@ -60,50 +60,50 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     settings = plan.sharding
     assert settings is not None and settings.xla is not None
     if settings.xla.spmd:
-        if model not in _annotated:
+        if model not in _annotated_models:
             _annotate(model, settings, settings.xla)
-            _annotated.add(model)
+            _annotated_models.add(model)
         return model
     if is_sharded(model):
         return model
     if plan.processes.several:
         broadcast_weights(model, torch.device("cpu"))
-    return _wrapped(model, settings, settings.xla).to(xla.device())
+    return _wrap_model(model, settings, settings.xla).to(xla.device())
 
 
 # ---- One process per device -----------------------------------------------------------------------------------------
 
 
-def _wrapped(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSettings) -> nn.Module:
+def _wrap_model(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSettings) -> nn.Module:
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_module
 
-    wrap = functools.partial(XlaFullyShardedDataParallel, **_keywords(xla_settings))
+    wrap = functools.partial(XlaFullyShardedDataParallel, **_wrapper_arguments(xla_settings))
     units = set(find_units(model, settings))
     if model in units:
-        raise InvalidConfig("fsdp: the whole model is one of the classes to wrap: name classes inside it.")
+        raise InvalidConfig("fsdp: the classes to wrap include the full model's: name classes of its submodules.")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if child in units:
                 setattr(parent, name, wrap(checkpoint_module(child) if xla_settings.grad_ckpt else child))
-    wrapped: nn.Module = wrap(model)
-    return wrapped
+    wrapper: nn.Module = wrap(model)
+    return wrapper
 
 
-def _keywords(xla_settings: XlaSettings) -> dict[str, Any]:
-    """The keywords of torch_xla's class; converts names of dtypes, since JSON has no dtypes."""
+def _wrapper_arguments(xla_settings: XlaSettings) -> dict[str, Any]:
+    """The keyword arguments of torch_xla's class. Converts names of dtypes, since JSON has no dtypes."""
     from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
     allowed = [name for name in inspect.signature(XlaFullyShardedDataParallel).parameters if not name.startswith("_")]
-    keywords = dict(xla_settings.settings)
-    for name in keywords:
+    arguments = dict(xla_settings.settings)
+    for name in arguments:
         if name not in allowed or name == "module":
-            raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{nearest(name, allowed)}")
+            raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'] has no {name!r}{suggest_nearest(name, allowed)}")
     for name in ("compute_dtype", "buffer_dtype"):
-        if isinstance(value := keywords.get(name), str):
-            keywords[name] = getattr(torch, value.removeprefix("torch."), None)
-            if not isinstance(keywords[name], torch.dtype):
+        if isinstance(value := arguments.get(name), str):
+            arguments[name] = getattr(torch, value.removeprefix("torch."), None)
+            if not isinstance(arguments[name], torch.dtype):
                 raise InvalidConfig(f"fsdp_config['xla_fsdp_settings'][{name!r}]={value!r}: torch has no such type.")
-    return keywords
+    return arguments
 
 
 def gather_full_model_state(model: Any) -> dict[str, Any]:
@@ -117,19 +117,19 @@ def gather_full_model_state(model: Any) -> dict[str, Any]:
         distributed.gather_object(part, parts)
     if parts is None:
         return {}
-    whole = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
+    state = consolidate_sharded_state_dicts(parts, model.get_shard_metadata())
     # Clone the values, to drop the padding of the shards.
-    return {name: value.clone() for name, value in whole.items()}
+    return {name: value.clone() for name, value in state.items()}
 
 
 # ---- One process for all devices ------------------------------------------------------------------------------------
 
 
 def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSettings) -> None:
-    """Mark parameters, inputs and outputs as sharded over the devices; XLA's compiler shards the computation.
+    """Mark parameters, inputs and outputs as sharded. XLA's compiler shards the computation.
 
     torch_xla's wrapper annotates a module in its constructor. The wrapper is then dropped, so that the names of the
-    weights do not change; hooks do the work of its `forward`.
+    weights do not change. Hooks do the work of its `forward`.
     """
     import torch_xla
     from torch_xla.distributed import spmd
@@ -139,10 +139,13 @@ def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetting
     mesh: Any = spmd.get_global_mesh()
     units = [unit for unit in find_units(model, settings) if unit is not model]
     for unit in units:
-        SpmdFullyShardedDataParallel(checkpoint_module(unit) if xla_settings.grad_ckpt else unit, shard_output=_nothing)
+        SpmdFullyShardedDataParallel(
+            checkpoint_module(unit) if xla_settings.grad_ckpt else unit, shard_output=_do_nothing
+        )
         unit.register_forward_hook(_shard_output)
     for parameter in model.parameters():
-        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):  # a parameter outside all units
+        # Parameters outside all units have no specification.
+        if not torch_xla._XLAC._get_xla_sharding_spec(parameter):
             longest = max(range(parameter.ndim), key=parameter.shape.__getitem__, default=None)
             axes = tuple("fsdp" if dim == longest else None for dim in range(parameter.ndim))
             spmd.mark_sharding(parameter, mesh, axes)
@@ -151,7 +154,7 @@ def _annotate(model: nn.Module, settings: FsdpSettings, xla_settings: XlaSetting
     logger.info("The model is sharded over %d XLA devices, in %d units.", mesh.size(), len(units) + 1)
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 
@@ -165,7 +168,8 @@ def _shard_rows(tensor: torch.Tensor) -> None:
 def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors = [tensor for tensor in _tensors((args, kwargs)) if tensor.device.type == "xla"]
     for tensor in tensors:
-        if tensor.shape[0] == tensors[0].shape[0]:  # the samples of the batch
+        # Tensors with the batch's number of samples have one row per sample.
+        if tensor.shape[0] == tensors[0].shape[0]:
             _shard_rows(tensor)
 
 

@@ -1,4 +1,4 @@
-"""A model on XLA devices: a replica on each, shards of torch_xla's FSDP, or one process for all devices (SPMD)."""
+"""Strategies for XLA devices: a replica on each, shards of torch_xla's FSDP, or one process for all devices (SPMD)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 #: Kind of state → suffix of a part's file name.
 FILES = {"model": "pytorch_model.bin", "optimizer": "optimizer.pt"}
 #: Components that torch_xla's wrappers add to parameter names.
-_OF_WRAPPERS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
+_WRAPPER_PARTS = re.compile(r"(_fsdp_shard|_fsdp_wrapped_module|_fpw_module)\.")
 _DOT = "_FSDP_SHARD_SEPARATOR_"
 
 
@@ -44,7 +44,7 @@ class XlaStrategy(ReplicasStrategy):
         return build(self.plan, shards=self.shards)
 
     def move(self, model: nn.Module, device: torch.device) -> None:
-        """Move a model; its tied weights stay tied."""
+        """Move a model. Its tied weights stay tied."""
         devices.move_model(model, device)
 
     def seed(self, seed: int) -> None:
@@ -89,7 +89,7 @@ class XlaSpmdStrategy(XlaStrategy):
 
 
 class XlaFsdpStrategy(XlaSpmdStrategy):
-    """Each process has a part of the model, on its device; its checkpoints have a part from each, and whole weights."""
+    """Each process has a shard of the model. Checkpoints hold the shards and the full weights."""
 
     flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled")
     shards = True
@@ -97,49 +97,49 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
 
     def __init__(self, plan: LightningPlan) -> None:
         super().__init__(plan)
-        self._prepared: Any = None
-        self._decayed: set[str] = set()
+        self._sharded_model: Any = None
+        self._decay_names: set[str] = set()
 
     def start(self) -> None:
         """Do nothing: torch_xla has started a process for each device."""
 
     def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
-        """Load, and find the parameters with weight decay, while the model is whole; then shard it."""
+        """Load the model, find its parameters with weight decay, and then shard it."""
         if not sharding.is_sharded(trainer.model):
-            self._decayed = set(trainer.get_decay_parameter_names(trainer.model))
+            self._decay_names = set(trainer.get_decay_parameter_names(trainer.model))
         load()
-        trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
+        trainer.model = trainer.model_wrapped = self._sharded_model = sharding.shard(trainer.model, self.plan)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
-        """The names of parameters with weight decay in the sharded model; includes all flattened parameters."""
+        """The names of parameters with weight decay in the sharded model, including all flattened ones."""
         if not sharding.is_sharded(model):
             return None
         parameters = [name for name, _ in model.named_parameters()]
-        return [name for name in parameters if "flat_param_" in name or name_in_whole_model(name) in self._decayed]
+        return [name for name in parameters if "flat_param_" in name or name_in_full_model(name) in self._decay_names]
 
     def gather_full_weights(self, model: nn.Module) -> dict[str, Any]:
-        """Gather the full weights by name; only rank 0 gets them."""
+        """Gather the full weights by name. Only rank 0 gets them."""
         return sharding.gather_full_model_state(model)
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients of the sharded model; `parameters` is ignored."""
-        if self._prepared is None:
+        """Clip the gradients of the sharded model. `parameters` is ignored."""
+        if self._sharded_model is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        norm: torch.Tensor = self._prepared.clip_grad_norm_(max_norm, norm_type)
+        norm: torch.Tensor = self._sharded_model.clip_grad_norm_(max_norm, norm_type)
         return norm
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which backward passes do not reduce gradients."""
-        return None if self._prepared is None else self._prepared.no_sync()
+        return None if self._sharded_model is None else self._sharded_model.no_sync()
 
     def release(self) -> None:
         """Release the sharded model."""
-        self._prepared = None
+        self._sharded_model = None
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def gather(self, model: Any, optimizer: MakeOptimizer | None) -> None:
-        """Copy this process's part of the weights and, unless `optimizer` is None, of its state."""
+        """Copy this process's shard of the weights and, unless `optimizer` is None, of its state."""
         metadata = model.get_shard_metadata()
         self._gathered = {"model": {"model": self.to_cpu(model.state_dict()), "shard_metadata": metadata}}
         if optimizer is not None:
@@ -147,11 +147,11 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
             self._gathered["optimizer"] = {"optimizer": state, "shard_metadata": metadata}
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
-        """The whole weights, on rank 0."""
+        """The full weights, on rank 0."""
         return self.gather_full_weights(model)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
-        """No files: each process writes its own part."""
+        """No files: each process writes its shard."""
         return iter(())
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
@@ -159,7 +159,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
             torch.save(part, os.path.join(folder, self._part_name(kind)))
 
     def _part_name(self, kind: str) -> str:
-        """The file name of this process's part, as in transformers."""
+        """The file name of this process's shard, as in transformers."""
         return f"rank{self.plan.processes.rank}-of-{self.plan.processes.world_size}-{FILES[kind]}"
 
     def load_optimizer_and_scheduler(
@@ -174,16 +174,16 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         scheduler.load_state_dict(load_torch_file(path))
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
-        """Load whole weights into a whole model, or this process's part into its part of a sharded model."""
+        """Load full weights into a full model, or this process's shard into a sharded model."""
         if sharding.is_sharded(model):
             return model.load_state_dict(self._read("model", folder))
         return load_weights(model, folder)
 
     def _read(self, kind: str, folder: str) -> dict[str, Any]:
-        """Read the part of this process in a checkpoint.
+        """Read this process's shard from a checkpoint.
 
         Raises:
-            CheckpointNotFound: if the checkpoint has no part for this rank and world size.
+            CheckpointNotFound: if the checkpoint has no shard for this rank and world size.
         """
         path = os.path.join(folder, self._part_name(kind))
         if not os.path.isfile(path):
@@ -192,9 +192,9 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         return state
 
 
-def name_in_whole_model(name: str) -> str:
+def name_in_full_model(name: str) -> str:
     """The name that a parameter has before torch_xla shards the model."""
-    return _OF_WRAPPERS.sub("", name.replace(_DOT, "."))
+    return _WRAPPER_PARTS.sub("", name.replace(_DOT, "."))
 
 
 def make_strategy(plan: LightningPlan) -> Strategy:

@@ -288,7 +288,7 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
             ),
         )
     engine.ignored_changes = first_values_of_changed
-    engine.take(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
+    engine.update_plan(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
 def _refused_changes(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:

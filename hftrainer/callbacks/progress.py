@@ -16,7 +16,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import swap
-from hftrainer.compat.messages import wrapped
+from hftrainer.compat.messages import wrap_text
 from hftrainer.compat.overrides import has_length, is_measurement
 
 
@@ -36,7 +36,7 @@ def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[
         return None
     if args.disable_tqdm:
         return PrinterCallback
-    bar = swap.rebound("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
+    bar = swap.current_value("transformers.trainer", "DEFAULT_PROGRESS_CALLBACK", ProgressCallback)
     if bar is not ProgressCallback:
         return bar
     if is_in_notebook():
@@ -209,11 +209,11 @@ class PrinterCallback(TrainerCallback):
 def _text(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as printed: `values` as text, or a human-readable line for an observed run."""
     if not read_observe(getattr(args, "observe", False)):
-        return wrapped(str(values), sys.stdout)
+        return wrap_text(str(values), sys.stdout)
     width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
     # Keep a name and its value together.
     line = re.sub(r"(?<=\S) (?=\S)", "\xa0", format_log_line(logs, state, width))
-    return wrapped(line, sys.stdout).replace("\xa0", " ")
+    return wrap_text(line, sys.stdout).replace("\xa0", " ")
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -24,7 +24,7 @@ from hftrainer.checkpointing.checks import has_format, unreadable_reason
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
 from hftrainer.checkpointing.weights import has_deepspeed_parts, has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
-from hftrainer.parallel.environment import is_left_behind, process_identifier
+from hftrainer.parallel.environment import has_writer_ended, process_identifier
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +337,7 @@ def clear_stale(output_dir: str) -> None:
     # A staging folder comes before the folder that it would have replaced.
     for prefix, path, match in sorted(folders):
         try:
-            if not is_left_behind(path, " ".join(match["owner"].replace("~", "-").rsplit(".", 2))):
+            if not has_writer_ended(path, " ".join(match["owner"].replace("~", "-").rsplit(".", 2))):
                 continue
             if prefix != _REMOVED:
                 CheckpointFolder(path.with_name(match["name"])).complete(path)

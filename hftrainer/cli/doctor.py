@@ -223,7 +223,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
     from torch.utils import collect_env
 
     from hftrainer.parallel import devices
-    from hftrainer.parallel.environment import detect
+    from hftrainer.parallel.environment import detect_launcher
 
     kind = "xla" if devices.uses_xla() else devices.detect_device_type()
     build = torch.version.cuda or torch.version.hip
@@ -232,7 +232,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         "number": devices.device_count(kind) if kind != "xla" else "known when torch_xla starts",
         "torch is built for": f"CUDA {build}" if torch.version.cuda else f"ROCm {build}" if build else "CPU",
         "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "processes by": detect(),
+        "processes by": detect_launcher(),
     }
     # Ask nvidia-smi, since torch would create a context on the first GPU to get the name.
     names, problems = (collect_env.get_gpu_info(collect_env.run) or "").splitlines(), []

@@ -34,12 +34,12 @@ def install() -> None:
     followed.follow(followed.installed_release())
     _set_defaults(legacy.earlier_defaults())
     legacy.follow_fields(TrainingArguments, Seq2SeqTrainingArguments)
-    swap.begin()
+    swap.replace_names()
 
 
 def uninstall() -> None:
     """Undo `install()`."""
-    swap.end()
+    swap.restore_names()
     legacy.restore_fields()
     followed.follow(NEWEST)
     _set_defaults(_original_defaults)

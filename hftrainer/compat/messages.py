@@ -1,4 +1,4 @@
-"""Gives our loggers the level and the handlers of transformers' logger, if it is loaded.
+"""Connects our loggers to the level and the handlers of transformers' logger.
 
 Scripts configure logging with transformers' switches (`set_verbosity_info`, `TRANSFORMERS_VERBOSITY`, `add_handler`,
 `enable_explicit_format`, ...), and with their own handlers on the root logger. Both work: a message goes to the root
@@ -31,8 +31,8 @@ _PACKAGES = ("hftrainer", "hftrainer_lightning")
 run_logger = logging.getLogger("hftrainer.run")
 #: The loggers of transformers' modules that our modules replace.
 _MODULES = ("transformers.trainer", "transformers.trainer_callback", "transformers.training_args")
-#: The format of transformers' own handler since v5.0; earlier releases set none.
-_THEIR_FORMAT = "[transformers] %(message)s"
+#: The format of transformers' own handler since v5.0; earlier releases set no format.
+_TRANSFORMERS_FORMAT = "[transformers] %(message)s"
 
 
 class _Format(logging.Formatter):
@@ -43,84 +43,93 @@ class _Format(logging.Formatter):
         self.stream = stream
 
     def format(self, record: logging.LogRecord) -> str:
-        return wrapped(f"[hftrainer] {super().format(record)}", self.stream)
+        return wrap_text(f"[hftrainer] {super().format(record)}", self.stream)
 
 
 def _transformers_logger() -> logging.Logger | None:
     """The logger of transformers, or None if it is not set up."""
     if "transformers.utils.logging" not in sys.modules:
         return None
-    theirs = logging.getLogger("transformers")
-    return theirs if theirs.level else None
+    transformers_logger = logging.getLogger("transformers")
+    return transformers_logger if transformers_logger.level else None
 
 
 class _ParentLogger(logging.Logger):
-    """The parent of our loggers; its `level` and `propagate` are the current ones of transformers' logger.
+    """The parent of our loggers, with the current `level` and `propagate` of transformers' logger.
 
-    `logging` reads both from a logger's parents for each message; its cache of levels is cleared when any level is set.
+    `logging` reads both from a logger's parents for each message. Setting any level clears its cache of levels.
     """
 
     @property
     def level(self) -> int:
-        """The level of transformers' logger, else that of the environment variable, else the root logger's."""
-        theirs = _transformers_logger()
-        return LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0) if theirs is None else theirs.level
+        """The level of transformers' logger, else that of `TRANSFORMERS_VERBOSITY`, else the root logger's."""
+        transformers_logger = _transformers_logger()
+        return (
+            LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", ""), 0)
+            if transformers_logger is None
+            else transformers_logger.level
+        )
 
     @level.setter
     def level(self, value: int) -> None:
-        """Ignored; `logging` sets it when a logger is made."""
+        """Ignore the value that `logging` sets when it creates a logger."""
 
     @property
     def propagate(self) -> bool:
-        """False if a script has removed transformers' handler, to silence it."""
-        theirs = _transformers_logger()
-        return theirs is None or bool(theirs.handlers) or theirs.propagate
+        """False if a script has removed transformers' handler to silence it."""
+        transformers_logger = _transformers_logger()
+        return transformers_logger is None or bool(transformers_logger.handlers) or transformers_logger.propagate
 
     @propagate.setter
     def propagate(self, value: bool) -> None:
-        """Ignored; `logging` sets it when a logger is made."""
+        """Ignore the value that `logging` sets when it creates a logger."""
 
-    def shown_by_root(self, record: logging.LogRecord) -> bool:
-        """Whether a handler of the root logger displays a message; writing to a file does not count."""
-        unseen = (logging.FileHandler, logging.NullHandler)
-        seen = (each for each in logging.getLogger().handlers if not isinstance(each, unseen))
-        return self.propagate and any(record.levelno >= each.level for each in seen)
+    def is_shown_by_root(self, record: logging.LogRecord) -> bool:
+        """Whether a handler of the root logger displays a message. Handlers that write to a file do not count."""
+        hidden_kinds = (logging.FileHandler, logging.NullHandler)
+        handlers = (handler for handler in logging.getLogger().handlers if not isinstance(handler, hidden_kinds))
+        return self.propagate and any(record.levelno >= handler.level for handler in handlers)
 
 
 class _ForwardingHandler(logging.Handler):
-    """Passes messages that no handler of the root logger displays to the handlers of transformers' logger.
+    """Passes messages to transformers' handlers, unless the root logger displays them.
 
-    Handlers that the script has added to transformers' loggers get all messages, unless they write to a terminal too.
+    Handlers that a script adds to transformers' loggers get all messages, except those shown on a terminal already.
     """
 
-    def __init__(self, switches: _ParentLogger) -> None:
+    def __init__(self, parent_logger: _ParentLogger) -> None:
         super().__init__()
-        self._switches = switches
+        self._parent_logger = parent_logger
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass the message on; open progress bars are drawn again below it."""
+        """Pass the message on, and redraw open progress bars below it."""
         tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
         with tqdm.external_write_mode() if tqdm is not None else contextlib.nullcontext():
             self._pass_on(record)
 
     def _pass_on(self, record: logging.LogRecord) -> None:
-        shown = self._switches.shown_by_root(record)
-        theirs = _transformers_logger()
-        if theirs is None:
-            if not shown:
-                to_stderr = logging.StreamHandler()  # the current sys.stderr
+        is_shown = self._parent_logger.is_shown_by_root(record)
+        transformers_logger = _transformers_logger()
+        if transformers_logger is None:
+            if not is_shown:
+                # A new handler writes to the current sys.stderr.
+                to_stderr = logging.StreamHandler()
                 to_stderr.setFormatter(_Format(to_stderr.stream))
                 to_stderr.handle(record)
             return
-        of_root = logging.getLogger().handlers if self._switches.propagate else []
+        root_handlers = logging.getLogger().handlers if self._parent_logger.propagate else []
         handlers = [handler for name in _MODULES for handler in logging.getLogger(name).handlers]
-        for handler in theirs.handlers + handlers:
-            doubled = handler in of_root or (shown and _writes_to_terminal(handler))
-            if record.levelno >= handler.level and not doubled:
+        for handler in transformers_logger.handlers + handlers:
+            is_duplicate = handler in root_handlers or (is_shown and _writes_to_terminal(handler))
+            if record.levelno >= handler.level and not is_duplicate:
                 _handle(handler, record)
-        last = logging.lastResort
-        if not (shown or theirs.handlers) and last is not None and record.levelno >= last.level:
-            last.handle(record)
+        last_resort = logging.lastResort
+        if (
+            not (is_shown or transformers_logger.handlers)
+            and last_resort is not None
+            and record.levelno >= last_resort.level
+        ):
+            last_resort.handle(record)
 
 
 def _writes_to_terminal(handler: logging.Handler) -> bool:
@@ -128,10 +137,12 @@ def _writes_to_terminal(handler: logging.Handler) -> bool:
 
 
 def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
-    """Let a handler of transformers show a message, with our prefix in place of transformers' or of none."""
-    own = handler.formatter
-    is_theirs = _writes_to_terminal(handler) if own is None else getattr(own, "_fmt", None) == _THEIR_FORMAT
-    if not is_theirs:
+    """Pass a message to a handler of transformers, with our prefix instead of transformers'."""
+    formatter = handler.formatter
+    needs_prefix = (
+        _writes_to_terminal(handler) if formatter is None else getattr(formatter, "_fmt", None) == _TRANSFORMERS_FORMAT
+    )
+    if not needs_prefix:
         handler.handle(record)
         return
     with handler.lock or contextlib.nullcontext():
@@ -139,39 +150,40 @@ def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
         try:
             handler.handle(record)
         finally:
-            handler.setFormatter(own)
+            handler.setFormatter(formatter)
 
 
-def wrapped(text: str, stream: Any) -> str:
-    """Text for a stream. For a terminal it is wrapped between words, since terminals break lines within words."""
+def wrap_text(text: str, stream: Any) -> str:
+    """Wrap text between words for a terminal, which would break lines within words."""
     if not (hasattr(stream, "isatty") and stream.isatty()):
         return text
     width = shutil.get_terminal_size().columns
     options: dict[str, Any] = {"subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
-    kept = text.replace("': ", "':\xa0")  # a key and its value stay together
-    return "\n".join(textwrap.fill(line, width, **options) for line in kept.splitlines()).replace("\xa0", " ")
+    # Keep a key and its value on one line.
+    unbroken_text = text.replace("': ", "':\xa0")
+    return "\n".join(textwrap.fill(line, width, **options) for line in unbroken_text.splitlines()).replace("\xa0", " ")
 
 
 def tell(text: str) -> None:
-    """Log a message about a run, at level info. It is hidden only where warnings are hidden."""
-    seen = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)
-    run_logger.setLevel(logging.INFO if seen else logging.CRITICAL)
+    """Log a message about a run at level info. Only settings that hide warnings hide it."""
+    is_visible = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)
+    run_logger.setLevel(logging.INFO if is_visible else logging.CRITICAL)
     run_logger.info("%s", text)
 
 
 def connect() -> None:
     """Make `_ParentLogger` the parent of our loggers, once."""
-    ours = [logging.getLogger(name) for name in _PACKAGES]
-    if any(isinstance(logger.parent, _ParentLogger) for logger in ours):
+    loggers = [logging.getLogger(name) for name in _PACKAGES]
+    if any(isinstance(logger.parent, _ParentLogger) for logger in loggers):
         return
-    switches = _ParentLogger("hftrainer.switches")
-    switches.parent = logging.getLogger()
-    switches.addHandler(_ForwardingHandler(switches))
-    ours[0].parent = switches
+    parent = _ParentLogger("hftrainer.switches")
+    parent.parent = logging.getLogger()
+    parent.addHandler(_ForwardingHandler(parent))
+    loggers[0].parent = parent
     # The adapters follow the level of the first logger.
-    ours[1].parent = ours[0]
+    loggers[1].parent = loggers[0]
     # Setting a level clears the cache of `logging`.
-    ours[0].setLevel(ours[0].level)
+    loggers[0].setLevel(loggers[0].level)
 
 
 def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> None:
@@ -191,5 +203,5 @@ def log_facts(logger: logging.Logger, title: str, facts: Mapping[str, Any]) -> N
 
 @functools.cache
 def log_once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:
-    """Log a message, unless this process has logged the same before."""
+    """Log a message, unless this process has logged the same one."""
     logger.log(level, message)

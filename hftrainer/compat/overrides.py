@@ -28,8 +28,8 @@ def _chain(function: Any) -> Iterator[Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Parameter names that `function` and all functions it wraps accept; None if they accept any keyword."""
+def _accepted_names(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Parameter names that `function` and all functions it wraps accept; None for any name."""
     accepted: frozenset[str] | None = None
     for each in _chain(function):
         parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
@@ -40,37 +40,40 @@ def _keywords(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def accepts(method: Callable[..., Any], keyword: str) -> bool:
-    """Whether `method` accepts `keyword`."""
-    names = _keywords(getattr(method, "__func__", method))
+    """Whether `method` accepts a keyword argument of this name."""
+    names = _accepted_names(getattr(method, "__func__", method))
     return names is None or keyword in names
 
 
 def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
     """Whether `method` has a parameter of this name, rather than only `**kwargs`."""
-    each = _chain(getattr(method, "__func__", method))
-    return any(keyword in inspect.signature(one, follow_wrapped=False).parameters for one in each)
+    functions = _chain(getattr(method, "__func__", method))
+    return any(keyword in inspect.signature(each, follow_wrapped=False).parameters for each in functions)
 
 
 def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
-    """Call `method` with `args`, and with those of `optional` that it accepts."""
+    """Call `method` with `args`, and with the items of `optional` that it accepts."""
     return method(*args, **accepted_by(method, optional))
 
 
 def accepted_by(method: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Those of `values` that `method` accepts as keywords."""
-    names = _keywords(getattr(method, "__func__", method))
+    """The items of `values` that `method` accepts as keyword arguments."""
+    names = _accepted_names(getattr(method, "__func__", method))
     return values if names is None else {name: value for name, value in values.items() if name in names}
 
 
 def drop_unaccepted_keywords(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
-    """`method`, or a wrapper that drops the keywords it does not accept. Inspects the signature once, for hot loops."""
-    lacking = [keyword for keyword in keywords if not accepts(method, keyword)]
-    if not lacking:
+    """`method`, or a wrapper that drops keyword arguments it does not accept.
+
+    The signature is inspected only once, since hot loops call the wrapper.
+    """
+    rejected_names = [keyword for keyword in keywords if not accepts(method, keyword)]
+    if not rejected_names:
         return method
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **{name: value for name, value in kwargs.items() if name not in lacking})
+        return method(*args, **{name: value for name, value in kwargs.items() if name not in rejected_names})
 
     return call
 
@@ -80,47 +83,48 @@ def positional_count(method: Callable[..., Any]) -> int | None:
     return _positional_count(getattr(method, "__func__", method), inspect.ismethod(method))
 
 
-@functools.lru_cache(maxsize=64)  # called at every optimizer step
-def _positional_count(function: Callable[..., Any], bound: bool) -> int | None:
+# Every optimizer step calls this.
+@functools.lru_cache(maxsize=64)
+def _positional_count(function: Callable[..., Any], is_bound: bool) -> int | None:
     counts: list[int] = []
     for each in _chain(function):
         parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
         if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-            unbound = bound if each is function else next(iter(parameters)).name == "self"
+            has_self = is_bound if each is function else next(iter(parameters)).name == "self"
             kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            counts.append(sum(parameter.kind in kinds for parameter in parameters) - unbound)
+            counts.append(sum(parameter.kind in kinds for parameter in parameters) - has_self)
     return min(counts, default=None)
 
 
-_RECORDED: dict[type, dict[str, Any]] = {}
+_RECORDS: dict[type, dict[str, Any]] = {}
 
 
 def recorded(kind: K) -> K:
-    """Class decorator that records the methods of our class, so that methods replaced later count as overrides.
+    """Class decorator that records our methods, so that later replacements count as overrides.
 
-    Inherited methods are taken from the record of the base: a library may already have replaced them there.
+    Inherited methods come from the record of the base class, where a library may already have replaced them.
     """
-    if kind not in _RECORDED:
-        inherited = next((_RECORDED[base] for base in kind.__mro__ if base in _RECORDED), None)
+    if kind not in _RECORDS:
+        inherited = next((_RECORDS[base] for base in kind.__mro__ if base in _RECORDS), None)
         names = dir(kind) if inherited is None else list(vars(kind))
-        _RECORDED[kind] = {**(inherited or {}), **{name: getattr(kind, name) for name in names}}
+        _RECORDS[kind] = {**(inherited or {}), **{name: getattr(kind, name) for name in names}}
     return kind
 
 
 @functools.lru_cache(maxsize=64)
-def _record_of(kind: Any) -> dict[str, Any]:
+def _find_record(kind: Any) -> dict[str, Any]:
     """The recorded methods of the first of our classes in the MRO of `kind`."""
-    return next((_RECORDED[base] for base in kind.__mro__ if base in _RECORDED), {})
+    return next((_RECORDS[base] for base in kind.__mro__ if base in _RECORDS), {})
 
 
 def make_scheduler(trainer: Any, num_training_steps: int) -> None:
-    """Call `create_scheduler`, with the optimizer if the override accepts it: v4 passes it, v5 does not."""
+    """Call `create_scheduler`, with the optimizer if the method accepts it. transformers v4 passes it, v5 does not."""
     step = vars(trainer.optimizer).get("step")
-    # torch's schedulers wrap `optimizer.step` as a method: turn a script's plain function into one.
+    # torch's schedulers wrap `optimizer.step` as a method: make one from a script's plain function.
     if step is not None and not inspect.ismethod(step) and not hasattr(step, "_wrapped_by_lr_sched"):
         trainer.optimizer.step = types.MethodType(lambda _, *args, **kwargs: step(*args, **kwargs), trainer.optimizer)
-    given = {"optimizer": trainer.optimizer} if accepts(trainer.create_scheduler, "optimizer") else {}
-    trainer.create_scheduler(num_training_steps=num_training_steps, **given)
+    options = {"optimizer": trainer.optimizer} if accepts(trainer.create_scheduler, "optimizer") else {}
+    trainer.create_scheduler(num_training_steps=num_training_steps, **options)
 
 
 def is_overridden(instance: Any, *names: str) -> bool:
@@ -129,9 +133,10 @@ def is_overridden(instance: Any, *names: str) -> bool:
     Libraries replace methods on an instance, in a subclass, or on our own class.
     """
     kind: Any = type(instance)
-    own, record = vars(instance), _record_of(kind)
-    for name in names:  # noqa: SIM110 # `any` takes twice as long, and this is asked several times a step
-        if name in own or not _is_ours(getattr(kind, name, None), record.get(name, _NOT_OURS)):
+    attributes, record = vars(instance), _find_record(kind)
+    # `any` takes twice as long, and each step calls this several times.
+    for name in names:
+        if name in attributes or not _is_ours(getattr(kind, name, None), record.get(name, _NOT_OURS)):
             return True
     return False
 
@@ -140,14 +145,14 @@ _NOT_OURS = object()
 
 
 def _is_ours(method: Any, ours: Any) -> bool:
-    """Whether a method is the recorded one, or an unchanged copy that a tool made from its source text."""
+    """Whether a method is the recorded one, or a tool's unchanged copy of its source."""
     if method is ours:
         return True
-    made, of_ours = (getattr(each, "__code__", None) for each in (method, ours))
-    if made is None or of_ours is None or (made.co_names, made.co_code) != (of_ours.co_names, of_ours.co_code):
+    code, our_code = (getattr(each, "__code__", None) for each in (method, ours))
+    if code is None or our_code is None or (code.co_names, code.co_code) != (our_code.co_names, our_code.co_code):
         return False
-    theirs = method.__globals__
-    return all(theirs.get(name) is value for name, value in ours.__globals__.items() if name in made.co_names)
+    method_globals = method.__globals__
+    return all(method_globals.get(name) is value for name, value in ours.__globals__.items() if name in code.co_names)
 
 
 def needs_manual_optimization(trainer: Any) -> bool:
@@ -160,7 +165,7 @@ def needs_manual_optimization(trainer: Any) -> bool:
     )
 
 
-#: Number of positional values of `_maybe_log_save_evaluate` → their names: until v4.4, v4.37, v4.45, v4.49; newer.
+#: Number of positional values of `_maybe_log_save_evaluate` → their names, until v4.4, v4.37, v4.45, v4.49, and since.
 _LOG_SAVE_EVALUATE = {
     4: "tr_loss model trial epoch",
     5: "tr_loss model trial epoch ignore_keys_for_eval",
@@ -171,16 +176,16 @@ _LOG_SAVE_EVALUATE = {
 
 
 def log_save_evaluate_arguments(method: Callable[..., Any], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments for `_maybe_log_save_evaluate`, by the release whose signature it has."""
+    """Positional and keyword arguments for `_maybe_log_save_evaluate`, as its release passes them."""
     count = positional_count(method)
-    by_position = 7 if count is None else count
-    names = _LOG_SAVE_EVALUATE[min(max(by_position, 4), 8)].split() if by_position else []
-    further = {name: value for name, value in values.items() if name not in names}
-    return [values[name] for name in names], accepted_by(method, further)
+    value_count = 7 if count is None else count
+    names = _LOG_SAVE_EVALUATE[min(max(value_count, 4), 8)].split() if value_count else []
+    other_values = {name: value for name, value in values.items() if name not in names}
+    return [values[name] for name in names], accepted_by(method, other_values)
 
 
-#: Methods of transformers' Trainer that are never called here → what to do instead of overriding them.
-_INSTEAD = {
+#: Methods of transformers' Trainer that we never call → what to do instead of overriding them.
+_ALTERNATIVES = {
     "_build_accelerator_args": (
         "no Accelerator is built: set the training arguments (accelerator_config, fsdp, deepspeed, "
         "ddp_...), or override create_accelerator_and_postprocess and change self.accelerator after super()"
@@ -199,17 +204,17 @@ def refuse_uncalled(kind: type, *names: str) -> None:
         names: the methods.
 
     Raises:
-        UnsupportedArgument: names each method, and what to do instead.
+        UnsupportedArgument: names each method and what to do instead.
     """
-    record = _record_of(kind)
+    record = _find_record(kind)
     overridden = [name for name in names if getattr(kind, name, None) is not record.get(name)]
-    if found := [f"{kind.__name__}.{name} is never called: {_INSTEAD[name]}." for name in overridden]:
-        raise UnsupportedArgument("\n".join(found))
+    if errors := [f"{kind.__name__}.{name} is never called: {_ALTERNATIVES[name]}." for name in overridden]:
+        raise UnsupportedArgument("\n".join(errors))
 
 
 _PREDICTION = "prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None), or pass compute_metrics"
-#: Method of a LightningModule → what takes its place in a subclass of the Trainer.
-_OF_LIGHTNING = {
+#: Method of a LightningModule → its replacement in a subclass of the Trainer.
+_LIGHTNING_METHODS = {
     "configure_optimizers": "create_optimizer(self), which sets self.optimizer, or pass optimizers",
     **dict.fromkeys(("validation_step", "test_step", "predict_step"), _PREDICTION),
     "train_dataloader": "get_train_dataloader(self), or pass train_dataset",
@@ -219,94 +224,111 @@ _OF_LIGHTNING = {
 
 
 def names_in_code(kind: type) -> set[str]:
-    """The names and texts in the code of a class and its bases, without our own, which call no method of a script."""
-    found: set[str] = set()
-    pending = [each for base in kind.__mro__ if base not in _RECORDED for each in vars(base).values()]
+    """The names and strings in the code of a class and its bases.
+
+    Our classes are skipped, since they call no method of a script.
+    """
+    names: set[str] = set()
+    pending = [item for base in kind.__mro__ if base not in _RECORDS for item in vars(base).values()]
     while pending:
-        each = pending.pop()
-        if isinstance(each, str):
-            found.add(each)
-        elif isinstance(each, types.CodeType):
-            pending += each.co_names + each.co_consts
-        elif isinstance(each, (tuple, frozenset)):
-            pending += each
-        elif isinstance(each, (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)):
-            pending += [getattr(each, part, None) for part in ("__code__", "__wrapped__", "fget", "fset", "func")]
-    return found
+        item = pending.pop()
+        if isinstance(item, str):
+            names.add(item)
+        elif isinstance(item, types.CodeType):
+            pending += item.co_names + item.co_consts
+        elif isinstance(item, (tuple, frozenset)):
+            pending += item
+        elif isinstance(item, (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)):
+            pending += [getattr(item, part, None) for part in ("__code__", "__wrapped__", "fget", "fset", "func")]
+    return names
 
 
 def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
-    """Warn about a LightningModule's methods in a subclass of the Trainer, unless another of its methods calls them.
+    """Warn about methods of a LightningModule in a subclass of the Trainer.
+
+    A method that the subclass itself calls causes no warning.
 
     Args:
         kind: the class.
-        hooks: the names of Lightning's hooks, and of the events of callbacks.
+        hooks: the names of Lightning's hooks and of callback events.
 
     Raises:
         WrongObject: for a `training_step` with Lightning's parameters.
     """
     step = kind.training_step
-    if has_parameter(step, "batch_idx") and not takes(step, None, None, None, None):  # with self
+    # A Trainer passes self and three arguments.
+    if has_parameter(step, "batch_idx") and not takes(step, None, None, None, None):
         raise WrongObject(
             f"{kind.__name__}.training_step takes batch_idx, as in a LightningModule, but a Trainer passes it model, "
             "inputs and num_items_in_batch. Override compute_loss(self, model, inputs, return_outputs=False, "
             "num_items_in_batch=None) instead, and return the loss."
         )
-    unknown = [] if kind in _RECORDED else [name for name in dir(kind) if name not in _record_of(kind)]
+    script_names = [] if kind in _RECORDS else [name for name in dir(kind) if name not in _find_record(kind)]
     is_callback = hasattr(kind, "on_init_end")
     hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
-    named = [name for name in unknown if name in hooks or name in _OF_LIGHTNING]
-    if found := [name for name in named if callable(getattr(kind, name))]:
-        called = names_in_code(kind)
-        instead = {name: _OF_LIGHTNING.get(name, "a callback, in Trainer(callbacks=[...])") for name in found}
-        if listed := "".join(f"\n- {name}: {it}" for name, it in instead.items() if name not in called):
-            logger.warning("%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, listed)
+    candidates = [name for name in script_names if name in hooks or name in _LIGHTNING_METHODS]
+    if methods := [name for name in candidates if callable(getattr(kind, name))]:
+        called_names = names_in_code(kind)
+        replacements = {
+            name: _LIGHTNING_METHODS.get(name, "a callback, in Trainer(callbacks=[...])") for name in methods
+        }
+        if lines := "".join(
+            f"\n- {name}: {replacement}" for name, replacement in replacements.items() if name not in called_names
+        ):
+            logger.warning("%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, lines)
 
 
 def refuse_rewritten(trainer: Any) -> None:
-    """Refuse methods that a tool generated from our source text, since these lack the names of our modules.
+    """Refuse methods that a tool generated from our source, since they lack our modules' names.
 
     Args:
-        trainer: the Trainer whose methods, of the class or the instance, are checked.
+        trainer: the Trainer; methods of its class and of the instance are checked.
 
     Raises:
-        UnsupportedArgument: names each method, and the module that made it.
+        UnsupportedArgument: names each method and the module that generated it.
     """
     kind: Any = type(trainer)
-    own, found = vars(trainer), []
-    for name, ours in _record_of(kind).items():
+    attributes, descriptions = vars(trainer), []
+    for name, ours in _find_record(kind).items():
         if not isinstance(ours, types.FunctionType):
             continue
-        method = own[name] if name in own else getattr(kind, name, None)
-        if method is not ours and not _is_ours(method, ours) and (maker := _rewriter(name, method, ours)) is not None:
-            found.append(f"{name} (by {maker})")
-    if found:
+        method = attributes[name] if name in attributes else getattr(kind, name, None)
+        if (
+            method is not ours
+            and not _is_ours(method, ours)
+            and (module := _find_rewriter(name, method, ours)) is not None
+        ):
+            descriptions.append(f"{name} (by {module})")
+    if descriptions:
         raise UnsupportedArgument(
-            f"{kind.__name__} has methods that were made from the source text of hftrainer's: {', '.join(found)}. "
-            "Tools that rewrite the text of the Trainer's private loop, as Unsloth does, cannot work with another "
+            f"{kind.__name__} has methods that were generated from hftrainer's source: {', '.join(descriptions)}. "
+            "Tools that rewrite the Trainer's private loop, as Unsloth does, cannot work with another "
             "engine: turn that patch off, or train with transformers' own Trainer. Instead of a patch, override "
             "training_step, get_batch_samples, compute_loss or _run_epoch and call super()."
         )
 
 
-def _rewriter(name: str, method: Any, ours: Any) -> str | None:
+def _find_rewriter(name: str, method: Any, ours: Any) -> str | None:
     """The module that generated a function from our source text; None for any other function.
 
     Only our methods use `_hftrainer`. An override that uses it also calls the original method.
     """
-    method = getattr(method, "func", method)  # a functools.partial
+    # Only a functools.partial has `func`.
+    method = getattr(method, "func", method)
     code = getattr(getattr(method, "__func__", method), "__code__", None)
     if code is None or "_hftrainer" not in code.co_names or "super" in code.co_names:
         return None
-    of_ours = getattr(getattr(ours, "__func__", ours), "__code__", code)
-    if name in code.co_names and name not in of_ours.co_names:  # Trainer.log(self, ...)
+    our_code = getattr(getattr(ours, "__func__", ours), "__code__", code)
+    # The function calls the original, as in `Trainer.log(self, ...)`.
+    if name in code.co_names and name not in our_code.co_names:
         return None
-    maker = getattr(method, "__globals__", {}).get("__name__", "?")
-    return None if maker.partition(".")[0] in ("hftrainer", "hftrainer_lightning") else maker
+    module = getattr(method, "__globals__", {}).get("__name__", "?")
+    return None if module.partition(".")[0] in ("hftrainer", "hftrainer_lightning") else module
 
 
-class overridable_property:  # used as a decorator, as `property` is
-    """A read-only property whose name a subclass or an instance may use for its own purpose."""
+# A decorator, hence the lowercase name.
+class overridable_property:
+    """A read-only property that a subclass or an instance may replace with any attribute."""
 
     def __init__(self, getter: Callable[[Any], Any]) -> None:
         self.getter = getter
@@ -317,7 +339,7 @@ class overridable_property:  # used as a decorator, as `property` is
 
 
 def has_length(dataset: Any) -> bool:
-    """Whether `len(dataset)` gives a number."""
+    """Whether `len(dataset)` returns a number."""
     try:
         return len(dataset) is not None
     except (TypeError, AttributeError):
@@ -325,10 +347,13 @@ def has_length(dataset: Any) -> bool:
 
 
 def number_of_arguments(function: Callable[..., Any]) -> int:
-    """Number of positional arguments of `function`; `*args` counts as one, those bound by `partial` do not count."""
+    """Number of positional parameters of `function`.
+
+    `*args` counts as one. Parameters that `partial` has bound do not count.
+    """
     kind = inspect.Parameter
-    by_position = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
-    return sum(parameter.kind in by_position for parameter in inspect.signature(function).parameters.values())
+    positional_kinds = (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD, kind.VAR_POSITIONAL)
+    return sum(parameter.kind in positional_kinds for parameter in inspect.signature(function).parameters.values())
 
 
 def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
@@ -345,11 +370,12 @@ def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
 
 
 def ignores_other_keywords(function: Callable[..., Any]) -> bool:
-    """Whether a function has `**kwargs` that it never reads, so that further keywords change nothing."""
+    """Whether a function has `**kwargs` that it never reads."""
     while isinstance(function, functools.partial):
         function = function.func
     if not hasattr(function, "__code__"):
-        function = getattr(function, "__func__", type(function).__call__)  # a method, or an object
+        # A bound method has `__func__`, any other object `__call__`.
+        function = getattr(function, "__func__", type(function).__call__)
     code = getattr(function, "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False

@@ -1,4 +1,4 @@
-"""Recognizes objects of other libraries, mostly without importing these.
+"""Recognizes objects of other libraries, mostly without importing the libraries.
 
 An object of a library can exist only if the library has been imported, so `sys.modules` is enough.
 """
@@ -18,7 +18,7 @@ from hftrainer.errors import MissingPackage
 
 
 def is_instance(value: Any, module: str, *class_names: str) -> bool:
-    """Whether `value` is of one of the classes of a module; False while the module is not imported."""
+    """Whether `value` is an instance of a module's class. False while the module is not imported."""
     library = sys.modules.get(module)
     classes = tuple(kind for name in class_names if isinstance(kind := getattr(library, name, None), type))
     return isinstance(value, classes)
@@ -50,22 +50,22 @@ def is_torchmetric(value: Any) -> bool:
     )
 
 
-def elements(parameter: torch.Tensor) -> int:
-    """Number of elements of a parameter, even if this process holds only a part of it, as with ZeRO-3."""
+def element_count(parameter: torch.Tensor) -> int:
+    """Number of elements of a parameter, including those on other ranks (ZeRO-3)."""
     return getattr(parameter, "ds_numel", None) or parameter.numel()
 
 
 def num_parameters(model: Any, **options: bool) -> int:
-    """`model.num_parameters()`, plus the elements that it misses because other processes hold them (ZeRO-3).
+    """`model.num_parameters()`, plus the elements on other ranks (ZeRO-3).
 
     Args:
         model: a model with that method.
-        options: `exclude_embeddings=True`, or nothing.
+        options: `exclude_embeddings=True`, or no option.
     """
     embeddings = [module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    left_out = {id(weight) for weight in embeddings} if options.get("exclude_embeddings") else set()
-    counted = [parameter for parameter in model.parameters() if id(parameter) not in left_out]
-    return int(model.num_parameters(**options) + sum(elements(each) - each.numel() for each in counted))
+    excluded_ids = {id(weight) for weight in embeddings} if options.get("exclude_embeddings") else set()
+    parameters = [parameter for parameter in model.parameters() if id(parameter) not in excluded_ids]
+    return int(model.num_parameters(**options) + sum(element_count(each) - each.numel() for each in parameters))
 
 
 def normalization_layers() -> list[type]:
@@ -76,7 +76,7 @@ def normalization_layers() -> list[type]:
 
 @functools.lru_cache(maxsize=1)
 def cache_output_name() -> str:
-    """The key under which models of the installed transformers return their cache: renamed in v5.24."""
+    """The key under which transformers' models return their cache. v5.24 renamed it."""
     if importlib.util.find_spec("transformers") is None:
         return "cache"
     major, minor = importlib.metadata.version("transformers").split(".")[:2]
@@ -84,7 +84,7 @@ def cache_output_name() -> str:
 
 
 def is_causal_lm(model: Any) -> bool:
-    """Whether `model` is one of transformers' causal language models, by the name of its class."""
+    """Whether `model` has the class name of a causal language model of transformers."""
     return "transformers" in sys.modules and type(model).__name__.removeprefix("FSDP") in causal_lm_names()
 
 
@@ -102,12 +102,12 @@ def is_map_style_dataset(dataset: Any) -> bool:
 
 
 def is_dataset_or_stream(dataset: Any) -> bool:
-    """Whether `dataset` is from the datasets library, map-style or a stream."""
+    """Whether `dataset` is a map-style dataset or a stream of the datasets library."""
     return is_instance(dataset, "datasets", "Dataset", "IterableDataset")
 
 
 def loses_shuffle_buffer(dataset: Any) -> bool:
-    """Whether `dataset` is a stream of the datasets library whose state lacks the samples in a shuffle buffer."""
+    """Whether a stream of the datasets library has a shuffle buffer, which its state lacks."""
     return is_instance(dataset, "datasets", "IterableDataset") and _is_buffered(dataset._ex_iterable)
 
 
@@ -118,47 +118,52 @@ def _is_buffered(stream: Any) -> bool:
     )
 
 
-def of_transformers(module: str, name: str, asked: str) -> Any:
-    """A class or function of a transformers module; `asked` names the feature that needs it.
+def import_from_transformers(module: str, name: str, feature: str) -> Any:
+    """Import a class or function from a module of transformers.
+
+    Args:
+        module: its name below `transformers`.
+        name: the class or function.
+        feature: the feature that needs it, for the message.
 
     Raises:
-        MissingPackage: when it is not installed, or the installed release does not have it.
+        MissingPackage: if transformers is not installed, or the installed release lacks the name.
     """
     try:
         return getattr(importlib.import_module(f"transformers.{module}"), name)
     except (ImportError, AttributeError):
         raise MissingPackage(
-            f"{asked} needs {name} of transformers, which is missing or too old: pip install --upgrade transformers"
+            f"{feature} needs {name} of transformers, which is missing or too old: pip install --upgrade transformers"
         ) from None
 
 
 def is_rebalanced(sampler: Any) -> bool:
-    """Whether `sampler` yields whole batches, already selected for this rank."""
+    """Whether `sampler` yields complete batches, already selected for this rank."""
     return is_instance(sampler, "transformers.trainer_pt_utils", "BatchRebalanceSampler")
 
 
 def shard_stream(dataset: Any, rank: int, processes: int) -> Any | None:
-    """The shards of a rank in a stream of the datasets library; None if there are fewer shards than processes."""
+    """A rank's shards of a datasets stream; None if there are fewer shards than processes."""
     if not is_instance(dataset, "datasets", "IterableDataset") or dataset.num_shards < processes:
         return None
     return dataset.shard(num_shards=processes, index=rank)
 
 
-def copy_stream(dataset: Any, **changed: Any) -> Any:
-    """A shallow copy with other attributes. With copy.copy(), streams of the datasets library share all attributes."""
-    copied = object.__new__(type(dataset))
-    vars(copied).update(vars(dataset) | changed)
-    return copied
+def copy_stream(dataset: Any, **changes: Any) -> Any:
+    """A shallow copy with changed attributes. After copy.copy(), streams of the datasets library share attributes."""
+    copy = object.__new__(type(dataset))
+    vars(copy).update(vars(dataset) | changes)
+    return copy
 
 
 def unsplit_stream(dataset: Any) -> Any:
-    """The whole of a stream that `datasets.distributed.split_dataset_by_node` has split; any other dataset itself."""
-    splits = is_instance(dataset, "datasets", "IterableDataset") and dataset._distributed is not None
-    return copy_stream(dataset, _distributed=None) if splits else dataset
+    """The unsplit stream, if `datasets.distributed.split_dataset_by_node` split it; any other dataset unchanged."""
+    is_split = is_instance(dataset, "datasets", "IterableDataset") and dataset._distributed is not None
+    return copy_stream(dataset, _distributed=None) if is_split else dataset
 
 
-def pads(processing_class: Any) -> bool:
-    """Whether `processing_class` pads batches: a tokenizer, or a feature extractor for sequences."""
+def can_pad(processing_class: Any) -> bool:
+    """Whether `processing_class` can pad batches: a tokenizer, or a feature extractor for sequences."""
     return _is_tokenizer(processing_class) or is_instance(
         processing_class, "transformers.feature_extraction_sequence_utils", "SequenceFeatureExtractor"
     )
@@ -185,7 +190,7 @@ def bare_name(name: str) -> str:
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """The model that torch.compile() was called with, or the model itself; they share their weights."""
+    """The model that was passed to torch.compile(), or the model itself. Both share their weights."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -208,7 +213,7 @@ def initialized_xla_model() -> Any | None:
 
 
 def set_verbosity(level: int) -> bool:
-    """Set the level of transformers' messages, if transformers is loaded; returns whether it is loaded."""
+    """Set the level of transformers' messages. Returns False if transformers is not loaded."""
     if "transformers" not in sys.modules:
         return False
     from transformers.utils import logging

@@ -21,9 +21,9 @@ import torch
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
 #: Environment variables that force `weights_only` to True or False in `torch.load`.
-_ALWAYS, _NEVER = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_FORCE_SAFE, _FORCE_UNSAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 #: Matches the name of the refused class or function in torch's error message.
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
+_REFUSED_NAME = re.compile(r"GLOBAL ([\w.]+)")
 #: The classes of plain objects that GaLore and APOLLO keep in their state besides tensors.
 _PROJECTORS = {
     "galore_torch.galore_projector": "GaLoreProjector",
@@ -33,36 +33,37 @@ _PROJECTORS = {
 
 
 def as_bytes(value: Any) -> torch.Tensor:
-    """The bytes of `torch.save(value)` as a tensor, which any program can load; `load_torch_file` unpacks it."""
+    """The bytes of `torch.save(value)` as a tensor, which any program can load. `load_torch_file` unpacks it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
 
 
 def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | None = None) -> Any:
-    """Load a file of `torch.save`, on the CPU.
+    """Load a file of `torch.save` on the CPU.
 
     Args:
         path: the file.
         mmap: read tensors from disk only when they are used; for tensors that are then copied.
-        packed: a tensor of `as_bytes` from the file, whose bytes are loaded instead of the file.
+        packed: a tensor of `as_bytes`, which is loaded instead of the file.
 
     Raises:
-        UnsafeCheckpoint: if it holds an object of a class that `torch.serialization.add_safe_globals` does not allow.
-        DamagedCheckpoint: if it is not a complete file of `torch.save`.
+        UnsafeCheckpoint: for an object whose class `torch.serialization.add_safe_globals` does not allow.
+        DamagedCheckpoint: if the file is not a complete file of `torch.save`.
     """
-    try:  # the format before torch 1.6 is not a zip file and cannot be mapped
+    try:
         if packed is not None:
             return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+        # The format before torch 1.6 is not a zip file and cannot be mapped.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
 
 
 def projectors() -> list[Any]:
-    """The imported ones of the classes that states of GaLore and APOLLO hold."""
+    """The imported classes whose objects the states of GaLore and APOLLO hold."""
     return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
 
 
@@ -77,18 +78,18 @@ def weights_only(path: str, allowed: Iterable[type] = ()) -> Iterator[None]:
     Raises:
         UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
     """
-    before = {name: os.environ.pop(name, None) for name in (_ALWAYS, _NEVER)}
-    os.environ[_ALWAYS] = "1"
+    previous_values = {name: os.environ.pop(name, None) for name in (_FORCE_SAFE, _FORCE_UNSAFE)}
+    os.environ[_FORCE_SAFE] = "1"
     try:
         with torch.serialization.safe_globals(list(allowed)):
             yield
     except UnsafeCheckpoint:
         raise
     except pickle.UnpicklingError as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
     finally:
-        del os.environ[_ALWAYS]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        del os.environ[_FORCE_SAFE]
+        os.environ.update({name: value for name, value in previous_values.items() if value is not None})
 
 
 def read_pickle(path: str, allowed: Iterable[str]) -> Any:
@@ -96,8 +97,8 @@ def read_pickle(path: str, allowed: Iterable[str]) -> Any:
 
     Args:
         path: the file.
-        allowed: full names of the classes and functions that it may hold, besides torch's dtypes and what
-            `torch.serialization.add_safe_globals` allows.
+        allowed: full names of the classes and functions that the file may hold, besides torch's dtypes and those
+            that `torch.serialization.add_safe_globals` allows.
 
     Raises:
         UnsafeCheckpoint, DamagedCheckpoint: as `load_torch_file`.
@@ -107,13 +108,13 @@ def read_pickle(path: str, allowed: Iterable[str]) -> Any:
     try:
         return _Unpickler(content, frozenset(allowed)).load()
     except Exception as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
 
 
 class _Unpickler(pickle._Unpickler):
-    """An unpickler that refuses classes that are not allowed, with torch's error message.
+    """Refuses classes that are not allowed, with torch's error message.
 
-    Uses Python's implementation, because the C one allocates a table as large as the file requests.
+    It uses Python's implementation, because the C one allocates a table as large as the file requests.
     """
 
     def __init__(self, file: Any, allowed: frozenset[str]) -> None:
@@ -121,21 +122,21 @@ class _Unpickler(pickle._Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}"
-        if full in self._allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        full_name = f"{module}.{name}"
+        if full_name in self._allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        for given in torch.serialization.get_safe_globals():
-            if not isinstance(given, tuple) and f"{given.__module__}.{given.__qualname__}" == full:
-                return given
-        raise pickle.UnpicklingError(f"GLOBAL {full} is not allowed")
+        for kind in torch.serialization.get_safe_globals():
+            if not isinstance(kind, tuple) and f"{kind.__module__}.{kind.__qualname__}" == full_name:
+                return kind
+        raise pickle.UnpicklingError(f"GLOBAL {full_name} is not allowed")
 
 
-def _unreadable(path: str, error: Exception) -> UnsafeCheckpoint | DamagedCheckpoint:
-    if (refused := _REFUSED.search(str(error))) is None:
+def _make_read_error(path: str, error: Exception) -> UnsafeCheckpoint | DamagedCheckpoint:
+    if (refusal := _REFUSED_NAME.search(str(error))) is None:
         return DamagedCheckpoint(f"{path} is damaged: delete its folder and resume from an older checkpoint.")
     return UnsafeCheckpoint(
-        f"{path} holds a pickled {refused[1]}, which is not read, since unpickling can run any code. If you trust the "
-        "file's author, import that class and call torch.serialization.add_safe_globals([it]) first."
+        f"{path} holds a pickled {refusal[1]}, which is not loaded, since unpickling can run any code. If you trust "
+        "the file's author, import that class and call torch.serialization.add_safe_globals([it]) first."
     )
 
 
@@ -151,7 +152,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load_file(path, device="cpu")
     except safetensors.SafetensorError as error:
-        raise _unreadable(path, error) from error
+        raise _make_read_error(path, error) from error
 
 
 @contextlib.contextmanager
@@ -176,7 +177,7 @@ def check_file_name(name: str) -> str:
     """Returns `name` if it is a plain file name.
 
     Raises:
-        ValueError: if it leads to another folder.
+        ValueError: if the name leads to another folder.
     """
     if name in ("", ".", "..") or not {"/", "\\", "\0"}.isdisjoint(name):
         raise ValueError(f"{name!r} is not in this folder")

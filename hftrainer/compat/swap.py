@@ -1,4 +1,4 @@
-"""`install()`: replaces the Trainer and related names in the modules of `transformers` by ours.
+"""`install()`: replaces the Trainer and related names in the modules of `transformers` with ours.
 
 `transformers` loads its modules when they are first used. Loaded modules are changed immediately; an import hook
 changes the others when they load. Nothing here imports `transformers`, which takes seconds.
@@ -68,13 +68,13 @@ REEXPORTED_NAMES = _table(
     }
 )
 _TOKENIZERS = "transformers.tokenization_utils_base"
-#: Module or class, name, and original value.
+#: Module or class, name, and original value of each replaced attribute.
 _originals: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
 
 
-def begin() -> None:
-    """Change the loaded modules of transformers, and install the hook that changes the others."""
+def replace_names() -> None:
+    """Change the loaded modules of transformers, and install an import hook for the others."""
     sys.meta_path.insert(0, _Finder())
     for name in [*NAMES, *REEXPORTED_NAMES.keys() - NAMES.keys(), _TOKENIZERS]:
         if name in sys.modules:
@@ -83,7 +83,7 @@ def begin() -> None:
         _swap(package)
 
 
-def end() -> None:
+def restore_names() -> None:
     """Restore the original names of transformers."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
     for package in _packages():
@@ -107,8 +107,10 @@ def is_installed() -> bool:
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
-def rebound(module_name: str, name: str, ours: Any) -> Any:
-    """The value of a name in a loaded module of transformers while `install()` is active, else `ours`.
+def current_value(module_name: str, name: str, ours: Any) -> Any:
+    """The current value of a replaced name in a module of transformers.
+
+    It is `ours` unless the module is loaded and `install()` is active.
 
     Scripts assign their own values in some modules, and compare with the classes in others.
     """
@@ -125,59 +127,60 @@ def _names_in(module_name: str) -> Iterator[tuple[str, str]]:
 
 
 def _swap(module: ModuleType) -> None:
-    replaced: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     for name, ours in _names_in(module.__name__):
         # A release that still has the Keras optimizers keeps them. The package loads a name at its first access:
         # names not accessed yet must not be loaded now.
         package = sys.modules.get("transformers", module)
         if name in _TF_NAMES["transformers.optimization_tf"] and name in getattr(package, "_class_to_module", {}):
             continue
-        before = vars(module).get(name, _ABSENT)
-        if before is _ABSENT and module.__name__ not in _PACKAGES:
-            continue  # this release does not have the name
-        replaced.append((before, _replace_attribute(module, name, getattr(importlib.import_module(ours), name))))
+        original = vars(module).get(name, _ABSENT)
+        # This release may lack the name.
+        if original is _ABSENT and module.__name__ not in _PACKAGES:
+            continue
+        pairs.append((original, _replace_attribute(module, name, getattr(importlib.import_module(ours), name))))
     if module.__name__ in _OURS and (table := vars(module).get(_TABLE)) is not None:
-        ours_of = {before: ours for before, ours in replaced if isinstance(before, type)}
-        _replace_attribute(module, _TABLE, {key: ours_of.get(kind, kind) for key, kind in table.items()})
+        replacements = {original: ours for original, ours in pairs if isinstance(original, type)}
+        _replace_attribute(module, _TABLE, {key: replacements.get(kind, kind) for key, kind in table.items()})
     if module.__name__ == "transformers":
         _add_tensorflow_names(module)
     if module.__name__ == _TOKENIZERS:
         kind = module.PreTrainedTokenizerBase
-        # V5 removed it, but scripts for TFTrainer call it.
+        # v5 removed this method, but scripts for TFTrainer call it.
         if not hasattr(kind, "batch_encode_plus"):
             _replace_attribute(kind, "batch_encode_plus", kind.__call__)
 
 
 def _replace_attribute(module: Any, name: str, value: Any) -> Any:
-    before = vars(module).get(name, _ABSENT)
-    is_class = isinstance(before, type) and isinstance(value, type)
+    original = vars(module).get(name, _ABSENT)
+    is_class = isinstance(original, type) and isinstance(value, type)
     # A module that is loaded after its package was changed already has our class.
-    if is_class and before is not value and not any(before is changed for changed, _, _ in _originals):
-        _keep_picklable(before)
-    _originals.append((module, name, before))
+    if is_class and original is not value and not any(original is changed for changed, _, _ in _originals):
+        _keep_picklable(original)
+    _originals.append((module, name, original))
     setattr(module, name, value)
     return value
 
 
 def _packages() -> list[ModuleType]:
-    """All objects of the packages: each replaces itself while loading, and scripts may hold the first object."""
+    """All module objects of the packages: each replaces itself while loading, and scripts may hold the first object."""
     values = [value for module in list(sys.modules.values()) if module is not None for value in vars(module).values()]
-    held = [value for value in values if issubclass(type(value), ModuleType) and value.__name__ in _PACKAGES]
+    references = [value for value in values if issubclass(type(value), ModuleType) and value.__name__ in _PACKAGES]
     loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
-    return list({id(package): package for package in [*loaded, *held]}.values())
+    return list({id(package): package for package in [*loaded, *references]}.values())
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds modules of transformers with the other finders, and changes each after its code has run."""
+    """Finds modules of transformers by the other finders, and changes each after its code has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in {*NAMES, *REEXPORTED_NAMES, *_PACKAGES, _TOKENIZERS}:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        found = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
-        spec = next((spec for spec in found if spec is not None), None)
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in finders if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None and fullname in _TF_NAMES:
             return importlib.machinery.ModuleSpec(fullname, _MissingModuleLoader())
         if spec is not None and spec.loader is not None:
@@ -210,20 +213,20 @@ class _Loader(importlib.abc.Loader):
 
 
 class _ClassByName:
-    """Pickles a class by its name, so that the file loads with and without hftrainer."""
+    """Pickles a class by name, so that the file loads with and without hftrainer."""
 
     def __init__(self, kind: type) -> None:
         self.kind = kind
 
     def __call__(self, *args: Any) -> Any:
-        """Make the object for `copy`, of the original class."""
+        """Create an object of the original class, for `copy`."""
         return self.kind(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pkgutil.resolve_name, (f"{self.kind.__module__}:{self.kind.__qualname__}",)
 
 
-class _Uninitialized(_ClassByName):
+class _UninitializedFactory(_ClassByName):
     """Makes an object of a class without calling its `__init__`."""
 
     def __call__(self, *args: Any) -> Any:
@@ -235,27 +238,32 @@ class _Uninitialized(_ClassByName):
 
 def _keep_picklable(kind: Any) -> None:
     """Make objects of an original class pickle it by its name."""
-    before = vars(kind).get("__reduce_ex__")
+    original_method = vars(kind).get("__reduce_ex__")
 
     def reduce(self: Any, protocol: Any) -> Any:
         # pickle finds a subclass under its own name.
         if type(self) is not kind:
-            return super(kind, self).__reduce_ex__(protocol) if before is None else before(self, protocol)
+            return (
+                super(kind, self).__reduce_ex__(protocol)
+                if original_method is None
+                else original_method(self, protocol)
+            )
         if isinstance(self, enum.Enum):
             return _ClassByName(kind), (self.value,)
         if isinstance(self, tuple):
             return _ClassByName(kind), tuple(self)
-        own_state = getattr(self, "__getstate__", None)  # each object has one since Python 3.11
-        return _Uninitialized(kind), (), dict(vars(self)) if own_state is None else own_state()
+        # Every object has this method since Python 3.11.
+        get_state = getattr(self, "__getstate__", None)
+        return _UninitializedFactory(kind), (), dict(vars(self)) if get_state is None else get_state()
 
     _replace_attribute(kind, "__reduce_ex__", reduce)
 
 
-# ---- TensorFlow's names, where this release of transformers has none -------------------------------------------------
+# ---- TensorFlow's names that this release of transformers lacks -----------------------------------------------------
 
 
 def _add_tensorflow_names(package: ModuleType) -> None:
-    """Add names such as `TFAutoModelForCausalLM` and `TFBertModel` to the package, for torch's model classes.
+    """Add names such as `TFBertModel` to the package, for torch's model classes.
 
     Names that the package has are unchanged: ours are used only if its lookup fails.
     """
@@ -267,10 +275,10 @@ def _add_tensorflow_names(package: ModuleType) -> None:
         try:
             return kind.__getattr__(self, name)
         except AttributeError:
-            made = load("tensorflow", "h5_weights").torch_class(self, name)
-            if made is None:
+            torch_class = load("tensorflow", "h5_weights").torch_class(self, name)
+            if torch_class is None:
                 raise
-            return made
+            return torch_class
 
     package.__class__ = type(kind.__name__, (kind,), {"__getattr__": find, "_original_class": kind})
 
@@ -279,6 +287,6 @@ class _MissingModuleLoader(importlib.abc.Loader):
     """Creates a module that this release of transformers lacks, with our classes and functions."""
 
     def exec_module(self, module: ModuleType) -> None:
-        ours = importlib.import_module(module.__name__.replace("transformers", "hftrainer"))
+        our_module = importlib.import_module(module.__name__.replace("transformers", "hftrainer"))
         for name in _TF_NAMES[module.__name__]:
-            setattr(module, name, getattr(ours, name))
+            setattr(module, name, getattr(our_module, name))

@@ -6,5 +6,6 @@ __all__ = ["__version__"]
 
 try:
     __version__: str = importlib.import_module("hftrainer.compat._version").__version__
-except ModuleNotFoundError:  # a checkout that was never built or installed
+except ModuleNotFoundError:
+    # A checkout that was never built or installed has no version.
     __version__ = "0+unknown"

@@ -12,7 +12,7 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepts, takes
-from hftrainer.compat.tracebacks import add_note, shapes
+from hftrainer.compat.tracebacks import add_note, describe_shapes
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import drop_all_rows
@@ -67,7 +67,10 @@ class FunctionMetrics:
         try:
             self._result = self.function(prediction, **keywords)
         except Exception as error:
-            add_note(error, f"This happened while compute_metrics ran; predictions: {shapes(prediction.predictions)}.")
+            add_note(
+                error,
+                f"This happened while compute_metrics ran; predictions: {describe_shapes(prediction.predictions)}.",
+            )
             raise
 
 
@@ -135,7 +138,7 @@ class TorchMetrics:
             else:
                 self.collection.update(*arguments)
         except Exception as error:
-            text = shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
+            text = describe_shapes(arguments if isinstance(arguments, Mapping) else tuple(arguments))
             adjective = "smaller" if devices.is_out_of_memory(error) else "other"
             add_note(
                 error, f"The metrics got {text}. Select {adjective} tensors with TorchMetrics(metrics, adapter=...)."

@@ -107,7 +107,12 @@ class EvaluationRunner(Component):
         try:
             collective_call = CollectiveCall("the other ranks in an evaluation")
             precision = self._precision(model)
-            with devices.error_hints(), trainer.accelerator.gradient_state.only(dataloader), collective_call, precision:
+            with (
+                devices.error_hints(),
+                trainer.accelerator.gradient_state.limit_to(dataloader),
+                collective_call,
+                precision,
+            ):
                 self.components.engine.evaluate(evaluation, trainer.model, stage)
         except Exception as error:
             if devices.is_out_of_memory(error) and not loss_only and trainer.compute_metrics is not None:

@@ -188,7 +188,7 @@ def describe_groups(groups: list[dict[str, Any]]) -> Iterator[str]:
     for number, group in enumerate(groups):
         names = group["param_names"]
         examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        count = sum(map(peers.elements, group["params"]))
+        count = sum(map(peers.element_count, group["params"]))
         rates = f"lr={group['lr']:g}, weight_decay={group.get('weight_decay', 0.0):g}"
         yield (
             f"Parameter group {number}, {group['name']}: {len(names)} tensors, {count:,} parameters, {rates}"

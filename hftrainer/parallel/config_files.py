@@ -13,25 +13,25 @@ from hftrainer.errors import InvalidArgument, InvalidConfig
 
 TRUE, FALSE = ("1", "on", "t", "true", "y", "yes"), ("0", "f", "false", "n", "no", "off")
 #: Keys of every file that `accelerate config` writes.
-_OF_ACCELERATE = {"compute_environment", "distributed_type"}
+_ACCELERATE_KEYS = {"compute_environment", "distributed_type"}
 
 
-def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any]:
-    """The keywords in an argument: a dict, or the path of a JSON or YAML file.
+def read_config(source: Any, argument: str = "lightning_config") -> dict[str, Any]:
+    """Read the keyword arguments in a dict, or in a JSON or YAML file.
 
     Raises:
         InvalidConfig: if the file is missing or malformed; the message has its path and the position.
     """
-    if given is None or isinstance(given, dict):
-        return dict(given or {})
-    path = Path(os.fspath(given))
+    if source is None or isinstance(source, dict):
+        return dict(source or {})
+    path = Path(os.fspath(source))
     if not path.is_file():
-        raise InvalidConfig(f"{argument}={str(given)!r}: the file does not exist; give a JSON or YAML file, or a dict.")
+        raise InvalidConfig(f"{argument}={str(source)!r}: the file does not exist; use a JSON or YAML file, or a dict.")
     values = read_mapping(path, "JSON" if path.suffix == ".json" else "YAML", f"{argument}: ", InvalidConfig)
-    if values.keys() >= _OF_ACCELERATE:
+    if values.keys() >= _ACCELERATE_KEYS:
         raise InvalidConfig(
             f"{argument}: {path} is a file of accelerate's: start the script with accelerate launch --config_file "
-            f"{path}, and leave {argument} out."
+            f"{path}, and remove {argument}."
         )
     return values
 
@@ -39,7 +39,7 @@ def read_config(given: Any, argument: str = "lightning_config") -> dict[str, Any
 def read_mapping(
     path: str | os.PathLike[str], form: str, where: str = "", kind: type[ValueError] = InvalidArgument
 ) -> dict[str, Any]:
-    """The keys and values in a file.
+    """Read the keys and values in a JSON or YAML file.
 
     Args:
         path: the file.
@@ -48,7 +48,7 @@ def read_mapping(
         kind: the class of the errors to raise.
 
     Raises:
-        OSError: if the file cannot be read; `kind` if it is malformed.
+        OSError: if the file cannot be read; `kind` if the file is malformed.
     """
     import yaml
 
@@ -63,7 +63,7 @@ def read_mapping(
 
 
 def parse_bool(value: Any) -> bool | None:
-    """The boolean that a value stands for, in upper or lower case; None for any other value."""
+    """The boolean that a value means, in upper or lower case; None for any other value."""
     word = str(value).lower()
     return True if word in TRUE else False if word in FALSE else None
 
@@ -75,10 +75,10 @@ def env_flag(name: str, default: bool = False, environment: Mapping[str, str] = 
 
 
 def describe_text(value: Any) -> str | None:
-    """The end of an error message about a number that is given as text; None for any other value."""
+    """The end of an error message about a number in text form; None for any other value."""
     try:
         is_number = isinstance(value, str) and math.isfinite(float(value))
     except ValueError:
         return None
-    example = "YAML reads 1e-5 as text, and 1.0e-5 as a number"
-    return f"is text: give the number, without quotes; {example}" if is_number else None
+    example = "YAML reads 1e-5 as text, but 1.0e-5 as a number"
+    return f"is text: write the number without quotes; {example}" if is_number else None

@@ -39,8 +39,8 @@ HINTS = {
         "Or train on the CPU: use_cpu=True."
     ),
     "does not require grad and does not have a grad_fn": (
-        "The loss depends on no weight that is trained: let some require gradients (model.requires_grad_(True)), add "
-        "adapters, or compute the loss from what the model returns."
+        "The loss depends on no trainable weight: enable gradients (model.requires_grad_(True)), add adapters, or "
+        "compute the loss from the model's outputs."
     ),
 }
 
@@ -53,11 +53,12 @@ def detect_device_type() -> str:
 def _is_available(kind: str) -> bool:
     if kind == "mps":
         return torch.backends.mps.is_available()
-    return hasattr(torch, kind) and device_module(kind).is_available()  # plug-ins add the module when torch is imported
+    # Plug-ins add the module when torch is imported.
+    return hasattr(torch, kind) and device_module(kind).is_available()
 
 
 def device_module(kind: str) -> Any:
-    """The module of a type of accelerators, with the API of `torch.cuda`."""
+    """The torch module for a type of accelerator, with the API of `torch.cuda`."""
     return torch_tpu if kind == "tpu" else torch.get_device_module(kind)
 
 
@@ -68,12 +69,12 @@ def device_count(kind: str) -> int:
 
 def visible_device_count(device: torch.device) -> int | None:
     """Number of visible devices of this type; None if each process has its own (TPU)."""
-    shared = device.type == "cuda" or (device.type in UNSUPPORTED_BY_LIGHTNING and device.type != "tpu")
-    return device_count(device.type) if shared else None
+    is_shared = device.type == "cuda" or (device.type in UNSUPPORTED_BY_LIGHTNING and device.type != "tpu")
+    return device_count(device.type) if is_shared else None
 
 
 def native_backend(kind: str) -> str:
-    """The native backend of a device."""
+    """The native process group backend of a type of device."""
     return next((name for name, device in DEVICE_OF_BACKEND.items() if device == kind), "gloo")
 
 
@@ -94,7 +95,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_used() -> int | None:
-    """Bytes of the tensors on the accelerator; None without one."""
+    """Bytes of the tensors on the accelerator; None without an accelerator."""
     if (module := _module_in_use()) is None:
         return None
     return int((module.current_allocated_memory if module is torch.mps else module.memory_allocated)())
@@ -103,29 +104,29 @@ def memory_used() -> int | None:
 def memory_peak() -> int | None:
     """Peak of `memory_used` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
     module = _module_in_use()
-    return None if module in (None, torch.mps) else max(_peak_taken[0], int(module.max_memory_allocated()))
+    return None if module in (None, torch.mps) else max(_highest_returned_peak[0], int(module.max_memory_allocated()))
 
 
 def take_memory_peak() -> int | None:
-    """The peak since the last call or reset. `memory_peak`, which others read, goes on from the reset."""
+    """The peak in bytes since the last call or reset. `memory_peak` still counts from the reset."""
     module = _module_in_use()
     if module in (None, torch.mps):
         return None
     peak = int(module.max_memory_allocated())
-    _peak_taken[0] = max(_peak_taken[0], peak)
+    _highest_returned_peak[0] = max(_highest_returned_peak[0], peak)
     module.reset_peak_memory_stats()
     return peak
 
 
 def reset_memory_peak() -> None:
     """Reset the peak of the device's memory."""
-    _peak_taken[0] = 0
+    _highest_returned_peak[0] = 0
     if (module := _module_in_use()) not in (None, torch.mps):
         module.reset_peak_memory_stats()
 
 
 #: The highest peak since the reset that `take_memory_peak` has returned, as the only item.
-_peak_taken = [0]
+_highest_returned_peak = [0]
 
 
 def _module_in_use() -> Any:
@@ -145,9 +146,9 @@ def error_hints() -> Iterator[None]:
         raise
 
 
-# ---- TPUs: by torch_xla, whose device is `xla`, or by its successor torch_tpu ---------------------------------------
+# ---- TPUs: torch_xla, whose device is `xla`, and its successor torch_tpu --------------------------------------------
 
-INSTALL_TORCH_XLA = "pip install 'hftrainer[tpu]' (torch_xla 2.9, and the torch that it needs, 2.9)"
+INSTALL_TORCH_XLA = "pip install 'hftrainer[tpu]' (torch_xla 2.9 with torch 2.9)"
 INSTALL_TORCH_TPU = "pip install 'hftrainer[torch-tpu]' (torch_tpu, for torch 2.11 to 2.15)"
 #: Environment variables of machines with a TPU.
 _TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE", "CLOUD_TPU_TASK_ID")
@@ -169,8 +170,8 @@ def count_tpu_chips() -> int:
     return sum((path.parent / "device").read_text().strip() in _TPUS for path in vendors)
 
 
-def wants_xla() -> bool:
-    """Whether the machine or the user indicates an XLA device; `USE_TORCH_XLA=0` means no."""
+def is_xla_requested() -> bool:
+    """Whether the machine has an XLA device, or the user requests one. `USE_TORCH_XLA=0` disables it."""
     if not env_flag("USE_TORCH_XLA", True):
         return False
     return any(map(os.environ.get, ("PJRT_DEVICE", *_TPU_VARIABLES))) or count_tpu_chips() > 0
@@ -181,30 +182,29 @@ def unused_tpu_message() -> str | None:
 
     `_TPU_VARIABLES` are not checked: a machine without a TPU may set them to use a remote one.
     """
-    asked = os.environ.get("PJRT_DEVICE") == "TPU"
-    if not env_flag("USE_TORCH_XLA", True) or not (asked or count_tpu_chips()):
+    is_requested = os.environ.get("PJRT_DEVICE") == "TPU"
+    if not env_flag("USE_TORCH_XLA", True) or not (is_requested or count_tpu_chips()):
         return None
     return (
-        f"{'PJRT_DEVICE=TPU asks for a TPU' if asked else 'This machine has a TPU'}, but torch finds none: "
+        f"{'PJRT_DEVICE=TPU asks for a TPU' if is_requested else 'This machine has a TPU'}, but torch finds none: "
         f"{INSTALL_TORCH_XLA}, or, for TPU v4 and later, {INSTALL_TORCH_TPU}. Or set use_cpu=True to train on the CPU."
     )
 
 
 def has_torch_xla() -> bool:
-    """Whether torch_xla can be imported; does not import it."""
+    """Whether torch_xla is installed. Does not import it."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
 def uses_xla() -> bool:
     """Whether training runs on XLA, unless `use_cpu` is set."""
-    return wants_xla() and has_torch_xla()
+    return is_xla_requested() and has_torch_xla()
 
 
 class _TorchTpu:
     """The API of `torch.cuda`, for torch_tpu.
 
-    `torch.tpu` lacks the functions for memory, and most others raise unless torch itself calls them, as
-    `torch.accelerator` does.
+    `torch.tpu` lacks functions for memory, and most others raise unless `torch.accelerator` calls them.
     """
 
     _RENAMED = {"current_device": "current_device_index", "set_device": "set_device_index"}
@@ -214,11 +214,11 @@ class _TorchTpu:
 
     def is_available(self) -> bool:
         """Whether torch's accelerator is a TPU of torch_tpu."""
-        found = torch.accelerator.current_accelerator() if hasattr(torch, "tpu") else None
-        return found is not None and found.type == "tpu" and torch.accelerator.is_available()
+        accelerator = torch.accelerator.current_accelerator() if hasattr(torch, "tpu") else None
+        return accelerator is not None and accelerator.type == "tpu" and torch.accelerator.is_available()
 
     def is_initialized(self) -> bool:
-        """Whether this process holds a TPU, which no other process can then use."""
+        """Whether this process holds a TPU. No other process can then use it."""
         return self.is_available() and torch.tpu.is_initialized()  # type: ignore[attr-defined]
 
     def get_rng_state(self) -> torch.Tensor:
@@ -226,7 +226,7 @@ class _TorchTpu:
         return self._generator().get_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        """Restore what `get_rng_state` returned."""
+        """Restore a state from `get_rng_state`."""
         self._generator().set_state(state)
 
     def _generator(self) -> torch.Generator:

@@ -1,4 +1,4 @@
-"""Reads rank and world size from the variables of a launcher, and checks whether a process still runs."""
+"""Reads rank and world size from a launcher's variables, and checks whether a process still runs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _MPI = (
     ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-#: Names of SLURM jobs that are shells, in which scripts are started by hand.
+#: Names of SLURM jobs that are shells, in which users start scripts by hand.
 _INTERACTIVE = ("bash", "interactive")
 _PORT = 29500
 #: A larger number of processes on the CPU is probably a typo, and would exhaust memory.
 _PROCESSES_PER_CORE = 8
 #: Seconds without a write after which a process of another machine counts as ended.
-_LONG = 24 * 3600
+_MAX_SILENCE = 24 * 3600
 
 
 class InvalidEnvironment(ValueError):
@@ -73,15 +73,15 @@ class RankInfo:
         return not self.started or PARENT_PID_VARIABLE in os.environ
 
     def device_index(self, visible: int) -> int:
-        """Index of this process's GPU; SLURM and MPI may make only that GPU visible to each process."""
+        """Index of this process's GPU. SLURM and MPI may make only that GPU visible."""
         return 0 if visible == 1 and self.launcher in ("slurm", "mpi") else self.local_rank
 
 
-def _number(*names: str, default: int = 0) -> int:
+def _read_number(*names: str, default: int = 0) -> int:
     """The value of the first variable that is set.
 
     Raises:
-        InvalidEnvironment: if it is not a non-negative integer.
+        InvalidEnvironment: if the value is not a non-negative integer.
     """
     for name in names:
         if (value := os.environ.get(name)) is not None:
@@ -97,7 +97,7 @@ def _number(*names: str, default: int = 0) -> int:
 def _make_rank_info(
     launcher: str,
     ranks: tuple[int, int, int, int],
-    needs: tuple[str, ...],
+    variables: tuple[str, ...],
     *,
     nodes: int = 0,
     address: str | None = None,
@@ -106,12 +106,12 @@ def _make_rank_info(
     """Build the rank information of a launcher.
 
     Args:
-        launcher: its name.
+        launcher: name of the launcher.
         ranks: world size, rank, local rank and local world size.
-        needs: the variables that the launcher should have set.
+        variables: the variables that the launcher should have set.
         nodes: number of machines; by default as many as the processes need.
-        address: hostname of rank 0, unless `MASTER_ADDR` has it.
-        port: port of rank 0, unless `MASTER_PORT` has it.
+        address: hostname of rank 0, unless `MASTER_ADDR` is set.
+        port: port of rank 0, unless `MASTER_PORT` is set.
     """
     world_size, *_, local_world_size = ranks
     return RankInfo(
@@ -119,8 +119,8 @@ def _make_rank_info(
         nodes=nodes or -(-world_size // max(local_world_size, 1)),
         launcher=launcher,
         address=os.environ.get("MASTER_ADDR") or address,
-        port=_number("MASTER_PORT", default=port),
-        missing=tuple(name for name in needs if name not in os.environ),
+        port=_read_number("MASTER_PORT", default=port),
+        missing=tuple(name for name in variables if name not in os.environ),
     )
 
 
@@ -129,55 +129,58 @@ _RENDEZVOUS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK")
 
 def _read_torchrun() -> RankInfo:
     """Read the variables of torchrun, torch.distributed.launch, accelerate launch and the deepspeed launcher."""
-    size = _number("WORLD_SIZE", default=1)
-    local_size = _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
-    ranks = size, _number("RANK"), _number("LOCAL_RANK"), local_size
-    return _make_rank_info("torchrun", ranks, _RENDEZVOUS, nodes=_number("GROUP_WORLD_SIZE", "CROSS_SIZE"))
+    size = _read_number("WORLD_SIZE", default=1)
+    local_size = _read_number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
+    ranks = size, _read_number("RANK"), _read_number("LOCAL_RANK"), local_size
+    return _make_rank_info("torchrun", ranks, _RENDEZVOUS, nodes=_read_number("GROUP_WORLD_SIZE", "CROSS_SIZE"))
 
 
 def _read_kubeflow() -> RankInfo:
     """Read the variables of a PyTorchJob, which runs one process on each node."""
-    return _make_rank_info("kubeflow", (_number("WORLD_SIZE", default=1), _number("RANK"), 0, 1), _RENDEZVOUS)
+    return _make_rank_info("kubeflow", (_read_number("WORLD_SIZE", default=1), _read_number("RANK"), 0, 1), _RENDEZVOUS)
 
 
 def _read_lightning(nodes: int = 1) -> RankInfo:
-    """Read Lightning's variables, for processes that a script or a user has started without a launcher."""
-    size, local_rank = _number("WORLD_SIZE", default=1), _number("LOCAL_RANK")
-    local_size = _number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
-    rank = _number("NODE_RANK") * local_size + local_rank
-    needs = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if size > 1 else ()
-    return _make_rank_info("lightning", (size, rank, local_rank, local_size), needs)
+    """Read Lightning's variables, for processes that a script or a user started."""
+    size, local_rank = _read_number("WORLD_SIZE", default=1), _read_number("LOCAL_RANK")
+    local_size = _read_number("LOCAL_WORLD_SIZE", default=max(size // nodes, 1))
+    rank = _read_number("NODE_RANK") * local_size + local_rank
+    variables = ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if size > 1 else ()
+    return _make_rank_info("lightning", (size, rank, local_rank, local_size), variables)
 
 
 def _read_mpi() -> RankInfo:
     """Read the variables of mpirun (Open MPI, MVAPICH, Intel MPI or MPICH), without mpi4py."""
     names = next((names for names in _MPI if names[0] in os.environ), _MPI[0])
-    size = _number(names[1], default=1)
-    local_size = _number(names[3], default=size)
-    on_one_node = local_size >= size
-    needs = names[:2] if on_one_node else (*names[:2], "MASTER_ADDR")
-    ranks = size, _number(names[0]), _number(names[2]), local_size
-    return _make_rank_info("mpi", ranks, needs, address="127.0.0.1" if on_one_node else None)
+    size = _read_number(names[1], default=1)
+    local_size = _read_number(names[3], default=size)
+    is_one_node = local_size >= size
+    variables = names[:2] if is_one_node else (*names[:2], "MASTER_ADDR")
+    ranks = size, _read_number(names[0]), _read_number(names[2]), local_size
+    return _make_rank_info("mpi", ranks, variables, address="127.0.0.1" if is_one_node else None)
 
 
 def _read_slurm() -> RankInfo:
     """Read the variables of an srun step."""
-    size = _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
-    per_node = tasks_per_node(_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"))
-    nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(per_node), 1))
-    job = _number("SLURM_JOB_ID", "SLURM_JOBID") + _number("SLURM_STEP_ID", "SLURM_STEPID")
-    local_size = per_node[min(_number("SLURM_NODEID"), len(per_node) - 1)] if per_node else -(-size // nodes)
+    size = _read_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
+    node_sizes = tasks_per_node(
+        _read_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    )
+    nodes = _read_number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(node_sizes), 1))
+    job = _read_number("SLURM_JOB_ID", "SLURM_JOBID") + _read_number("SLURM_STEP_ID", "SLURM_STEPID")
+    local_size = node_sizes[min(_read_number("SLURM_NODEID"), len(node_sizes) - 1)] if node_sizes else -(-size // nodes)
     return _make_rank_info(
         "slurm",
-        (size, _number("SLURM_PROCID"), _number("SLURM_LOCALID"), local_size),
+        (size, _read_number("SLURM_PROCID"), _read_number("SLURM_LOCALID"), local_size),
         ("SLURM_PROCID", "SLURM_LOCALID"),
         nodes=nodes,
-        address=first_host(_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) or "127.0.0.1",
-        port=15000 + job % 10000,  # the same in all processes of a step
+        address=first_host(_read_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) or "127.0.0.1",
+        # All processes of a step compute the same port.
+        port=15000 + job % 10000,
     )
 
 
-def _first(*names: str) -> str:
+def _read_first(*names: str) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
 
@@ -201,7 +204,7 @@ LAUNCHERS: Mapping[str, tuple[Callable[[], RankInfo], str]] = {
     "lightning": (_read_lightning, "start the script with torchrun"),
     "xla": (lambda: load("xla", "devices").rank_info(), "start the script with python -m hftrainer run --tpu"),
 }
-#: Lightning's environment, given as a plugin → its launcher.
+#: Class of Lightning's environment plugins → its launcher.
 _PLUGINS = {
     "TorchElasticEnvironment": "torchrun",
     "SLURMEnvironment": "slurm",
@@ -210,7 +213,7 @@ _PLUGINS = {
 }
 
 
-def detect() -> str:
+def detect_launcher() -> str:
     """The launcher that started this process; 'lightning' without a launcher.
 
     The innermost launcher counts: torch_xla within any other, torchrun within srun or mpirun, mpirun within a SLURM
@@ -224,8 +227,8 @@ def detect() -> str:
         return "lightning" if "LOCAL_RANK" in os.environ and "NODE_RANK" in os.environ else "torchrun"
     if any(names[0] in os.environ and names[2] in os.environ for names in _MPI):
         return "mpi"
-    # Only an srun step sets its number of tasks; a batch script or shell in an allocation has the job's variables only.
-    in_step = "SLURM_PROCID" in os.environ and _number("SLURM_STEP_NUM_TASKS", default=1) > 1
+    # Only an srun step sets its number of tasks. A batch script or shell in an allocation has only the job's variables.
+    in_step = "SLURM_PROCID" in os.environ and _read_number("SLURM_STEP_NUM_TASKS", default=1) > 1
     if in_step and os.environ.get("SLURM_JOB_NAME") not in _INTERACTIVE:
         return "slurm"
     return "mpi" if _MPI[2][0] in os.environ and _MPI[2][1] in os.environ else "lightning"
@@ -239,13 +242,13 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
         gpus: returns the number of GPUs that this process may use; 0 if it trains on the CPU.
 
     Raises:
-        InvalidEnvironment: if a variable of the launcher cannot be read.
+        InvalidEnvironment: if a variable of the launcher is invalid.
     """
     plugin = cluster_environment(config.get("plugins"))
-    chosen = _PLUGINS.get(type(plugin).__name__) or config.get("environment") or os.environ.get(LAUNCHER_VARIABLE)
+    choice = _PLUGINS.get(type(plugin).__name__) or config.get("environment") or os.environ.get(LAUNCHER_VARIABLE)
     if plugin is not None and type(plugin).__name__ not in _PLUGINS:
         return _read_plugin(plugin, _as_count(config.get("num_nodes")) or 1)
-    launcher = str(chosen) if chosen in LAUNCHERS else detect()
+    launcher = str(choice) if choice in LAUNCHERS else detect_launcher()
     if launcher == "lightning":
         rank_info = _read_lightning(_as_count(config.get("num_nodes")) or 1)
         return rank_info if "LOCAL_RANK" in os.environ else _plan_plain_python(config.get("devices"), gpus)
@@ -260,11 +263,11 @@ def _read_plugin(plugin: Any, nodes: int) -> RankInfo:
 
 
 def _plan_plain_python(devices: Any, gpus: Callable[[], int]) -> RankInfo:
-    """Plan a run without a launcher: one process, or one per device, which the script starts itself."""
-    # accelerate launch started one process because the user asked for one.
-    alone = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_rerun_script()
-    wanted = _as_count(devices) or (1 if alone else max(gpus(), 1))
-    return RankInfo(wanted, local_world_size=wanted, started=wanted == 1)
+    """Plan a run that the script starts itself: one process, or one per device."""
+    # accelerate launch started one process because the user requested one.
+    needs_one_process = "ACCELERATE_MIXED_PRECISION" in os.environ or not can_rerun_script()
+    size = _as_count(devices) or (1 if needs_one_process else max(gpus(), 1))
+    return RankInfo(size, local_world_size=size, started=size == 1)
 
 
 def _as_count(value: Any) -> int | None:
@@ -277,28 +280,28 @@ def _as_count(value: Any) -> int | None:
 def can_rerun_script() -> bool:
     """Whether this command line can be started again: False in notebooks, shells and child processes."""
     ipython = sys.modules.get("IPython")
-    interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
-    return not (interactive or multiprocessing.parent_process() is not None or sys.argv[:1] in ([], [""], ["-"]))
+    is_interactive = hasattr(sys, "ps1") or sys.flags.interactive or (ipython is not None and ipython.get_ipython())
+    return not (is_interactive or multiprocessing.parent_process() is not None or sys.argv[:1] in ([], [""], ["-"]))
 
 
 def cluster_environment(plugins: Any) -> Any:
-    """The `ClusterEnvironment` among Lightning's plugins, or None. Lightning is not imported for this."""
+    """The `ClusterEnvironment` among Lightning's plugins, or None. Does not import Lightning."""
     module = "lightning.fabric.plugins.environments.cluster_environment"
-    given = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
-    return next((plugin for plugin in given if is_instance(plugin, module, "ClusterEnvironment")), None)
+    candidates = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
+    return next((plugin for plugin in candidates if is_instance(plugin, module, "ClusterEnvironment")), None)
 
 
 def check_launcher_config(config: Mapping[str, Any]) -> Iterator[str]:
     """An error message for each invalid choice of devices, nodes or launcher."""
-    devices, nodes, chosen = config.get("devices"), config.get("num_nodes"), os.environ.get(LAUNCHER_VARIABLE)
+    devices, nodes, launcher = config.get("devices"), config.get("num_nodes"), os.environ.get(LAUNCHER_VARIABLE)
     if isinstance(devices, (list, tuple)):
-        yield f"lightning_config['devices']={devices!r}: give a number, and select devices with CUDA_VISIBLE_DEVICES."
+        yield f"lightning_config['devices']={devices!r}: use a number, and select devices with CUDA_VISIBLE_DEVICES."
     elif devices not in (None, "auto", -1, "-1") and _as_count(devices) is None:
         yield f"lightning_config['devices']={devices!r}: it must be a positive integer, -1 or 'auto'."
     if nodes is not None and _as_count(nodes) is None:
         yield f"lightning_config['num_nodes']={nodes!r}: it must be a positive integer."
-    if chosen is not None and chosen not in LAUNCHERS:
-        yield f"{LAUNCHER_VARIABLE}={chosen!r}: it must be {' or '.join(map(repr, LAUNCHERS))}."
+    if launcher is not None and launcher not in LAUNCHERS:
+        yield f"{LAUNCHER_VARIABLE}={launcher!r}: it must be {' or '.join(map(repr, LAUNCHERS))}."
 
 
 def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | None) -> list[str]:
@@ -318,13 +321,13 @@ def check_rank_info(rank_info: RankInfo, config: Mapping[str, Any], gpus: int | 
 
 
 def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
-    """Yields an error if the launcher has not set all its variables, or if a rank is too large."""
+    """Yield an error if a variable of the launcher is not set, or a rank is too large."""
     start = LAUNCHERS.get(rank_info.launcher, LAUNCHERS["torchrun"])[1]
     size, local_size = rank_info.world_size, rank_info.local_world_size
     if missing := rank_info.missing:
-        who = f"WORLD_SIZE={size}" if "WORLD_SIZE" in os.environ else repr(rank_info.launcher)
-        are = "are" if len(missing) > 1 else "is"
-        yield f"{who} asks for several processes, but {' and '.join(missing)} {are} not set: {start}."
+        subject = f"WORLD_SIZE={size}" if "WORLD_SIZE" in os.environ else repr(rank_info.launcher)
+        verb = "are" if len(missing) > 1 else "is"
+        yield f"{subject} asks for several processes, but {' and '.join(missing)} {verb} not set: {start}."
     elif rank_info.rank >= size or rank_info.local_rank >= local_size:
         yield (
             f"The launcher sets rank {rank_info.rank} of {size}, and local rank {rank_info.local_rank} of "
@@ -333,7 +336,7 @@ def _check_launcher(rank_info: RankInfo) -> Iterator[str]:
 
 
 def _check_devices(rank_info: RankInfo, devices: Any, gpus: int | None) -> Iterator[str]:
-    """Yields an error if the processes on this node outnumber its GPUs, or far outnumber its cores."""
+    """Yield an error if the processes on this node outnumber its GPUs, or far outnumber its cores."""
     processes, cores = rank_info.local_world_size, os.cpu_count() or 1
     sees_only_own_gpu = gpus == 1 and rank_info.launcher in ("slurm", "mpi")
     if gpus is not None and processes > gpus and not sees_only_own_gpu:
@@ -343,30 +346,30 @@ def _check_devices(rank_info: RankInfo, devices: Any, gpus: int | None) -> Itera
         )
     if gpus is None and not rank_info.started and processes > _PROCESSES_PER_CORE * cores:
         yield (
-            f"lightning_config['devices']={devices!r} asks for as many processes, and this machine has {cores} cores: "
-            f"give at most {_PROCESSES_PER_CORE * cores}."
+            f"lightning_config['devices']={devices!r} asks for as many processes, but this machine has {cores} cores: "
+            f"use at most {_PROCESSES_PER_CORE * cores}."
         )
 
 
 def _check_plain_python(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields an error for each setting that a script cannot satisfy without a launcher."""
+    """Yield an error for each setting that needs a launcher."""
     if (nodes := _as_count(config.get("num_nodes")) or 1) > 1:
         yield f"lightning_config['num_nodes']={nodes} needs a launcher on each node: use torchrun."
     if not rank_info.started and not can_rerun_script():
         yield (
             f"lightning_config['devices']={_as_count(config.get('devices'))} needs a script that can be started once "
-            "per device, which is not possible in a notebook or shell: leave it out, or run a script."
+            "per device, which is not possible in a notebook or shell: remove the key, or run a script."
         )
 
 
 def _check_sizes(rank_info: RankInfo, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields an error for each setting that differs from the number that the launcher has started."""
-    for name, started in (("devices", rank_info.local_world_size), ("num_nodes", rank_info.nodes)):
-        wanted = _as_count(config.get(name))
-        if wanted not in (None, started):
+    """Yield an error for each setting that differs from the launcher's number."""
+    for name, count in (("devices", rank_info.local_world_size), ("num_nodes", rank_info.nodes)):
+        setting = _as_count(config.get(name))
+        if setting not in (None, count):
             yield (
-                f"lightning_config[{name!r}]={wanted}, but the launcher has started {started}: leave it out, or launch "
-                "as many."
+                f"lightning_config[{name!r}]={setting}, but the launcher has started {count}: remove the key, or "
+                "launch as many."
             )
 
 
@@ -387,7 +390,7 @@ def has_ended(owner: str) -> bool:
     """Whether a process of this machine has ended; False for processes of other machines.
 
     Args:
-        owner: what `process_identifier` returned, or host name and process id with a space between them.
+        owner: a result of `process_identifier`, or host name and process id with a space between them.
     """
     host, process, start_time = f"{owner} ".split(" ")[:3]
     if host != socket.gethostname() or os.name != "posix":
@@ -396,17 +399,18 @@ def has_ended(owner: str) -> bool:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # it runs as another user
+    except PermissionError:
+        # The process runs as another user.
         return False
     return bool(start_time) and _start_time(int(process)) != start_time
 
 
-def is_left_behind(folder: Path, owner: str) -> bool:
+def has_writer_ended(folder: Path, owner: str) -> bool:
     """Whether the process that writes into `folder` has ended.
 
-    A process of another machine (perhaps a container on this one) cannot be checked: it counts as
-    ended if nothing was written into the folder for a day.
+    A process of another machine (perhaps a container on this one) cannot be checked. It counts as
+    ended if the folder did not change for a day.
     """
     if owner.split(" ")[0] == socket.gethostname():
         return has_ended(owner)
-    return time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > _LONG
+    return time.time() - max(path.stat().st_mtime for path in [folder, *folder.rglob("*")]) > _MAX_SILENCE

@@ -14,12 +14,12 @@ from hftrainer.parallel.config_files import env_flag, parse_bool, read_config
 
 #: Strategies for `fsdp` and `reshard_after_forward`, in the order of accelerate's numbers, from 1.
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-_OF_FSDP2 = STRATEGIES[:2]
+_FSDP2_STRATEGIES = STRATEGIES[:2]
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICTS = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 #: Keys that only FSDP1 has.
-_ONLY_FSDP1 = ("backward_prefetch", "forward_prefetch", "use_orig_params", "limit_all_gathers")
+_FSDP1_KEYS = ("backward_prefetch", "forward_prefetch", "use_orig_params", "limit_all_gathers")
 #: Names in accelerate's files and environment → those of `fsdp_config`.
 _ALIASES = {
     "offload_params": "cpu_offload",
@@ -44,7 +44,7 @@ class XlaSettings:
     Attributes:
         spmd: one process drives all cores, with tensors sharded over them; otherwise one process per core.
         grad_ckpt: recompute the activations of each unit in the backward pass.
-        settings: keywords of torch_xla's `XlaFullyShardedDataParallel`; dtypes by name.
+        settings: keyword arguments of torch_xla's `XlaFullyShardedDataParallel`; dtypes by name.
     """
 
     spmd: bool = False
@@ -67,7 +67,7 @@ class FsdpSettings:
         activation_checkpointing_offload: keep the inputs of the units in CPU memory.
         state_dict_type: format of weights and optimizer states in checkpoints, one of `STATE_DICTS`.
         sync_module_states: broadcast the weights of rank 0 at the start.
-        cpu_ram_efficient_loading: only rank 0 loads weights, and the others receive them from it.
+        cpu_ram_efficient_loading: only rank 0 loads the weights, and broadcasts them.
         use_orig_params: whether the optimizer gets the original parameters or flat ones (FSDP1).
         limit_all_gathers: limit concurrent all-gathers, to save memory (FSDP1).
         forward_prefetch: gather the next unit's parameters early in the forward pass (FSDP1).
@@ -115,7 +115,7 @@ class FsdpPlugin:
         """Set the format of checkpoints: 'FULL_STATE_DICT' or 'SHARDED_STATE_DICT'.
 
         Raises:
-            InvalidConfig: for anything else.
+            InvalidConfig: for any other format.
         """
         from torch.distributed.fsdp import StateDictType
 
@@ -123,8 +123,8 @@ class FsdpPlugin:
         self.state_dict_type = StateDictType[_PARSERS["state_dict_type"]("state_dict_type", name)]
 
     @property
-    def whole(self) -> bool:
-        """Whether checkpoints hold whole states instead of shards."""
+    def has_full_states(self) -> bool:
+        """Whether checkpoints hold full states instead of shards."""
         return self.state_dict_type.name == STATE_DICTS[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -143,28 +143,28 @@ def read_fsdp(fsdp: Any, fsdp_config: Any, environment: Mapping[str, str] = os.e
         environment: the environment variables, which hold the settings of `accelerate launch`.
 
     Raises:
-        InvalidConfig: for unknown words, keys or values; the message suggests the nearest.
+        InvalidConfig: for unknown words, keys or values; the message suggests the nearest valid one.
     """
     if not fsdp or fsdp in ("no", "false", "False"):
         if not env_flag("ACCELERATE_USE_FSDP", environment=environment):
             return None
-        given = {name[5:].lower(): value for name, value in environment.items() if name.startswith("FSDP_")}
-        version = given.get("version", _LAUNCHER_DEFAULTS["version"])
+        launcher_values = {name[5:].lower(): value for name, value in environment.items() if name.startswith("FSDP_")}
+        version = launcher_values.get("version", _LAUNCHER_DEFAULTS["version"])
         # The launcher sets both keys; drop the one of the other version.
-        given.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
-        keys = _rename_keys({**_LAUNCHER_DEFAULTS, **given}, "the launcher's FSDP_")
+        launcher_values.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
+        keys = _rename_keys({**_LAUNCHER_DEFAULTS, **launcher_values}, "the launcher's FSDP_")
         if version == "2":
-            keys = {name: value for name, value in keys.items() if name not in _ONLY_FSDP1}
+            keys = {name: value for name, value in keys.items() if name not in _FSDP1_KEYS}
             keys.setdefault("state_dict_type", "SHARDED_STATE_DICT")
-        return _settings(keys)
+        return _build_settings(keys)
     keys = _rename_keys(read_config(fsdp_config, "fsdp_config"), "fsdp_config")
     for name, value in _parse_words(fsdp).items():
         if name == "reshard_after_forward" and _parse_strategy(name, keys.get(name, value)) != value:
             raise InvalidConfig(
-                f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: give only one."
+                f"fsdp={fsdp!r} and fsdp_config[{name!r}]={keys[name]!r} are two strategies: use only one."
             )
         keys.setdefault(name, value)
-    return _settings(keys)
+    return _build_settings(keys)
 
 
 def _parse_words(fsdp: Any) -> dict[str, Any]:
@@ -176,32 +176,33 @@ def _parse_words(fsdp: Any) -> dict[str, Any]:
     words = [str(getattr(word, "value", word)) for word in fsdp] if text is None else text.split()
     allowed = (*STRATEGIES, "offload", "auto_wrap")
     if unknown := [word for word in words if word not in allowed]:
-        raise InvalidConfig(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown{nearest(unknown[0], allowed)}")
-    chosen = [word for word in words if word in STRATEGIES]
-    if len(chosen) > 1:
-        raise InvalidConfig(f"fsdp={fsdp!r}: {' and '.join(chosen)} are two strategies: give one of them.")
-    keys: dict[str, Any] = {"reshard_after_forward": chosen[0]} if chosen else {}
+        raise InvalidConfig(f"fsdp={fsdp!r}: {unknown[0]!r} is unknown{suggest_nearest(unknown[0], allowed)}")
+    strategies = [word for word in words if word in STRATEGIES]
+    if len(strategies) > 1:
+        raise InvalidConfig(f"fsdp={fsdp!r}: {' and '.join(strategies)} are two strategies: use one of them.")
+    keys: dict[str, Any] = {"reshard_after_forward": strategies[0]} if strategies else {}
     return {**keys, "cpu_offload": True} if "offload" in words else keys
 
 
-def _rename_keys(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Map the given names to the names of the settings. Unknown names raise `InvalidConfig`."""
+def _rename_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Rename keys to the names of the settings. Unknown keys raise `InvalidConfig`."""
     keys: dict[str, Any] = {}
-    for given_name, value in given.items():
-        bare = given_name.removeprefix("fsdp_")
+    for key, value in values.items():
+        bare = key.removeprefix("fsdp_")
         name = _ALIASES.get(bare, bare)
         if name not in _PARSERS:
-            raise InvalidConfig(f"{where}: {given_name!r} is not a valid key{nearest(bare, [*_PARSERS, *_ALIASES])}")
-        if name not in keys or bare == name:  # the name itself overrides its aliases
+            raise InvalidConfig(f"{where}: {key!r} is not a valid key{suggest_nearest(bare, [*_PARSERS, *_ALIASES])}")
+        # The name itself overrides its aliases.
+        if name not in keys or bare == name:
             keys[name] = value
     return keys
 
 
-def _settings(given: Mapping[str, Any]) -> FsdpSettings:
-    keys = {name: _PARSERS[name](name, value) for name, value in given.items()}
+def _build_settings(values: Mapping[str, Any]) -> FsdpSettings:
+    keys = {name: _PARSERS[name](name, value) for name, value in values.items()}
     xla = _pop_xla(keys)
     strategy = keys.pop("reshard_after_forward", STRATEGIES[0])
-    version = _choose_version(keys.pop("version", None), strategy, [name for name in _ONLY_FSDP1 if name in keys])
+    version = _choose_version(keys.pop("version", None), strategy, [name for name in _FSDP1_KEYS if name in keys])
     classes = keys.pop("transformer_layer_cls_to_wrap", None)
     # v4 had no policies: min_num_params selected size-based wrapping.
     keys.setdefault("auto_wrap_policy", POLICIES[keys.get("min_num_params", 0) > 0 and not classes])
@@ -213,31 +214,31 @@ def _settings(given: Mapping[str, Any]) -> FsdpSettings:
 
 
 def _pop_xla(keys: dict[str, Any]) -> XlaSettings | None:
-    """Remove the keys for TPUs; returns what they set, or None without `xla`."""
+    """Remove the keys for TPUs, and build their settings; None without `xla`."""
     is_on = keys.pop("xla", None)
-    given = {name: keys.pop(name, None) for name in ("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")}
-    spmd, grad_ckpt, settings = given.values()
+    values = {name: keys.pop(name, None) for name in ("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings")}
+    spmd, grad_ckpt, settings = values.values()
     if not is_on:
-        if asked := [name for name, value in given.items() if value]:
-            raise InvalidConfig(f"fsdp_config[{asked[0]!r}] needs 'xla': True too, or leave it out.")
+        if set_names := [name for name, value in values.items() if value]:
+            raise InvalidConfig(f"fsdp_config[{set_names[0]!r}] needs 'xla': True: set both, or neither.")
         return None
     if settings and spmd:
         raise InvalidConfig(
             "fsdp_config['xla_fsdp_settings'] are for torch_xla's FSDP with processes, but 'xla_fsdp_v2' uses SPMD: "
-            "give one of them."
+            "use one of them."
         )
     return XlaSettings(bool(spmd), bool(grad_ckpt), tuple((settings or {}).items()))
 
 
-def _choose_version(given: int | None, strategy: str, only_fsdp1: list[str]) -> int:
+def _choose_version(version: int | None, strategy: str, only_fsdp1: list[str]) -> int:
     """FSDP's version: 2 unless a key or strategy exists only in FSDP1."""
-    if given == 2 and strategy not in _OF_FSDP2:
+    if version == 2 and strategy not in _FSDP2_STRATEGIES:
         raise InvalidConfig(f"fsdp: only FSDP1 has {strategy!r}; set fsdp_config['version']=1, or use 'full_shard'.")
-    if given == 2 and only_fsdp1:
+    if version == 2 and only_fsdp1:
         raise InvalidConfig(
-            f"fsdp_config: only FSDP1 has {' and '.join(only_fsdp1)}; leave that out, or set fsdp_config['version']=1."
+            f"fsdp_config: only FSDP1 has {' and '.join(only_fsdp1)}; remove that, or set fsdp_config['version']=1."
         )
-    return given or (1 if only_fsdp1 or strategy not in _OF_FSDP2 else 2)
+    return version or (1 if only_fsdp1 or strategy not in _FSDP2_STRATEGIES else 2)
 
 
 # ---- Values ---------------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def _parse_strategy(name: str, value: Any) -> str:
     if word.isdigit() and 1 <= int(word) <= len(STRATEGIES):
         return STRATEGIES[int(word) - 1]
     if word not in STRATEGIES:
-        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r} is unknown{nearest(word, STRATEGIES)}")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r} is unknown{suggest_nearest(word, STRATEGIES)}")
     return word
 
 
@@ -277,7 +278,7 @@ def _parse_version(name: str, value: Any) -> int:
 def _parse_classes(name: str, value: Any) -> tuple[str, ...] | None:
     classes = value.split(",") if isinstance(value, str) else value
     if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(each, str) for each in classes)):
-        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: give names of classes, as a list or words.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: use class names, in a list or separated by commas.")
     return tuple(each.strip() for each in classes) if classes else None
 
 
@@ -295,7 +296,7 @@ def _parse_flag(name: str, value: Any) -> bool:
 
 def _parse_keywords(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value or {}, Mapping):
-        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: give a dict of keywords.")
+        raise InvalidConfig(f"fsdp_config[{name!r}]={value!r}: use a dict of keyword arguments.")
     return value or {}
 
 
@@ -314,6 +315,6 @@ _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def nearest(word: str, allowed: Collection[str]) -> str:
+def suggest_nearest(word: str, allowed: Collection[str]) -> str:
     """The end of an error message about an unknown word. It suggests the nearest allowed word, or lists all."""
     return suggest(word, allowed, f": use one of {', '.join(sorted(allowed))}.")

@@ -33,11 +33,11 @@ def is_sharded(model: Any) -> bool:
 
 
 def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
-    """Shard a model, unless it is sharded already; FSDP2 works in place, FSDP1 returns a wrapper.
+    """Shard a model, unless it is sharded already. FSDP2 works in place, FSDP1 returns a wrapper.
 
     Args:
         model: on any device; with `cpu_ram_efficient_loading` only rank 0 needs its weights.
-        plan: has the settings in `sharding`; if None, a model with tensor parallelism stays as it was loaded.
+        plan: its `sharding` has the settings; with None, a model with tensor parallelism stays as loaded.
 
     Raises:
         InvalidConfig: for classes to wrap that the model does not have.
@@ -50,13 +50,15 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
     units = find_units(model, settings)
     if settings.sync_module_states:
         broadcast_weights(model, torch.device(plan.device))
-    if plan.precision in _HALF:  # as in accelerate, the optimizer steps trained parameters in float32
+    # As in accelerate, the optimizer steps trained parameters in float32.
+    if plan.precision in _HALF:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
     try:
         sharded = (_shard_fsdp1 if settings.version == 1 else _shard_fsdp2)(model, units, plan, settings)
-    except ValueError as error:  # torch's message names neither the argument nor the parameter
+    except ValueError as error:
+        # torch's message names neither the argument nor the parameter.
         raise _explain_error(error, model, settings) from error
     logger.info(
         "The model is sharded by FSDP%d (%s) over %d processes, in %d units.",
@@ -71,7 +73,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard all parameters. FSDP2 keeps gathered ones after a forward pass without a backward pass.
+    """Reshard all parameters. FSDP2 keeps them gathered after a forward pass without a backward pass.
 
     The optimizer holds the sharded parameters, not the gathered ones.
     """
@@ -85,17 +87,18 @@ def _explain_error(error: ValueError, model: nn.Module, settings: FsdpSettings) 
     if isinstance(error, InvalidConfig):
         return error
     scalars = [name for name, parameter in model.named_parameters() if not parameter.ndim]
-    advice = f" Give {' and '.join(scalars)} the shape (1,), or train without fsdp." if scalars else ""
+    advice = f" Reshape {' and '.join(scalars)} to (1,), or train without fsdp." if scalars else ""
     if settings.version == 1 and not scalars:
         advice = " fsdp_config={'version': 2} supports such models."
     return InvalidConfig(f"fsdp: the model cannot be sharded: {str(error).rstrip('.')}.{advice}")
 
 
 def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a sharded model; returns their norm before clipping, over all processes."""
+    """Clip the gradients of a sharded model, and return their global norm before clipping."""
     if isinstance(model, FullyShardedDataParallel):
         return model.clip_grad_norm_(max_norm, norm_type)
-    by_mesh: dict[Any, list[Any]] = {}  # torch cannot compute a norm across meshes
+    # torch cannot compute a norm across meshes.
+    by_mesh: dict[Any, list[Any]] = {}
     for parameter in model.parameters():
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
@@ -109,8 +112,9 @@ def clip_grad_norm(model: Any, max_norm: float, norm_type: float = 2.0) -> torch
 
 @contextlib.contextmanager
 def without_sync(model: Any) -> Iterator[None]:
-    """Accumulate gradients locally in the block; the next backward pass outside it reduces them."""
-    if not isinstance(model, FSDPModule):  # with tensor parallelism alone all ranks have the same batch
+    """Accumulate gradients locally in the block. The next backward pass outside it reduces them."""
+    # With only tensor parallelism, all ranks have the same batch.
+    if not isinstance(model, FSDPModule):
         with model.no_sync() if isinstance(model, FullyShardedDataParallel) else contextlib.nullcontext():
             yield
         return
@@ -131,7 +135,7 @@ def summon_full_parameters(model: Any) -> contextlib.AbstractContextManager[Any]
 
 
 def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
-    """The device mesh. Shards span all ranks, the ranks of one replica, or (hybrid) one node."""
+    """The device mesh. Its shards span all ranks, one replica, or (hybrid) one node."""
     kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
     shape = layout.dp_replicate_size, layout.dp_shard_size
@@ -151,15 +155,15 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
         return []
     if settings.auto_wrap_policy == "SIZE_BASED_WRAP":
         return _large_modules(model, settings.min_num_params)
-    wanted = settings.wrap_classes or tuple(getattr(model, "_no_split_modules", None) or ())
-    there = {type(module).__name__ for module in model.modules()}
-    missing = [name for name in settings.wrap_classes or () if name not in there]
+    class_names = settings.wrap_classes or tuple(getattr(model, "_no_split_modules", None) or ())
+    model_classes = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in settings.wrap_classes or () if name not in model_classes]
     if missing:
         raise InvalidConfig(
             f"fsdp_config['transformer_layer_cls_to_wrap']: the model has no {' or '.join(missing)}; it has "
-            f"{', '.join(sorted(there - {type(model).__name__}))}."
+            f"{', '.join(sorted(model_classes - {type(model).__name__}))}."
         )
-    units = [module for module in reversed(list(model.modules())) if type(module).__name__ in wanted]
+    units = [module for module in reversed(list(model.modules())) if type(module).__name__ in class_names]
     if not units:
         logger.warning(
             "fsdp: the model does not name classes to wrap, so all parameters are gathered at once. Name classes in "
@@ -168,26 +172,31 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     return units
 
 
-def _large_modules(model: nn.Module, least: int) -> list[nn.Module]:
-    """Modules without shared parameters that have at least `least` parameters outside their inner units."""
-    found: list[nn.Module] = []
-    taken: set[int] = set()
+def _large_modules(model: nn.Module, min_size: int) -> list[nn.Module]:
+    """Modules without shared parameters that have at least `min_size` parameters outside their inner units."""
+    units: list[nn.Module] = []
+    unit_parameters: set[int] = set()
     uses = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     for module in reversed(list(model.modules())[1:]):
-        own = [parameter for parameter in module.parameters() if id(parameter) not in taken]
-        shared = any(uses[id(parameter)] > 1 for parameter in own)
-        plain = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        if own and plain and not shared and sum(parameter.numel() for parameter in own) >= least:
-            found.append(module)
-            taken |= {id(parameter) for parameter in own}
-    return found
+        parameters = [parameter for parameter in module.parameters() if id(parameter) not in unit_parameters]
+        has_shared = any(uses[id(parameter)] > 1 for parameter in parameters)
+        is_plain = not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if (
+            parameters
+            and is_plain
+            and not has_shared
+            and sum(parameter.numel() for parameter in parameters) >= min_size
+        ):
+            units.append(module)
+            unit_parameters |= {id(parameter) for parameter in parameters}
+    return units
 
 
 # ---- Before sharding ------------------------------------------------------------------------------------------------
 
 
 def broadcast_weights(model: nn.Module, device: torch.device) -> None:
-    """Broadcast the weights of rank 0; tensors on the meta device are allocated first."""
+    """Broadcast the weights of rank 0. Tensors on the meta device are allocated first."""
     has_empty = False
     for module in model.modules():
         if any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
@@ -195,12 +204,12 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
             has_empty = True
     if has_empty and hasattr(model, "tie_weights"):
         model.tie_weights()  # type: ignore[operator]
-    over_network = "nccl" in distributed.get_backend()
+    needs_device = "nccl" in distributed.get_backend()
     with CollectiveCall("the weights of rank 0"):
         for tensor in (*model.parameters(), *model.buffers()):
-            moved = tensor.detach().to(device) if over_network else tensor.detach()
-            distributed.broadcast(moved, 0)
-            tensor.data.copy_(moved)
+            copy = tensor.detach().to(device) if needs_device else tensor.detach()
+            distributed.broadcast(copy, 0)
+            tensor.data.copy_(copy)
 
 
 # ---- FSDP1 and FSDP2 ------------------------------------------------------------------------------------------------
@@ -209,14 +218,14 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
     device, dtype = torch.device(plan.device), _HALF.get(plan.precision)
     if settings.cpu_offload and device.type == "cpu":
-        raise InvalidConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: leave it out.")
-    members = set(units)
+        raise InvalidConfig("fsdp='offload' moves parameters from a GPU, but training is on the CPU: remove 'offload'.")
+    unit_set = set(units)
     name, prefetch = settings.strategy.upper(), settings.backward_prefetch
-    wrapped = FullyShardedDataParallel(
+    wrapper = FullyShardedDataParallel(
         model,
         device_mesh=make_device_mesh(plan),
         sharding_strategy=fsdp.ShardingStrategy["_" + name if name.endswith("ZERO2") else name],
-        auto_wrap_policy=CustomPolicy(members.__contains__),
+        auto_wrap_policy=CustomPolicy(unit_set.__contains__),
         cpu_offload=fsdp.CPUOffload(offload_params=settings.cpu_offload),
         mixed_precision=None if dtype is None else fsdp.MixedPrecision(dtype, dtype, dtype),
         device_id=device,
@@ -226,38 +235,38 @@ def _shard_fsdp1(model: nn.Module, units: list[nn.Module], plan: LightningPlan, 
         backward_prefetch=None if prefetch == "NO_PREFETCH" else fsdp.BackwardPrefetch[prefetch],
     )
     if settings.activation_checkpointing:
-        _checkpoint_activations(wrapped, members, settings)
-    return wrapped
+        _checkpoint_activations(wrapper, unit_set, settings)
+    return wrapper
 
 
 def _shard_fsdp2(model: nn.Module, units: list[nn.Module], plan: LightningPlan, settings: FsdpSettings) -> nn.Module:
     if settings.activation_checkpointing:
         units = _checkpoint_activations(model, set(units), settings)
-    pinned, dtype = torch.device(plan.device).type != "cpu", _HALF.get(plan.precision)
-    keywords: dict[str, Any] = {
+    can_pin, dtype = torch.device(plan.device).type != "cpu", _HALF.get(plan.precision)
+    options: dict[str, Any] = {
         "mesh": make_device_mesh(plan),
-        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=pinned) if settings.cpu_offload else fsdp.OffloadPolicy(),
+        "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=can_pin) if settings.cpu_offload else fsdp.OffloadPolicy(),
         # Outputs stay in float32: a half-precision loss has a resolution of 0.02 in logs, and overflows when scaled.
         "mp_policy": fsdp.MixedPrecisionPolicy() if dtype is None else fsdp.MixedPrecisionPolicy(dtype, dtype),
     }
-    reshards = settings.strategy == "full_shard"
+    should_reshard = settings.strategy == "full_shard"
     for unit in units:
-        fsdp.fully_shard(unit, reshard_after_forward=reshards, **keywords)
+        fsdp.fully_shard(unit, reshard_after_forward=should_reshard, **options)
     # The outermost unit is needed first in the backward pass, so torch's default keeps it gathered.
-    fsdp.fully_shard(model, reshard_after_forward=None if reshards else False, **keywords)
+    fsdp.fully_shard(model, reshard_after_forward=None if should_reshard else False, **options)
     return model
 
 
 def _checkpoint_activations(model: nn.Module, units: set[nn.Module], settings: FsdpSettings) -> list[nn.Module]:
     """Wrap the units for activation checkpointing.
 
-    Returns the wrappers. FSDP must wrap these, so that recomputation does not gather again.
+    Returns the wrappers, which FSDP must wrap, so that recomputation does not gather again.
     """
     wrappers: list[nn.Module] = []
 
     def wrap(module: nn.Module) -> nn.Module:
-        wrapped = wrapping.checkpoint_wrapper(module, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT)
-        wrappers.append(wrapping.offload_wrapper(wrapped) if settings.activation_checkpointing_offload else wrapped)
+        wrapper = wrapping.checkpoint_wrapper(module, checkpoint_impl=wrapping.CheckpointImpl.NO_REENTRANT)
+        wrappers.append(wrapping.offload_wrapper(wrapper) if settings.activation_checkpointing_offload else wrapper)
         return wrappers[-1]
 
     wrapping.apply_activation_checkpointing(model, wrap, units.__contains__)

@@ -1,4 +1,4 @@
-"""`LightningPlan`: everything that a `lightning.Trainer` needs; `Layout`: how its processes share the model."""
+"""Defines `LightningPlan`, the settings of a `lightning.Trainer`, and `Layout`, which splits its processes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from hftrainer.errors import InvalidConfig
 from hftrainer.parallel.config_files import env_flag
-from hftrainer.parallel.fsdp_settings import FsdpSettings, nearest
+from hftrainer.parallel.fsdp_settings import FsdpSettings, suggest_nearest
 
 if TYPE_CHECKING:
     from hftrainer.parallel.processes import Processes
 
-#: Sizes in `parallelism_config` → why more than one process is not supported; None if it is.
+#: Sizes in `parallelism_config` → why a size above 1 is not supported; None if it is supported.
 _SIZES = {
     **dict.fromkeys(("dp_replicate_size", "dp_shard_size", "tp_size")),
     "cp_size": "ring attention needs hooks around the model that Lightning's loop does not have",
@@ -25,8 +25,8 @@ _SIZES = {
 #: Keys with details of one kind of parallelism. They have no effect: the other kinds have size 1, and tensor
 #: parallelism has no details.
 _DETAILS = ("cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler")
-#: Key of transformers' `DistributedConfig` → kind of parallelism that we do not support.
-_LOADED_REFUSED = {"pp_size": "pipeline", "ep_size": "expert"}
+#: Key of transformers' `DistributedConfig` → unsupported kind of parallelism.
+_UNSUPPORTED_SIZES = {"pp_size": "pipeline", "ep_size": "expert"}
 
 
 @dataclass(frozen=True)
@@ -58,49 +58,51 @@ class Layout:
         return ", ".join(f"{name}={size}" for name, size in named if size > 1) or "one process"
 
 
-def read_layout(given: Any, model: Any = None, environment: Mapping[str, str] = os.environ) -> Layout:
-    """The layout of `parallelism_config`, or else of the launcher, or else of the loaded model.
+def read_layout(config: Any, model: Any = None, environment: Mapping[str, str] = os.environ) -> Layout:
+    """The layout of `parallelism_config`, else of the launcher, else of the loaded model.
 
     Args:
-        given: a dict, accelerate's `ParallelismConfig`, or None.
+        config: a dict, accelerate's `ParallelismConfig`, or None.
         model: the model, if it exists: transformers may have split it while loading.
         environment: the environment variables, which hold the settings of `accelerate launch`.
 
     Raises:
         InvalidConfig: for unknown keys (the message suggests the nearest), for sizes that are invalid or not supported,
-            and if the model has been split differently.
+            and if transformers split the model differently.
     """
-    asked = _parse_sizes(_given_sizes(given, environment))
+    requested_layout = _parse_sizes(_read_sizes(config, environment))
     loaded = loaded_layout(model)
-    if loaded in (Layout(), asked):
-        return asked
-    if asked != Layout():
-        raise InvalidConfig(f"parallelism_config sets {asked}, but the model was loaded with {loaded}.")
+    if loaded in (Layout(), requested_layout):
+        return requested_layout
+    if requested_layout != Layout():
+        raise InvalidConfig(f"parallelism_config sets {requested_layout}, but the model was loaded with {loaded}.")
     return loaded
 
 
-def _given_sizes(given: Any, environment: Mapping[str, str]) -> dict[str, Any]:
-    if given is None and env_flag("ACCELERATE_USE_PARALLELISM_CONFIG", environment=environment):
+def _read_sizes(config: Any, environment: Mapping[str, str]) -> dict[str, Any]:
+    if config is None and env_flag("ACCELERATE_USE_PARALLELISM_CONFIG", environment=environment):
         return {name: environment.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") for name in _SIZES}
-    if given is None:
+    if config is None:
         return {}
-    if not isinstance(given, Mapping):
-        if not hasattr(given, "dp_replicate_size"):
-            raise InvalidConfig(f"parallelism_config={given!r}: give a dict of sizes or a ParallelismConfig.")
-        return {name: getattr(given, name, 1) for name in _SIZES}
-    for name in given:
+    if not isinstance(config, Mapping):
+        if not hasattr(config, "dp_replicate_size"):
+            raise InvalidConfig(f"parallelism_config={config!r}: use a dict of sizes or a ParallelismConfig.")
+        return {name: getattr(config, name, 1) for name in _SIZES}
+    for name in config:
         if name not in (*_SIZES, *_DETAILS):
-            raise InvalidConfig(f"parallelism_config: {name!r} is not a valid key{nearest(name, (*_SIZES, *_DETAILS))}")
-    return {name: value for name, value in given.items() if name in _SIZES and value is not None}
+            raise InvalidConfig(
+                f"parallelism_config: {name!r} is not a valid key{suggest_nearest(name, (*_SIZES, *_DETAILS))}"
+            )
+    return {name: value for name, value in config.items() if name in _SIZES and value is not None}
 
 
-def _parse_sizes(given: dict[str, Any]) -> Layout:
-    for name, value in given.items():
+def _parse_sizes(sizes: dict[str, Any]) -> Layout:
+    for name, value in sizes.items():
         if isinstance(value, bool) or not str(value).isdigit() or int(value) < 1:
             raise InvalidConfig(f"parallelism_config[{name!r}]={value!r}: it must be a positive number of processes.")
         if (reason := _SIZES[name]) is not None and int(value) > 1:
             raise InvalidConfig(f"parallelism_config[{name!r}] is not supported: {reason}. Use dp_shard_size or fsdp.")
-    return Layout(**{name: int(value) for name, value in given.items() if _SIZES[name] is None})
+    return Layout(**{name: int(value) for name, value in sizes.items() if _SIZES[name] is None})
 
 
 def loaded_layout(model: Any) -> Layout:
@@ -112,7 +114,7 @@ def loaded_layout(model: Any) -> Layout:
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if config is None or not getattr(model, "_is_distributed_loading_by_transformers", False):
         return Layout()
-    for name, kind in _LOADED_REFUSED.items():
+    for name, kind in _UNSUPPORTED_SIZES.items():
         if (getattr(config, name, None) or 1) > 1:
             raise InvalidConfig(
                 f"The model was loaded with {name}={getattr(config, name)}, but {kind} parallelism is not supported "
@@ -125,19 +127,19 @@ def check_layout(layout: Layout, fsdp: FsdpSettings | None, world_size: int) -> 
     """An error message for each contradiction between a layout and the other arguments."""
     if layout == Layout():
         return []
-    found = []
+    errors = []
     if layout.total_size != world_size:
-        found.append(f"parallelism_config: {layout} needs {layout.total_size} processes, but there are {world_size}.")
+        errors.append(f"parallelism_config: {layout} needs {layout.total_size} processes, but there are {world_size}.")
     if fsdp is not None and fsdp.version == 1:
-        found.append("parallelism_config needs FSDP2: leave out the keys of FSDP1, or leave out parallelism_config.")
+        errors.append("parallelism_config needs FSDP2: remove the keys of FSDP1, or parallelism_config.")
     elif fsdp is not None and not layout.shards:
-        found.append(
+        errors.append(
             f"fsdp shards over dp_shard_size processes, but parallelism_config ({layout}) has one: set dp_shard_size, "
-            "or leave out fsdp."
+            "or remove fsdp."
         )
     if layout.tp_size > 1 and layout.dp_replicate_size > 1 and not layout.shards:
-        found.append("parallelism_config: with tp_size, copies must be sharded: set dp_shard_size too.")
-    return found
+        errors.append("parallelism_config: with tp_size, replicas must be sharded: set dp_shard_size too.")
+    return errors
 
 
 def check_model_layout(layout: Layout, model: Any) -> str | None:
@@ -145,7 +147,7 @@ def check_model_layout(layout: Layout, model: Any) -> str | None:
     loaded = loaded_layout(model)
     if loaded == Layout() and layout.tp_size > 1:
         return (
-            f"parallelism_config['tp_size']={layout.tp_size}: each process has the whole model. Load it with "
+            f"parallelism_config['tp_size']={layout.tp_size}: each process has the full model. Load it with "
             f"from_pretrained(..., distributed_config=DistributedConfig(tp_size={layout.tp_size}, "
             f"fsdp_size={layout.dp_shard_size})) of transformers, or shard it with fsdp."
         )
@@ -168,21 +170,21 @@ class LightningPlan:
     Attributes:
         accelerator: name of Lightning's accelerator.
         device: the torch device, as a string.
-        precision: Lightning's precision; mixed ones wrap the model's forward pass only.
+        precision: Lightning's precision; mixed precision applies to the model's forward pass only.
         accumulate_grad_batches: micro-batches per optimizer step.
         deterministic: whether torch is restricted to deterministic kernels.
         default_root_dir: where Lightning callbacks write by default.
         processes: the processes of the run.
         process_group_backend: backend of the process group; None uses the device's default.
         timeout: timeout of a collective operation, in seconds.
-        ddp: the given keywords of `DistributedDataParallel`.
+        ddp: the user's keyword arguments of `DistributedDataParallel`.
         sharding: how FSDP shards the model; None without FSDP.
         layout: how the processes share the model and the batches.
         deepspeed: DeepSpeed's configuration; None without DeepSpeed.
         async_checkpoint: whether checkpoints are written in the background.
         stop_on_save_error: whether training stops if a checkpoint cannot be written.
-        read_once: argument → its value when the plan was made, for arguments whose later changes have no effect.
-        config: further keywords of `lightning.Trainer`, from `lightning_config`; they override the others.
+        read_once: argument → its value when the plan was made; later changes of these have no effect.
+        config: keyword arguments of `lightning.Trainer` from `lightning_config`; they override the others.
     """
 
     accelerator: str
@@ -210,7 +212,7 @@ class LightningPlan:
 
     @property
     def saves_dcp(self) -> bool:
-        """Whether checkpoints hold weights and optimizer in one folder of torch's distributed checkpoints."""
+        """Whether weights and optimizer are saved as one of torch's distributed checkpoints."""
         return self.read_once.get("checkpoint_format") == "dcp"
 
     @property
@@ -232,12 +234,12 @@ class LightningPlan:
         return self.sharding is not None and self.sharding.xla is not None and self.sharding.xla.spmd
 
     def trainer_keywords(self) -> dict[str, Any]:
-        """Keywords of `lightning.Trainer` that follow from the arguments, as plain values."""
-        # True if each process sees only its own device, under another index than its local rank.
-        sees_only_own = torch.device(self.device).index not in (None, self.processes.local_rank)
+        """Keyword arguments of `lightning.Trainer` that follow from the training arguments."""
+        # True if each process sees only one device, whose index is not its local rank.
+        has_one_device = torch.device(self.device).index not in (None, self.processes.local_rank)
         return {
             "accelerator": self.accelerator,
-            "devices": 1 if sees_only_own else self.processes.local_world_size,
+            "devices": 1 if has_one_device else self.processes.local_world_size,
             "num_nodes": self.processes.nodes,
             "precision": self.precision,
             "accumulate_grad_batches": self.accumulate_grad_batches,

@@ -1,4 +1,4 @@
-"""torch's process group: connects the ranks, makes a group for CPU tensors, leaves at exit, and names lost ranks."""
+"""Connects the ranks by torch's process group, leaves it at exit, and names lost ranks."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def start_in_thread(work: Callable[[], T]) -> Future[T]:
     return job
 
 
-def wait_for_peers(connect: Callable[[], T], timeout: timedelta, lost: str) -> T:
-    """Connect the ranks by `connect`, and return its result.
+def wait_for_peers(connect: Callable[[], T], timeout: timedelta, message: str) -> T:
+    """Connect the ranks with `connect`, and return its result.
 
     gloo has no timeout for a rank that hangs after it published its address, so `connect` runs in a thread.
 
     Args:
-        connect: called once.
+        connect: the function that connects; called once.
         timeout: timeout of each step of `connect`.
-        lost: the error message if ranks do not connect in time.
+        message: the error message if ranks do not connect in time.
 
     Raises:
         RanksLost: if ranks do not connect in time.
@@ -60,37 +60,38 @@ def wait_for_peers(connect: Callable[[], T], timeout: timedelta, lost: str) -> T
     try:
         return start_in_thread(connect).result(timeout.total_seconds() + _GRACE)
     except (distributed.DistError, futures.TimeoutError) as error:
-        raise RanksLost(lost) from error
+        raise RanksLost(message) from error
 
 
 @functools.cache
-def cpu_group(timeout: timedelta, own: bool = False) -> Any:
+def cpu_group(timeout: timedelta, is_separate: bool = False) -> Any:
     """A process group for tensors in CPU memory; None means the default group.
 
     Args:
         timeout: timeout of a collective operation.
-        own: never the default group, so that another thread can communicate at the same time.
+        is_separate: never use the default group, so that another thread can communicate at the same time.
     """
-    if "gloo" in distributed.get_backend() and not own:
+    if "gloo" in distributed.get_backend() and not is_separate:
         return None
-    lost = (
+    message = (
         f"The ranks could not create a gloo group for CPU tensors within ddp_timeout={timeout.total_seconds():g} "
         "s. See the logs of the other ranks."
     )
-    return wait_for_peers(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, lost)
+    return wait_for_peers(lambda: distributed.new_group(backend="gloo", timeout=timeout), timeout, message)
 
 
 @functools.cache
 def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A device mesh, created once for these dimensions: its process groups exist until the ranks disconnect."""
-    from torch.distributed.device_mesh import init_device_mesh  # not needed without sharding
+    """A device mesh, created once for these dimensions. Its process groups exist until the ranks disconnect."""
+    # Only sharding needs this import.
+    from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
 @functools.cache
 def disconnect_at_exit() -> None:
-    """Leave the process group at exit. Functions that are registered with `atexit` later run before it."""
+    """Leave the process group at exit. `atexit` functions that are registered later run before it."""
     atexit.register(disconnect)
 
 
@@ -102,11 +103,13 @@ def disconnect() -> None:
     else holds a reference to the group, as DeepSpeed's engines and a script's wrapped model do to the end.
     """
     if distributed.is_initialized():
-        cpu_group.cache_clear()  # another Trainer may join a new group
+        # Another Trainer may join a new group.
+        cpu_group.cache_clear()
         device_mesh.cache_clear()
         gc.collect()
         distributed.destroy_process_group()
-        time.sleep(_THREAD_CLEANUP)  # releases the GIL
+        # Sleeping releases the GIL.
+        time.sleep(_THREAD_CLEANUP)
 
 
 #: Messages of gloo's plain RuntimeErrors when another process has exited or is late.
@@ -129,9 +132,10 @@ def is_communication_error(error: BaseException) -> bool:
 
 
 class CollectiveCall:
-    """Turns a failed collective operation into a `RanksLost` error. It names what was awaited, and the lost ranks.
+    """Turns a failed collective operation into a `RanksLost` error.
 
-    A class, because it is entered at every step and a generator would be slower.
+    The error names the operation and the lost ranks. Each step enters this
+    class, so it is not a slower generator.
 
     Args:
         what: completes "while it waited for ...".
@@ -148,10 +152,10 @@ class CollectiveCall:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Replace an error of communication.
+        """Replace a communication error.
 
         Raises:
-            RanksLost: instead of such an error.
+            RanksLost: instead of the communication error.
         """
         if error is not None and is_communication_error(error) and not isinstance(error, RanksLost):
             raise RanksLost(lost_ranks_message(self._what)) from error
@@ -159,7 +163,7 @@ class CollectiveCall:
 
 def lost_ranks_message(what: str) -> str:
     """The error message about lost ranks, found by a roll call among the remaining ranks."""
-    lost = _lost_ranks()
+    lost = _find_lost_ranks()
     names = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}" if lost else "other ranks"
     return (
         f"Rank {distributed.get_rank()} has lost {names} while it waited for {what}: a process has ended, or did not "
@@ -168,25 +172,27 @@ def lost_ranks_message(what: str) -> str:
     )
 
 
-def _lost_ranks() -> list[int]:
-    """The ranks that do not answer a roll call in the group's store. Rank 0 if the store itself is lost."""
-    own = distributed.get_rank()
-    missing = set(range(distributed.get_world_size())) - {own}
-    reached = threading.Event()
+def _find_lost_ranks() -> list[int]:
+    """The ranks that do not answer a roll call in the group's store; rank 0 if the store is lost."""
+    this_rank = distributed.get_rank()
+    missing = set(range(distributed.get_world_size())) - {this_rank}
+    store_answered = threading.Event()
 
     def call() -> None:
-        with contextlib.suppress(distributed.DistError):  # the store is gone
+        # The process with the store may have ended.
+        with contextlib.suppress(distributed.DistError):
             store = distributed.distributed_c10d._get_default_store()
-            store.set(f"hftrainer/present/{own}", "1")
-            store.check([f"hftrainer/present/{own}"])  # `check` waits for the store's answer, `set` does not
-            reached.set()
+            store.set(f"hftrainer/present/{this_rank}", "1")
+            # `check` waits for the store's answer, `set` does not.
+            store.check([f"hftrainer/present/{this_rank}"])
+            store_answered.set()
             deadline = time.monotonic() + _ROLL_CALL
             while missing and time.monotonic() < deadline:
                 missing.difference_update([rank for rank in missing if store.check([f"hftrainer/present/{rank}"])])
                 time.sleep(0.05)
 
-    # If the process with the store hangs, this daemon thread never ends: stop waiting for it.
+    # If the process with the store hangs, the thread never ends: wait for a limited time.
     thread = threading.Thread(target=call, name="roll-call", daemon=True)
     thread.start()
     thread.join(_ROLL_CALL + 1)
-    return sorted(missing) if reached.is_set() else [0]
+    return sorted(missing) if store_answered.is_set() else [0]

@@ -13,7 +13,7 @@ from hftrainer.parallel.processes import Processes
 
 
 class DistributedType(str, Enum):
-    """Accelerate's names for the kinds of processes; equal to its own members and to their values."""
+    """Accelerate's names for the kinds of processes. Members equal accelerate's members and their values."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -36,7 +36,7 @@ class DistributedType(str, Enum):
 
 
 class ProcessState:
-    """The processes of a run, seen from this one.
+    """The processes of a run, from the view of this process.
 
     Args:
         processes: rank and world size of this process.
@@ -60,16 +60,16 @@ class ProcessState:
         self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
         self.use_distributed = processes.several
-        connected = processes.several and torch.distributed.is_initialized()
-        self.backend = torch.distributed.get_backend() if connected else None
+        is_connected = processes.several and torch.distributed.is_initialized()
+        self.backend = torch.distributed.get_backend() if is_connected else None
         self.debug = False
         self.initialized = True
         vars(self).update(more)
 
     def __repr__(self) -> str:
-        shown = ("distributed_type", "num_processes", "process_index", "local_process_index", "device")
+        names = ("distributed_type", "num_processes", "process_index", "local_process_index", "device")
         precision = ("mixed_precision",) if hasattr(self, "mixed_precision") else ()
-        return "".join(f"{name}: {getattr(self, name)}\n" for name in (*shown, *precision))
+        return "".join(f"{name}: {getattr(self, name)}\n" for name in (*names, *precision))
 
     def wait_for_everyone(self) -> None:
         """Wait for the other processes."""
@@ -90,7 +90,7 @@ class ProcessState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this rank's part of a sequence, tensor or dict. The first ranks may get one item more.
+        """Yield this rank's part of a sequence, tensor or dict. The first ranks may get one more item.
 
         Args:
             inputs: the data to split; the values of a dict have the same length.
@@ -113,7 +113,7 @@ _ACCUMULATION_DEFAULTS = {"adjust_scheduler": True, "sync_with_dataloader": True
 
 
 class GradientState:
-    """Has the attributes of accelerate's `GradientState`, for the prepared loaders.
+    """Provides the attributes of accelerate's `GradientState`, for the prepared loaders.
 
     Args:
         loaders: the prepared loaders that still exist.
@@ -121,13 +121,13 @@ class GradientState:
         accumulation: the values of accelerate's accumulation plugin.
 
     Attributes:
-        plugin_kwargs: values that differ from its defaults. Scripts may change `num_steps`, which divides gradients.
+        plugin_kwargs: values that differ from accelerate's. Scripts may change `num_steps`, which divides gradients.
         sync_gradients: whether this micro-batch ends an optimizer step.
     """
 
     def __init__(self, loaders: Iterable[Any], processes: int, accumulation: Mapping[str, Any]) -> None:
         self._loaders = loaders
-        self._shown = loaders
+        self._visible_loaders = loaders
         self._processes = processes
         self.sync_gradients = True
         self.plugin_kwargs: dict[str, Any] = {
@@ -138,7 +138,7 @@ class GradientState:
         self.sync_with_dataloader = bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Set whether this micro-batch ends an optimizer step; scripts' copies of transformers' loop call this."""
+        """Set whether this micro-batch ends an optimizer step. Scripts' copies of transformers' loop call this."""
         self.sync_gradients = sync_gradients
 
     @property
@@ -149,18 +149,18 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The loader whose iteration started last; None outside of iterations."""
-        active = (loader for loader in self._shown if loader.position.iteration)
+        active = (loader for loader in self._visible_loaders if loader.position.iteration)
         return max(active, key=lambda loader: loader.position.iteration, default=None)
 
     @contextlib.contextmanager
-    def only(self, loader: Any) -> Iterator[None]:
-        """Make `loader` the only active one in the block, since the training loader stays open in evaluations."""
-        before = self._shown
-        self._shown = [known for known in self._loaders if known is loader]
+    def limit_to(self, loader: Any) -> Iterator[None]:
+        """Ignore all loaders but one in the block: the training loader stays open in evaluations."""
+        previous_loaders = self._visible_loaders
+        self._visible_loaders = [candidate for candidate in self._loaders if candidate is loader]
         try:
             yield
         finally:
-            self._shown = before
+            self._visible_loaders = previous_loaders
 
     @property
     def in_dataloader(self) -> bool:
@@ -180,5 +180,6 @@ class GradientState:
         size = None if loader is None else loader.samples_per_batch
         try:
             return -1 if size is None else len(loader.dataset) % (size * self._processes)
-        except TypeError:  # a dataset without a length
+        except TypeError:
+            # The dataset has no length.
             return -1

@@ -39,7 +39,7 @@ _group_numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Processes(RankInfo):
-    """The processes of a run, seen from one of them.
+    """The processes of a run, from the view of one of them.
 
     Attributes:
         tp_size: number of consecutive ranks that split each layer's computation and get the same batches.
@@ -50,9 +50,9 @@ class Processes(RankInfo):
     timeout: timedelta = timedelta(minutes=30)
 
     @classmethod
-    def at(cls, rank_info: RankInfo, **more: Any) -> Processes:
+    def at(cls, rank_info: RankInfo, **fields: Any) -> Processes:
         """The processes of a run, from the ranks that a launcher has set."""
-        return cls(**vars(rank_info), **more)
+        return cls(**vars(rank_info), **fields)
 
     @property
     def several(self) -> bool:
@@ -72,7 +72,7 @@ class Processes(RankInfo):
     def connect(
         self, device: torch.device, backend: str | None, timeout: timedelta, *, allow_single_process: bool = False
     ) -> None:
-        """Join the process group, unless the script already has.
+        """Join the process group, unless the script has joined it.
 
         Args:
             device: the device of this process.
@@ -87,8 +87,8 @@ class Processes(RankInfo):
         # If imported later, this module would hold a reference to the group, which could then not be destroyed.
         importlib.import_module("torch.distributed.nn.functional")
         # On XLA, only gradients are communicated on the device.
-        chosen = "gloo" if device.type == "xla" else backend or distributed.get_default_backend_for_device(device)
-        lost = (
+        backend_name = "gloo" if device.type == "xla" else backend or distributed.get_default_backend_for_device(device)
+        message = (
             f"Rank {self.rank} could not connect to the other {self.world_size - 1} at {self.address}:{self.port} "
             f"within ddp_timeout={timeout.total_seconds():g} s: see their own messages, and check that each process "
             "was started and reaches that address."
@@ -97,14 +97,15 @@ class Processes(RankInfo):
         def join() -> None:
             size = self.world_size
             store: Any = distributed.HashStore()  # type: ignore[attr-defined]
-            if self.address is not None:  # otherwise this is the only process, without a launcher
+            # Without an address, this is the only process and has no launcher.
+            if self.address is not None:
                 store, _, _ = next(rendezvous(f"tcp://{self.address}:{self.port}", self.rank, size, timeout=timeout))
                 store.set_timeout(timeout)
-                # A new prefix hides the addresses that an earlier group left there.
+                # A new prefix hides the addresses that an earlier group left in the store.
                 store = PrefixStore(f"meeting {next(_group_numbers)}", store)
-            distributed.init_process_group(chosen, store=store, rank=self.rank, world_size=size, timeout=timeout)
+            distributed.init_process_group(backend_name, store=store, rank=self.rank, world_size=size, timeout=timeout)
 
-        wait_for_peers(join, timeout, lost)
+        wait_for_peers(join, timeout, message)
         disconnect_at_exit()
 
     def barrier(self) -> None:
@@ -133,28 +134,28 @@ class Processes(RankInfo):
         return result
 
     def from_main(self, decide: Callable[[], T]) -> T:
-        """The result of `decide` in rank 0, broadcast to all ranks; if it raises, all ranks raise."""
+        """The result of `decide` on rank 0, broadcast to all ranks. If it raises, all ranks raise."""
         if not self.several:
             return decide()
-        found: Any = [_call(decide) if self.rank == 0 else None]
-        with CollectiveCall("what rank 0 decides"):
-            distributed.broadcast_object_list(found)
-        return _unwrap_outcome(found[0])
+        outcomes: Any = [_call(decide) if self.rank == 0 else None]
+        with CollectiveCall("a decision of rank 0"):
+            distributed.broadcast_object_list(outcomes)
+        return _unwrap_outcome(outcomes[0])
 
     def scatter(self, make: Callable[[], list[T]]) -> T:
-        """Scatter the items that rank 0 makes, through CPU memory; returns this rank's item.
+        """Scatter items from rank 0 through CPU memory, and return this rank's item.
 
         Args:
-            make: called in rank 0 only; returns one item per process. If it raises, all ranks raise.
+            make: called on rank 0 only; returns one item per process. If it raises, all ranks raise.
         """
         items: list[Any] | None = None
         if self.rank == 0:
-            made, error = _call(make)
-            items = [(None, error)] * self.world_size if made is None else [(item, None) for item in made]
-        received: Any = [None]
-        with CollectiveCall("its part of what rank 0 has read"):
-            distributed.scatter_object_list(received, items, group=cpu_group(self.timeout))
-        return _unwrap_outcome(received[0])
+            new_items, error = _call(make)
+            items = [(None, error)] * self.world_size if new_items is None else [(item, None) for item in new_items]
+        outcomes: Any = [None]
+        with CollectiveCall("its item from rank 0"):
+            distributed.scatter_object_list(outcomes, items, group=cpu_group(self.timeout))
+        return _unwrap_outcome(outcomes[0])
 
     def gather(self, data: Any, pad_index: int = -100, *, objects: bool = False, distinct: bool = False) -> Any:
         """Gather the rows of all processes, in the order of ranks.
@@ -164,37 +165,37 @@ class Processes(RankInfo):
                 `rows` and `length` may differ between processes; `length` is padded on the right.
             pad_index: value with which shorter rows are padded.
             objects: treat each list as a sequence of samples of any type, and concatenate the lists.
-            distinct: take the rows of only one rank of each tensor-parallel group.
+            distinct: use the rows of only one rank of each tensor-parallel group.
 
         Raises:
-            TypeError: for anything but tensors, unless it is in lists and `objects` is set.
+            TypeError: for values that are not tensors, unless they are in lists and `objects` is set.
         """
         if not self.several:
             return data
 
-        def gathered(leaf: Any) -> Any:
+        def gather_leaf(leaf: Any) -> Any:
             if isinstance(leaf, list):
                 return self.gather_objects(leaf, distinct) if objects else self._gather_list(leaf, pad_index, distinct)
-            return _gathered(leaf, pad_index, self.tp_size if distinct else 1)
+            return _gather_leaf(leaf, pad_index, self.tp_size if distinct else 1)
 
         with CollectiveCall("the rows of all ranks"):
-            return map_leaves(data, (list, *LEAVES), gathered)
+            return map_leaves(data, (list, *LEAVES), gather_leaf)
 
     def gather_numbers(self, number: torch.Tensor, *, distinct: bool = False) -> torch.Tensor:
-        """Gather one number of each process, shape `(processes,)`, without waiting for an accelerator.
+        """Gather one number from each process, shape `(processes,)`, without waiting for an accelerator.
 
         Unlike `gather`, it needs neither a barrier nor the shapes on the other ranks.
 
         Args:
             number: one element, of the same type in every process.
-            distinct: take the number of only one rank of each tensor-parallel group.
+            distinct: use the number of only one rank of each tensor-parallel group.
         """
         if not self.several:
             return number.reshape(1)
-        own = _on_backend_device(number).reshape(1)
-        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        local_number = _on_backend_device(number).reshape(1)
+        parts = [torch.empty_like(local_number) for _ in range(self.world_size)]
         with CollectiveCall("the numbers of all ranks"):
-            distributed.all_gather(parts, own)
+            distributed.all_gather(parts, local_number)
         return torch.cat(parts[:: self.tp_size if distinct else 1]).to(number.device)
 
     def gather_for_torchmetrics(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
@@ -217,7 +218,7 @@ class Processes(RankInfo):
 
     @staticmethod
     def first_rows(data: Any, count: int, *, objects: bool = False) -> Any:
-        """The first rows of tensors in nested containers, or with `objects` of lists; scalars are kept."""
+        """The first rows of tensors in nested containers, and with `objects` of lists. Scalars are unchanged."""
         if objects and not isinstance(data, torch.Tensor):
             return map_leaves(data, list, lambda items: items[:count])
         return map_leaves(data, (torch.Tensor, np.ndarray), lambda rows: rows[:count] if rows.ndim else rows)
@@ -226,10 +227,10 @@ class Processes(RankInfo):
         """Gather sequences of picklable items from all processes into one list; `distinct` as in `gather`."""
         if not self.several:
             return items
-        gathered: list[Any] = [None] * self.world_size
+        parts: list[Any] = [None] * self.world_size
         with CollectiveCall("the objects of all ranks"):
-            distributed.all_gather_object(gathered, items)
-        return [item for part in gathered[:: self.tp_size if distinct else 1] for item in part]
+            distributed.all_gather_object(parts, items)
+        return [item for part in parts[:: self.tp_size if distinct else 1] for item in part]
 
     def reduce(self, data: Any, reduction: str = "sum") -> Any:
         """All-reduce tensors in nested containers: 'sum', 'mean', 'max', or 'none' for no change.
@@ -242,16 +243,16 @@ class Processes(RankInfo):
         if not self.several or reduction == "none":
             return data
 
-        def reduced(tensor: torch.Tensor) -> torch.Tensor:
+        def reduce_tensor(tensor: torch.Tensor) -> torch.Tensor:
             result = _on_backend_device(tensor).clone()
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
             return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
         with CollectiveCall("a reduction over all ranks"):
-            return map_leaves(data, torch.Tensor, reduced)
+            return map_leaves(data, torch.Tensor, reduce_tensor)
 
     def pad(self, data: Any, dim: int, pad_index: int, pad_first: bool) -> Any:
-        """Pad tensors in nested containers, in one dimension, to the longest of all processes."""
+        """Pad a dimension of tensors in nested containers to the longest of all processes."""
 
         def pad(tensor: torch.Tensor) -> torch.Tensor:
             if not -tensor.ndim <= dim < tensor.ndim:
@@ -260,15 +261,15 @@ class Processes(RankInfo):
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _pad_tensor(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
-        with CollectiveCall("the sizes in all ranks"):
+        with CollectiveCall("the sizes on all ranks"):
             return map_leaves(data, torch.Tensor, pad) if self.several else data
 
-    def split_for_rank(self, items: Any, padded: bool) -> Any:
-        """The part of this rank of a sequence or tensor. Unless `padded`, the first ranks may get one item more."""
-        least, extra = divmod(len(items), self.world_size)
-        start = self.rank * least + min(self.rank, extra)
-        part = items[start : start + least + (self.rank < extra)]
-        missing = least + (extra > 0) - len(part) if padded else 0
+    def split_for_rank(self, items: Any, apply_padding: bool) -> Any:
+        """The rank's part of a sequence or tensor. Without padding, the first ranks may get one more item."""
+        min_size, remainder = divmod(len(items), self.world_size)
+        start = self.rank * min_size + min(self.rank, remainder)
+        part = items[start : start + min_size + (self.rank < remainder)]
+        missing = min_size + (remainder > 0) - len(part) if apply_padding else 0
         if not missing:
             return part
         if isinstance(items, torch.Tensor):
@@ -297,7 +298,7 @@ class Processes(RankInfo):
 
 
 def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call `work`; returns its result, or its error, to be sent to other ranks."""
+    """Call `work`, and return its result or its error, to send either to other ranks."""
     try:
         return work(), None
     except Exception as error:
@@ -305,7 +306,7 @@ def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _unwrap_outcome(outcome: tuple[T, Exception | None]) -> T:
-    """The result of `_call` on rank 0; raises its error on this rank too."""
+    """The result of `_call` on rank 0. Its error is raised on this rank too."""
     value, error = outcome
     if error is not None:
         raise error
@@ -313,19 +314,19 @@ def _unwrap_outcome(outcome: tuple[T, Exception | None]) -> T:
 
 
 def _wait_for_job(job: Future[None] | None) -> bool:
-    """Wait up to `_HEARTBEAT` seconds for the job, and return whether it has ended. Raises its error."""
+    """Wait up to `_HEARTBEAT` seconds for the job, and return whether it ended. Raises its error."""
     assert job is not None
-    ended = futures.wait([job], _HEARTBEAT).done
-    for each in ended:
-        each.result()
-    return bool(ended)
+    ended_jobs = futures.wait([job], _HEARTBEAT).done
+    for ended_job in ended_jobs:
+        ended_job.result()
+    return bool(ended_jobs)
 
 
 def map_leaves(data: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
     """A copy of nested data with `function` applied to each value of `kinds`.
 
-    Mappings, sequences and instances of dataclasses keep their type. A container that is one of `kinds` is passed as a
-    whole, and values of other types are kept.
+    Mappings, sequences and instances of dataclasses keep their type. A container that is one of `kinds` is passed to
+    `function` itself. Values of other types are unchanged.
     """
     if isinstance(data, kinds):
         return function(data)
@@ -351,19 +352,21 @@ def rebuild_container(container: Any, part: Callable[[Any], Any]) -> Any:
 LEAVES = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex)
 
 
-def _gathered(leaf: Any, pad_index: int, every: int) -> Any:
-    from torchmetrics.utilities.distributed import gather_all_tensors  # takes seconds to import
+def _gather_leaf(leaf: Any, pad_index: int, step: int) -> Any:
+    # This import takes seconds.
+    from torchmetrics.utilities.distributed import gather_all_tensors
 
     if isinstance(leaf, np.ndarray):
-        return _gathered(torch.from_numpy(leaf), pad_index, every).cpu().numpy()
+        return _gather_leaf(torch.from_numpy(leaf), pad_index, step).cpu().numpy()
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
             f"Processes can only gather tensors, not {type(leaf).__name__}: return a list with one item per "
             "sample, and set eval_use_gather_object=True."
         )
-    parts = gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::every]
+    parts = gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::step]
     if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
-        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)  # ignore empty parts
+        # Ignore empty parts.
+        longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)
         parts = [_pad_tensor(part[:, :longest], 1, longest, pad_index, False) for part in parts]
     return torch.cat(parts).to(leaf.device)
 

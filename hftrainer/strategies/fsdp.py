@@ -108,7 +108,7 @@ class FsdpStrategy(Strategy):
     @property
     def writes_parts(self) -> bool:  # type: ignore[override]
         """Whether each process writes its part."""
-        return self.plan.saves_dcp or (self.plugin is not None and not self.plugin.whole)
+        return self.plan.saves_dcp or (self.plugin is not None and not self.plugin.has_full_states)
 
     saves_only_parts = writes_parts
 
@@ -138,7 +138,7 @@ class FsdpStrategy(Strategy):
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
         save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts
-        group = cpu_group(self.plan.processes.timeout, own=True) if self.plan.async_checkpoint else None
+        group = cpu_group(self.plan.processes.timeout, is_separate=True) if self.plan.async_checkpoint else None
         write(functools.partial(save, folder=folder, group=group), self._gathered)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:

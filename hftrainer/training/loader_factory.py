@@ -280,7 +280,7 @@ class LoaderFactory(Component):
         args, processes = self.trainer.args, self.trainer.accelerator.processes
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
         asked = "train_sampling_strategy='batch_rebalance'"
-        sampler: Sampler[Any] = peers.of_transformers("trainer_pt_utils", "BatchRebalanceSampler", asked)(
+        sampler: Sampler[Any] = peers.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", asked)(
             lengths=self._lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,
@@ -319,7 +319,7 @@ class LoaderFactory(Component):
                 f"{asked} is for causal language models, whose loss compares each token with the next label; "
                 f"{type(self.components.unwrapped_model).__name__} does not: remove it."
             )
-        kind = peers.of_transformers("data.data_collator", "DataCollatorWithFlattening", asked)
+        kind = peers.import_from_transformers("data.data_collator", "DataCollatorWithFlattening", asked)
         attention = getattr(trainer.model.config, "_attn_implementation", None) or ""
         return FlatCollator(kind(return_flash_attn_kwargs="flash" in attention))
 

@@ -117,7 +117,7 @@ class TrainerSetup(Component):
 
     def default_collator(self) -> Callable[[list[Any]], Any]:
         """The default collator."""
-        if peers.pads(self.trainer.processing_class):
+        if peers.can_pad(self.trainer.processing_class):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
 
@@ -152,7 +152,7 @@ class TrainerSetup(Component):
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
         """Make the handler with all callbacks, and the initial state."""
         trainer = self.trainer
-        defaults = swap.rebound("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
+        defaults = swap.current_value("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
         trainer.callback_handler = CallbackHandler(
             list(defaults), trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler
         )

@@ -23,7 +23,7 @@ from hftrainer.checkpointing.sharded import load_model_parts, load_optimizer
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint
 from hftrainer.hub.download import download_checkpoint
 from hftrainer.parallel.fsdp_settings import read_fsdp
-from hftrainer_deepspeed.settings import configure
+from hftrainer_deepspeed.settings import build_config
 from tests.support import fuzz
 from tests.support.checkpoints import KeepsState, copy_without_manifest, finished, make_trainer
 from tests.support.hub_runs import TOKEN, hub as hub
@@ -241,7 +241,7 @@ def parsed(path):
 def completed(path):
     args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
-    configure(args).with_run_values(args, make_bert(), 10)
+    build_config(args).with_run_values(args, make_bert(), 10)
 
 
 #: Kind of file → its contents, and what reads it.

@@ -152,7 +152,7 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
     with contextlib.suppress(KeyboardInterrupt):
         make_trainer(tmp_path, max_steps=3).train()
     monkeypatch.undo()
-    monkeypatch.setattr(folder_module, "is_left_behind", lambda *_: True)
+    monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
     clear_stale(str(tmp_path))
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3")
     assert names(tmp_path) == ["checkpoint-3"]
@@ -161,7 +161,7 @@ def test_interrupted_while_one_is_replaced(tmp_path, monkeypatch, request, renam
 def test_a_half_copied_one_does_not_hide_the_whole(tmp_path, monkeypatch):
     """Where folders cannot be renamed, a process may die with half of the target there."""
     make_trainer(tmp_path, max_steps=3).train()
-    monkeypatch.setattr(folder_module, "is_left_behind", lambda *_: True)
+    monkeypatch.setattr(folder_module, "has_writer_ended", lambda *_: True)
     shutil.copytree(tmp_path / "checkpoint-3", staging_folder(tmp_path / "checkpoint-3"))
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
     clear_stale(str(tmp_path))

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import (
 
 
 def reset_averages(callbacks: Iterable[pl.Callback]) -> None:
-    """Reset callbacks that average weights; Lightning would continue the count of an earlier run."""
+    """Reset callbacks that average weights. Lightning would continue an earlier run's count."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging):
             callback._latest_update_step, callback._latest_update_epoch = 0, -1
@@ -34,10 +34,10 @@ def release_callbacks(callbacks: Iterable[pl.Callback]) -> None:
 
 
 def checkpoint_state(callback: pl.Callback) -> dict[str, Any]:
-    """A callback's state for a checkpoint; the averaging schedule's state without its function.
+    """A callback's state for a checkpoint, without the function of an averaging scheduler.
 
-    The schedule recreates that function. torch 2.6 keeps it in the schedule's state, where only unsafe unpickling could
-    read it.
+    The scheduler recreates that function. torch 2.6 keeps it in the scheduler's state, where only unsafe unpickling
+    could read it.
     """
     state = callback.state_dict()
     schedule = state.get("scheduler_state") if isinstance(callback, StochasticWeightAveraging) else None
@@ -47,17 +47,17 @@ def checkpoint_state(callback: pl.Callback) -> dict[str, Any]:
 
 
 def starts_at_fraction(averaging: StochasticWeightAveraging) -> bool:
-    """Whether `swa_epoch_start` is a fraction of all epochs, whose number must then be known."""
+    """Whether `swa_epoch_start` is a fraction of the number of epochs, which must then be known."""
     return isinstance(averaging._swa_epoch_start, float)
 
 
 def checks_on_train_epoch_end(stopping: EarlyStopping) -> bool:
-    """Whether it checks its metric at the end of a training epoch, and so does not need evaluations."""
+    """Whether `stopping` checks its metric at the end of a training epoch, without evaluations."""
     return bool(stopping._check_on_train_epoch_end)
 
 
 def saves_after_evaluations_only(saving: ModelCheckpoint) -> bool:
-    """Whether it saves neither at the end of a training epoch nor every so many steps or minutes."""
+    """Whether `saving` saves neither at the end of a training epoch nor at intervals of steps or time."""
     return not (saving._save_on_train_epoch_end or saving._every_n_train_steps or saving._train_time_interval)
 
 
@@ -65,7 +65,7 @@ def saves_after_evaluations_only(saving: ModelCheckpoint) -> bool:
 
 
 def leaves_masks(pruning: ModelPruning) -> bool:
-    """Whether the masks stay in the model, beside the weights, when training ends."""
+    """Whether the masks stay in the model, besides the weights, when training ends."""
     return not pruning._make_pruning_permanent
 
 

@@ -28,15 +28,15 @@ class ValidationGroup:
     Callbacks read the monitored metric at the end of a validation, so the metrics of all sets must exist by then.
 
     Attributes:
-        begun: whether the start has been announced.
+        has_begun: whether callbacks have seen the start of the validation.
     """
 
     def __init__(self) -> None:
-        self.begun = False
+        self.has_begun = False
 
 
 class _FastEvaluationLoop(_EvaluationLoop):
-    """Skips hook dispatch when there are no callbacks and no profiler; Lightning reads its state 40 times a batch."""
+    """Skips hook dispatch without callbacks and profiler. Lightning reads its state 40 times per batch."""
 
     def _on_before_fetch(self) -> None:
         if has_listeners(self.trainer):
@@ -63,7 +63,7 @@ class _FastEvaluationLoop(_EvaluationLoop):
 
 
 def install_fast_evaluation(trainer: pl.Trainer) -> None:
-    """Make evaluations without Lightning callbacks skip the work that only informs callbacks."""
+    """Skip the work that only informs callbacks in evaluations without Lightning callbacks."""
     for loop in (trainer.validate_loop, trainer.test_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop.__class__ = _FastEvaluationLoop
 
@@ -74,8 +74,8 @@ class _GroupedLoop(_FastEvaluationLoop):
     group: ValidationGroup
 
     def _on_evaluation_start(self, *args: Any, **kwargs: Any) -> None:
-        if not self.group.begun:
-            self.group.begun = True
+        if not self.group.has_begun:
+            self.group.has_begun = True
             super()._on_evaluation_start(*args, **kwargs)
 
     def _on_evaluation_end(self, *args: Any, **kwargs: Any) -> None:
@@ -90,13 +90,13 @@ def validate_in_fit(
     group: ValidationGroup | None = None,
     all_batches: bool = False,
 ) -> None:
-    """Run Lightning's own validation loop at any point of `fit`, on any loader, so that its callbacks see it.
+    """Run Lightning's validation loop at any point of `fit`, on any loader. Its callbacks see it.
 
-    Lightning runs it at fixed points, on one loader, and from the epoch loop only; the Trainer evaluates when its
+    Lightning runs it at fixed points, on one loader, and only from the epoch loop, but the Trainer evaluates when its
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer, kind, limit = module.active_evaluation, loop.__class__, trainer.limit_val_batches
+    outer_evaluation, kind, limit = module.active_evaluation, loop.__class__, trainer.limit_val_batches
     module.attach_evaluation(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
@@ -109,7 +109,7 @@ def validate_in_fit(
         with _validating(trainer, module):
             loop.run()
     except BaseException:
-        # WeightAveraging has swapped in the averages. Swap the weights back, since a checkpoint may follow.
+        # WeightAveraging has put its averages into the model. Restore the weights, since a checkpoint may follow.
         if module.is_validating:
             module.is_validating = False
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -119,18 +119,18 @@ def validate_in_fit(
     finally:
         loop.__class__, trainer.limit_val_batches = kind, limit
         release_data(loop)
-        module.attach_evaluation(*outer)
+        module.attach_evaluation(*outer_evaluation)
 
 
 class SeenBatches(_IndexBatchSamplerWrapper):
-    """Gives prediction writers each batch's sample indices; Lightning only reads samplers that it wrapped itself."""
+    """Passes each batch's sample indices to prediction writers. Lightning reads only samplers that it has wrapped."""
 
-    def __init__(self, seen: list[list[int]]) -> None:
-        self.seen_batch_indices = seen
+    def __init__(self, indices: list[list[int]]) -> None:
+        self.seen_batch_indices = indices
 
 
 def release_data(loop: Any) -> None:
-    """Release the loader of an evaluation that has ended, and with it the predictions."""
+    """Release the loader of an evaluation that has ended, and its predictions."""
     loop._data_source.instance = loop._combined_loader = None
     if loop._data_fetcher is not None:
         loop._data_fetcher.teardown()
@@ -149,30 +149,32 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
     numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
     with _validating(trainer, module):
         # An override of `evaluation_loop` skips Lightning's loop, so call its hooks here.
-        if not group.begun and numbers:
+        if not group.has_begun and numbers:
             call._call_callback_hooks(trainer, "on_validation_start")
         trainer._logger_connector._callback_metrics.update(numbers)
-        if group.begun:
+        if group.has_begun:
             trainer.fit_loop.epoch_loop.val_loop._on_evaluation_end()
         elif numbers:
             call._call_callback_hooks(trainer, "on_validation_end")
 
 
-#: Suffixes of the names that a progress bar already shows, has no room for, or rounds to zero.
+#: Suffixes of the names that a progress bar already shows, lacks space for, or rounds to zero.
 _NOT_IN_BARS = ("epoch", "learning_rate", "_per_second", "_runtime", "_time", "total_flos")
 
 
 def show(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
-    """Show the numbers of a log line in Lightning's progress bars, which read only what a module's hooks log."""
-    shown = {name: value for name, value in values.items() if not name.endswith(_NOT_IN_BARS)}
-    numbers = {name: float(value) for name, value in shown.items() if can_be_logged(name, value)}
+    """Show the numbers of a log line in Lightning's progress bars. These read only what a module's hooks log."""
+    bar_values = {name: value for name, value in values.items() if not name.endswith(_NOT_IN_BARS)}
+    numbers = {name: float(value) for name, value in bar_values.items() if can_be_logged(name, value)}
     trainer._logger_connector._progress_bar_metrics.update(numbers)
 
 
 def can_be_logged(name: str, value: Any) -> bool:
-    """Whether Lightning accepts this metric; `compute_metrics` may return any value under any name."""
-    reserved = "/dataloader_idx_" in name
-    return not reserved and (isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max))
+    """Whether Lightning accepts this metric. `compute_metrics` may return any value under any name."""
+    is_reserved = "/dataloader_idx_" in name
+    return not is_reserved and (
+        isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max)
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Runs `LearningRateFinder` and `BatchSizeFinder` before training; only their result is kept.
+"""Runs `LearningRateFinder` and `BatchSizeFinder` before training, and keeps only their result.
 
 The names of the attributes that they change, and the flag that ends a search without training, are private.
 """
@@ -45,43 +45,50 @@ class _FinderModule(pl.LightningModule):
         return self._hooks.loss(self.model, batch)
 
 
-_LIGHTNING = logging.getLogger("lightning.pytorch")
-#: Builds a `lightning.Trainer` from the plan; keywords take precedence over it.
-Build = Callable[..., pl.Trainer]
+_lightning_logger = logging.getLogger("lightning.pytorch")
+#: Builds a `lightning.Trainer` from the plan; keyword arguments override the plan.
+TrainerFactory = Callable[..., pl.Trainer]
 
 
-def find_batch_size(build: Build, finder: BatchSizeFinder, hooks: TrialSteps, model: torch.nn.Module) -> int:
-    """The largest batch that fits into memory, in samples, found by `finder`."""
-    name = finder._batch_arg_name
-    trial = _FinderModule(model, hooks, name, "learning_rate")
-    _run(build, finder, hooks, trial)
-    return int(getattr(trial, name))
+def find_batch_size(
+    build_trainer: TrainerFactory, finder: BatchSizeFinder, hooks: TrialSteps, model: torch.nn.Module
+) -> int:
+    """Size in samples of the largest batch that fits into memory, found by `finder`."""
+    argument = finder._batch_arg_name
+    finder_module = _FinderModule(model, hooks, argument, "learning_rate")
+    _run(build_trainer, finder, hooks, finder_module)
+    return int(getattr(finder_module, argument))
 
 
 def find_learning_rate(
-    build: Build, finder: LearningRateFinder, hooks: TrialSteps, model: torch.nn.Module
+    build_trainer: TrainerFactory, finder: LearningRateFinder, hooks: TrialSteps, model: torch.nn.Module
 ) -> float | None:
-    """The learning rate that `finder` suggests; None when it finds none, or with `update_attr=False`.
+    """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
-    # Without a name, the finder would choose one itself.
-    _run(build, finder, hooks, _FinderModule(model, hooks, "batch_size", finder._attr_name or "learning_rate"))
-    found = finder.optimal_lr
-    return found.suggestion() if found is not None and finder._update_attr else None
+    # Without a name, the finder would choose one.
+    _run(build_trainer, finder, hooks, _FinderModule(model, hooks, "batch_size", finder._attr_name or "learning_rate"))
+    optimal_lr = finder.optimal_lr
+    return optimal_lr.suggestion() if optimal_lr is not None and finder._update_attr else None
 
 
 def _run(
-    build: Build, finder: BatchSizeFinder | LearningRateFinder, hooks: TrialSteps, trial: pl.LightningModule
+    build_trainer: TrainerFactory,
+    finder: BatchSizeFinder | LearningRateFinder,
+    hooks: TrialSteps,
+    finder_module: pl.LightningModule,
 ) -> None:
-    """Fit until the finder is done. Lightning restores model and optimizer; this restores the random states."""
-    finder._early_exit = True  # makes Lightning's Tuner skip training after the search
+    """Run `fit` until the finder is done, and restore the random states. Lightning restores model and optimizer."""
+    # With this flag, Lightning's Tuner skips training after the search.
+    finder._early_exit = True
     with isolate_rng(), quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
-        trainer = build(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
-        level = _LIGHTNING.level
-        _LIGHTNING.setLevel(logging.WARNING)  # the Trainer logs the result
+        trainer = build_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
+        level = _lightning_logger.level
+        # The Trainer logs the result.
+        _lightning_logger.setLevel(logging.WARNING)
         try:
-            trainer.fit(trial)
+            trainer.fit(finder_module)
         finally:
-            _LIGHTNING.setLevel(level)
+            _lightning_logger.setLevel(level)

@@ -30,7 +30,7 @@ class _CarriedInterrupt(BaseException):
 
 
 class _WithoutSignalHandlers(_SignalConnector):
-    """Leaves signals to the script: Lightning would end training at SIGTERM, and requeue a SLURM job at SIGUSR1."""
+    """Leaves signals to the script. Lightning would end training at SIGTERM, and requeue a SLURM job at SIGUSR1."""
 
     def register_signal_handlers(self) -> None:
         self.received_sigterm = False
@@ -89,48 +89,49 @@ def quiet_lightning() -> Iterator[None]:
     """
     loggers = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
 
-    def passes(record: logging.LogRecord) -> bool:
+    def is_warning(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING
 
     for logger in loggers:
-        logger.addFilter(passes)  # not setLevel, which empties the caches of all loggers of the process
+        # Unlike this, setLevel empties the caches of all loggers of the process.
+        logger.addFilter(is_warning)
     try:
         with warnings.catch_warnings():
             for message in _HIDDEN_WARNINGS:
                 warnings.filterwarnings("ignore", message=message)
             yield
-    except _CarriedInterrupt as carried:
-        raise carried.original from None
+    except _CarriedInterrupt as interrupt:
+        raise interrupt.original from None
     finally:
         for logger in loggers:
-            logger.removeFilter(passes)
+            logger.removeFilter(is_warning)
 
 
 def start_script_again(environment: ClusterEnvironment, processes: int) -> Any:
-    """Start this command line again for each further process; returns Lightning's launcher, which ends them.
+    """Start this command line again for each further process. Returns Lightning's launcher, which ends them.
 
     Lightning would build the command from `sys.argv`, which lacks `python -m hftrainer run` and contains the script's
     changes.
     """
     module: Any = subprocess_script
     launcher = module._SubprocessScriptLauncher(environment, processes, num_nodes=1)
-    usual = module._basic_subprocess_cmd
+    original_command = module._basic_subprocess_cmd
     module._basic_subprocess_cmd = lambda: [sys.executable, *sys.orig_argv[1:]]
     try:
         launcher.launch(lambda: None)
     finally:
-        module._basic_subprocess_cmd = usual
+        module._basic_subprocess_cmd = original_command
     return launcher
 
 
 class NoProfiler(PassThroughProfiler):
-    """Profiles nothing, at no cost: Lightning's class opens a generator around every hook."""
+    """Profiles nothing, at no cost. Lightning's class opens a generator around every hook."""
 
     def profile(self, action_name: str) -> Any:
-        return _NOTHING
+        return _NULL_CONTEXT
 
 
-_NOTHING = contextlib.nullcontext()
+_NULL_CONTEXT = contextlib.nullcontext()
 
 
 def has_listeners(trainer: pl.Trainer) -> bool:
@@ -139,24 +140,25 @@ def has_listeners(trainer: pl.Trainer) -> bool:
 
 
 def copy_profiler(profiler: Any) -> Any:
-    """A copy that shares the records of `profiler`, for Lightning to attach to a module; a name is returned unchanged.
+    """A copy of `profiler` with the same records, for Lightning to attach to a module. A name stays unchanged.
 
     The user's profiler belongs to the training arguments, which each checkpoint holds and which must not hold a module.
     """
     if not isinstance(profiler, Profiler):
         return profiler
-    copied = object.__new__(type(profiler))  # copy.copy would drop settings of AdvancedProfiler
-    vars(copied).update(vars(profiler))
-    return copied
+    # copy.copy would drop settings of AdvancedProfiler.
+    copy = object.__new__(type(profiler))
+    vars(copy).update(vars(profiler))
+    return copy
 
 
 # ---- Strategies and precision plugins -------------------------------------------------------------------------------
 
 
 def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None:
-    """Announce the gradients to callbacks and module, and clip them; for plugins with their own optimizer step.
+    """Announce the gradients to callbacks and module, and clip them.
 
-    Lightning's plugins do this between closure and step, under a private name.
+    Plugins with their own optimizer step call this. Lightning's do so between closure and step, under a private name.
     """
     if has_listeners(model.trainer):
         precision._after_closure(model, optimizer)
@@ -165,7 +167,7 @@ def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None
 
 
 class PrecisionFromPlan(Strategy):
-    """Uses the plan's precision plugin where Lightning's strategy requires its own.
+    """Uses the plan's precision plugin in strategies that require a plugin of Lightning's.
 
     Lightning's FSDP plugin autocasts on CUDA only and cannot clip by norm; its XLA plugin casts by environment
     variables. Lightning's trainer reads the private attribute before the public one.
@@ -195,7 +197,7 @@ class SharedMeshStrategy(ModelParallelStrategy):
 
 
 class LaunchedXLA(XLAStrategy):
-    """Skips Lightning's launcher: torch_xla's launcher has started the processes already."""
+    """Skips Lightning's launcher, since torch_xla has started the processes already."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)

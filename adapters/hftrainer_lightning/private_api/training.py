@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class _UndividedLoss(ClosureResult):
     """Leaves the loss undivided.
 
-    Lightning divides it by `accumulate_grad_batches`; the Trainer has already divided it by the window's actual
-    micro-batches, or by its items. The copy of the loss that Lightning keeps for scaling in place is not needed.
+    Lightning divides it by `accumulate_grad_batches`, but the Trainer has already divided it by the window's actual
+    micro-batches, or by its items. It needs no copy of the loss, which Lightning keeps for scaling in place.
     """
 
     def _clone_loss(self) -> None:
@@ -42,7 +42,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     """Steps the optimizer when the accumulation window closes.
 
     Lightning counts batches, and always steps after the last one. With data without a length, the next epoch completes
-    the last window. Values that callbacks log within a step get its number, as in the Trainer's log lines;
+    the last window. Values that callbacks log within a step get its number, as in the Trainer's log lines.
     Lightning counts a step when it has ended.
     """
 
@@ -53,7 +53,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return window is not None and not window.is_last
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: we synchronize signals once per step, Lightning would do it for every batch."""
+        """Do nothing: we synchronize signals once per step, not for every batch as Lightning does."""
 
     def advance(self, data_fetcher: Any) -> None:
         """Run a micro-batch. Without callbacks and profiler, call only the module's own hooks."""
@@ -79,7 +79,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         progress.increment_completed()
 
     def on_advance_end(self, data_fetcher: Any) -> None:
-        """Save the loggers; the Trainer's callbacks decide when to validate."""
+        """Save the loggers. The Trainer's callbacks decide when to validate."""
         self._save_loggers_on_train_batch_end()
 
     def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
@@ -88,17 +88,17 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _build_kwargs(self, kwargs: Any, batch: Any, batch_idx: int) -> Any:
-        """The arguments of the generated module's `training_step`; Lightning would inspect it at every batch."""
+        """The arguments of our module's `training_step`. Lightning would inspect it at every batch."""
         kwargs["batch"] = batch
         kwargs["batch_idx"] = batch_idx
         return kwargs
 
 
 class _AnnouncedFitLoop(_FitLoop):
-    """Runs each epoch, from its first batch to its end, within the hooks' `call_run_epoch`."""
+    """Runs each epoch within the hooks' `call_run_epoch`."""
 
     def advance(self) -> None:
-        """Run the epoch, and its end, by a call of the hooks."""
+        """Run the epoch and its end through the hooks."""
         module: Any = self.trainer.lightning_module
         with module.hooks.call_run_epoch(super().advance, super().on_advance_end) as run_epoch:
             run_epoch()
@@ -108,7 +108,7 @@ class _AnnouncedFitLoop(_FitLoop):
 
 
 class _FastOptimization(_AutomaticOptimization):
-    """Announces `zero_grad` to callbacks only; the training run clears the gradients, after the step.
+    """Announces `zero_grad` only to callbacks. The training run clears the gradients after the step.
 
     Without callbacks and profiler, forward and backward run before the optimizer step instead of in closures
     within it, and no copy of the loss is kept.
@@ -117,19 +117,22 @@ class _FastOptimization(_AutomaticOptimization):
     output_result_cls = _UndividedLoss
 
     def run(self, optimizer: Any, batch_idx: int, kwargs: Any) -> dict[str, Any]:
-        """Run forward, backward and, at the end of the window, the optimizer step."""
+        """Run the forward and backward passes and, at the end of the window, the optimizer step."""
         trainer: Any = self.trainer
         if has_listeners(trainer):
             return super().run(optimizer, batch_idx, kwargs)
         strategy, progress = trainer.strategy, self.optim_progress.optimizer.step
-        accumulates = trainer.fit_loop._should_accumulate()
-        if not accumulates:
+        is_accumulating = trainer.fit_loop._should_accumulate()
+        if not is_accumulating:
             progress.increment_ready()
-        with _block_parallel_sync_behavior(strategy) if accumulates else contextlib.nullcontext(), torch.enable_grad():
+        with (
+            _block_parallel_sync_behavior(strategy) if is_accumulating else contextlib.nullcontext(),
+            torch.enable_grad(),
+        ):
             strategy.backward(strategy.training_step(*kwargs.values()), optimizer)
-        if not accumulates:
-            wrapped = strategy._lightning_optimizers[0]
-            trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, wrapped)
+        if not is_accumulating:
+            lightning_optimizer = strategy._lightning_optimizers[0]
+            trainer.lightning_module.optimizer_step(trainer.current_epoch, batch_idx, lightning_optimizer)
             progress.increment_completed()
         return {}
 
@@ -138,14 +141,14 @@ class _FastOptimization(_AutomaticOptimization):
 
 
 class _LazyLoggerConnector(_LoggerConnector):
-    """Collects a batch's metrics only if some were logged; Lightning reads a dozen properties to find none.
+    """Collects a batch's metrics only if some were logged. Lightning reads a dozen properties first.
 
-    It counts a step at its beginning.
+    It counts a step when the step starts.
     """
 
     @property
     def should_update_logs(self) -> bool:
-        """Whether callbacks log in this step, which the counter already includes."""
+        """Whether callbacks log in this step. The counter already includes it."""
         trainer: Any = self.trainer
         if trainer.state.stage is not RunningStage.TRAINING:
             return super().should_update_logs
@@ -181,7 +184,7 @@ class _LazyLoggerConnector(_LoggerConnector):
 
 
 def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIterator) -> None:
-    """Step the optimizer and divide the loss by the accumulation windows, not by Lightning's batch count."""
+    """Make the accumulation windows, not Lightning's batch count, control steps and the divisor of the loss."""
     trainer.fit_loop.__class__ = _AnnouncedFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
@@ -191,7 +194,7 @@ def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIt
 
 
 def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Switch between automatic and manual optimization within a run; each of Lightning's loops counts the steps."""
+    """Switch between automatic and manual optimization within a run, and set both loops' step counters."""
     loop = trainer.fit_loop.epoch_loop
     steps = loop.global_step
     module.automatic_optimization = not module.automatic_optimization
@@ -206,18 +209,18 @@ def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per
 
     Args:
         trainer: a trainer that has not run.
-        epoch: epochs that are done.
-        batch: micro-batches of the next epoch that are done.
+        epoch: completed epochs.
+        batch: completed micro-batches of the next epoch.
         batches_per_epoch: micro-batches in an epoch.
-        global_step: optimizer steps that are done.
+        global_step: completed optimizer steps.
     """
     state = trainer.fit_loop.state_dict()
-    begun = epoch + 1 if batch else epoch
-    epochs = {"ready": begun, "started": begun, "processed": epoch, "completed": epoch}
+    started_epochs = epoch + 1 if batch else epoch
+    epochs = {"ready": started_epochs, "started": started_epochs, "processed": epoch, "completed": epoch}
     state["epoch_progress"] = {"total": dict(epochs), "current": dict(epochs)}
-    done = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
-    total = {name: epoch * batches_per_epoch + count for name, count in done.items()}
-    state["epoch_loop.batch_progress"] |= {"total": total, "current": done, "is_last_batch": False}
+    batches = dict.fromkeys(("ready", "started", "processed", "completed"), batch)
+    total = {name: epoch * batches_per_epoch + count for name, count in batches.items()}
+    state["epoch_loop.batch_progress"] |= {"total": total, "current": batches, "is_last_batch": False}
     steps = {"ready": global_step, "completed": global_step}
     optimizer = state["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
     optimizer["step"] |= {"total": dict(steps)}
@@ -237,12 +240,12 @@ def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
         progress.processed += 1
 
 
-#: The module attribute in which Lightning stores the hook that runs; set and restored around each hook.
+#: The module attribute in which Lightning stores the running hook's name; it is set and restored around each hook.
 CURRENT_HOOK = "_current_fx_name"
 
 
 class WithoutBatchTransfer(pl.LightningModule):
-    """Does not move batches: the loader and the Trainer's `_prepare_inputs`, which users override, have moved them.
+    """Does not move batches. The loader and the Trainer's `_prepare_inputs`, which users override, have moved them.
 
     Overriding the public `transfer_batch_to_device` would also work, but Lightning looks up three hooks to call it.
     """

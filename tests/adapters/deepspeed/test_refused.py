@@ -50,13 +50,13 @@ def test_before_there_is_an_engine(tmp_path, config, words):
         make_trainer(tmp_path, config)
     assert words in str(found.value)
     assert "pydantic" not in str(found.value)
-    assert str(found.value).endswith("correct it, or leave it out.")
+    assert str(found.value).endswith("correct the value, or remove the key.")
 
 
 @pytest.mark.parametrize(("config", "words"), NO_ENGINE, ids=json.dumps)
 def test_engine(tmp_path, config, words):
     trainer = make_trainer(tmp_path, config)
-    with pytest.raises(InvalidConfig, match="deepspeed: DeepSpeed makes no engine of") as found:
+    with pytest.raises(InvalidConfig, match="deepspeed: DeepSpeed cannot create an engine from") as found:
         trainer.train()
     assert words in str(found.value)
     assert str(config) in str(found.value).replace(", 'zero_optimization': {'stage': 2}", "")

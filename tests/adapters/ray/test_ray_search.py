@@ -35,7 +35,7 @@ class TestRay(RayBackend):
         assert [trial.status for trial in trials] == ["ERROR", "TERMINATED", "TERMINATED"]
         assert trials[0].last_result["objective"] > trials[2].last_result["objective"] == best.objective
         assert best.run_id == trials[2].trial_id
-        return "\n".join(map(ray_search._reason, trials[:2]))
+        return "\n".join(map(ray_search._explain_failure, trials[:2]))
 
 
 backend = TestRay()
@@ -203,7 +203,7 @@ REFUSED = {
     "unevaluated": (
         {"scheduler": ASHAScheduler()},
         InvalidArgument,
-        "scheduler=AsyncHyperBandScheduler compares trials during training, and eval_strategy='no'",
+        "scheduler=AsyncHyperBandScheduler compares trials during training, but eval_strategy='no'",
         {"eval_strategy": "no"},
     ),
     "by name": ({"scheduler": "hyperband"}, InvalidArgument, "scheduler=hyperband", {"eval_strategy": "no"}),

@@ -1,6 +1,6 @@
 """How torch_xla's FSDP keeps the states of model and optimizer, by the suite that all strategies pass."""
 
-from hftrainer_xla.strategy import XlaFsdpStrategy, name_in_whole_model
+from hftrainer_xla.strategy import XlaFsdpStrategy, name_in_full_model
 from tests.adapters.xla.support import without_dropout
 from tests.support.model_states import ModelStatesSuite
 
@@ -16,4 +16,4 @@ class TestXla(ModelStatesSuite):
         return {name: value.cpu() for name, value in super().weights(trainer).items()}
 
     def decayed(self, trainer):
-        return [name_in_whole_model(name) for name in super().decayed(trainer)]
+        return [name_in_full_model(name) for name in super().decayed(trainer)]

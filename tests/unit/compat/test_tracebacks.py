@@ -81,7 +81,7 @@ def test_traceback_and_note(tmp_path, given, shown, note):
     assert [frame.name for frame in frames] == shown
     assert not any("lightning" in frame.filename for frame in frames)
     *notes, last = error.__notes__
-    assert last == "(The engine's frames are left out: HFTRAINER_TRACEBACK=full shows them.)"
+    assert last == "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)"
     assert [f"This happened {note}" in each for each in notes] == [True]
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_z
 from hftrainer import HfArgumentParser, TrainingArguments
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.fsdp_settings import read_fsdp
-from hftrainer_deepspeed.settings import DeepSpeedConfig, configure, read_deepspeed
+from hftrainer_deepspeed.settings import DeepSpeedConfig, build_config, read_deepspeed
 
 ZERO = {
     **{"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 5e8, "overlap_comm": True},
@@ -137,8 +137,8 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ({"zero_optimization": True}, {}, ("zero_optimization=True", "keys and values")),
         ({"fp16": True}, {}, ("fp16=True", "keys and values")),
         ({"optimizer": {"params": {}}}, {}, ("optimizer has no 'type'",)),
-        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "is text: give the number")),
-        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "is text: give the number")),
+        ({"gradient_clipping": "0.1"}, {}, ("gradient_clipping='0.1'", "is text: write the number")),
+        ({"train_batch_size": "8"}, {}, ("train_batch_size='8'", "is text: write the number")),
         (
             {"optimizer": {**ADAM, "params": {"lr": 0.1}}, "scheduler": {**WARMUP, "params": {"warmup_max_lr": 0.2}}},
             {},
@@ -146,7 +146,7 @@ ONLY_MODEL = {"save_only_model": True, "load_best_model_at_end": True, "eval_str
         ),
         ({}, {"lightning_config": {"precision": "bf16-mixed"}}, ("precision", "set bf16 or fp16")),
         ({"tensor_parallel": {"autotp_size": 2}}, {}, ("tensor_parallel", "not supported yet")),
-        ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat parts")),
+        ({}, {"optim": "galore_adamw", "optim_target_modules": ["a"]}, ("optim='galore_adamw'", "flat shards")),
         ({}, {"auto_find_batch_size": True}, ("auto_find_batch_size=True",)),
         ({}, {"lightning_config": {"async_checkpoint": True}}, ("async_checkpoint",)),
         ({}, {"checkpoint_format": "dcp"}, ("checkpoint_format='dcp'", "deepspeed")),
@@ -164,7 +164,7 @@ def test_contradictions_name_both(config, settings, named):
     [
         ('{"bf16": {}}', "zero_optimization is missing"),
         ({"zero_optimisation": {"stage": 3}}, "'zero_optimisation' is misspelled"),
-        ([1], r"deepspeed=\[1\]: give a dict"),
+        ([1], r"deepspeed=\[1\]: use a dict"),
     ],
 )
 def test_misspelled_configurations(config, words):
@@ -187,7 +187,7 @@ def configure_only(config):
     """With ZeRO-3 arguments connect the processes, which needs DeepSpeed."""
     args = arguments(ZERO_2)
     args.deepspeed = config
-    return configure(args).config
+    return build_config(args).config
 
 
 def test_schedule_rises_to_the_optimizers_rate():
@@ -234,7 +234,7 @@ def test_files_of_accelerate_are_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("1e-8", "eps='1e-8' is text: give the number"), ("no", "eps='no' must be a number")]
+    ("text", "words"), [("1e-8", "eps='1e-8' is text: write the number"), ("no", "eps='no' must be a number")]
 )
 def test_numbers_that_came_as_text(tmp_path, text, words):
     path = tmp_path / "ds_config.yaml"
@@ -329,7 +329,7 @@ def test_transformers_knows_the_configuration_while_the_arguments_live():
 
 
 def test_answers_of_the_configuration():
-    config = configure(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
+    config = build_config(arguments({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}))
     assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == (True, False, True)
     assert config.is_false("bf16.enabled") is False  # not there
     assert config.get_value("a.b", 3) == 3

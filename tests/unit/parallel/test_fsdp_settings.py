@@ -111,8 +111,8 @@ def test_the_launcher():
         (True, {"activation_checkpointing_offload": True}, "needs 'activation_checkpointing'"),
         (True, {"xla_fsdp_v2": True}, r"fsdp_config\['xla_fsdp_v2'\] needs 'xla': True"),
         (True, {"xla_fsdp_settings": {"a": 1}}, r"fsdp_config\['xla_fsdp_settings'\] needs 'xla': True"),
-        (True, {"xla": True, "xla_fsdp_settings": "a"}, "give a dict of keywords"),
-        (True, {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_settings": {"a": 1}}, "give one of them"),
+        (True, {"xla": True, "xla_fsdp_settings": "a"}, "use a dict of keyword arguments"),
+        (True, {"xla": True, "xla_fsdp_v2": True, "xla_fsdp_settings": {"a": 1}}, "use one of them"),
         (True, "absent.json", "the file does not exist"),
     ],
 )
@@ -142,9 +142,9 @@ def test_optimizers_that_can_be_sharded(optim):
 
 def test_state_dict_type_may_change():
     plugin = FsdpPlugin(FsdpSettings(state_dict_type="SHARDED_STATE_DICT"))
-    assert not plugin.whole
+    assert not plugin.has_full_states
     plugin.set_state_dict_type("FULL_STATE_DICT")
-    assert plugin.whole
+    assert plugin.has_full_states
     assert "FULL_STATE_DICT" in str(plugin.state_dict_type)
     assert (plugin.fsdp_version, plugin.cpu_offload, plugin.reshard_after_forward) == (2, False, True)
     with pytest.raises(InvalidConfig, match="FULL_STATE_DICT or SHARDED_STATE_DICT"):

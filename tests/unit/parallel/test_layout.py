@@ -40,5 +40,5 @@ def test_accelerates_own_config_and_the_launchers_environment():
     assert read_layout({}, environment=environment) == Layout()
     args = TrainingArguments("unused", parallelism_config=ParallelismConfig(dp_shard_size=2))
     assert json.loads(args.to_json_string())["parallelism_config"]["dp_shard_size"] == 2
-    with pytest.raises(InvalidConfig, match="give a dict of sizes"):
+    with pytest.raises(InvalidConfig, match="use a dict of sizes"):
         read_layout(3)

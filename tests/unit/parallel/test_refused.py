@@ -40,7 +40,7 @@ CASES = {
         (layout(cp_size=2), "parallelism_config['cp_size'] is not supported"),
         (layout(sp_size=2), "parallelism_config['sp_size'] is not supported"),
         (layout({"fsdp": "no_shard"}, dp_shard_size=2), "parallelism_config needs FSDP2"),
-        (layout({"fsdp": True}, tp_size=2), "set dp_shard_size, or leave out fsdp"),
+        (layout({"fsdp": True}, tp_size=2), "set dp_shard_size, or remove fsdp"),
         (layout(tp_size=2, dp_replicate_size=2), "set dp_shard_size too"),
         ({**CPU, "ddp_backend": "nccl"}, None),  # one process needs none
         ({**CPU, "ddp_backend": "ncl"}, "did you mean 'nccl'"),

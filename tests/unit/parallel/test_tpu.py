@@ -12,7 +12,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import find_unused_settings
 from hftrainer.errors import MissingPackage
 from hftrainer.parallel import devices
-from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect
+from hftrainer.parallel.environment import LAUNCHERS, RankInfo, detect_launcher
 from hftrainer.trainer_utils import ParallelMode
 from hftrainer_xla import devices as xla
 from tests.support.checks import assert_refused, make, plan_of, problems
@@ -60,7 +60,7 @@ def test_chips(tmp_path, monkeypatch, found, expected):
 def test_wanted(monkeypatch, put, chips, variables, expected):
     monkeypatch.setattr(devices, "count_tpu_chips", lambda: chips)
     put(variables)
-    assert devices.wants_xla() == expected
+    assert devices.is_xla_requested() == expected
 
 
 def test_device(on_xla):
@@ -82,7 +82,7 @@ XLA, EITHER = "pip install 'hftrainer[tpu]'", ("pip install 'hftrainer[torch-tpu
         (0, "PJRT_DEVICE=TPU", {}, ("PJRT_DEVICE=TPU asks for a TPU, but torch finds none", XLA, *EITHER)),
         (0, "PJRT_DEVICE=CPU", {}, ()),
         (0, "TPU_NAME=of-another-machine", {}, ()),
-        (0, "", {"tpu_num_cores": 8}, (XLA, "the torch that it needs, 2.9")),
+        (0, "", {"tpu_num_cores": 8}, (XLA, "with torch 2.9")),
         (0, "", {"tpu_num_cores": 8, "use_cpu": True}, ()),
         (0, "", {"fsdp": True, "fsdp_config": {"xla": True}, "use_cpu": True}, ("fsdp_config['xla'] needs a TPU", XLA)),
     ],
@@ -121,7 +121,7 @@ def test_torchrun_with_torch_tpu(on_torch_tpu, two_processes, monkeypatch):
 
 def test_two_cores_in_a_process(on_xla, monkeypatch):
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_COUNT", "4")
-    assert detect() == "xla"
+    assert detect_launcher() == "xla"
     monkeypatch.setattr(xla, "rank_info", lambda: RankInfo(8, 3, 3, 8, launcher="xla"))
     monkeypatch.setattr(xla, "cores_in_this_process", lambda: 2)
     assert_refused(problems(tpu_num_cores=8), "two cores share a process")

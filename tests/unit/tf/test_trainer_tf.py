@@ -399,9 +399,9 @@ BAD_DATA = {
     "strings": ([({"x": np.array(["a", "b"])}, 0)] * 4, "yields strings.*tokenize"),
     "lengths": ([({"x": x}, 0), ({"x": x[:2]}, 0)] * 2, "pad them to one length"),
     "no labels": ([{"x": x}] * 4, "a dict without labels"),
-    "single": ([x] * 4, "yields ndarray: TFTrainer takes pairs"),
-    "triple": ([({"x": x}, 0, 1.0)] * 4, "yields 3 values: TFTrainer takes pairs"),
-    "no names": ([(x, 0)] * 4, "features being a dict of names"),
+    "single": ([x] * 4, "yields ndarray: TFTrainer accepts pairs"),
+    "triple": ([({"x": x}, 0, 1.0)] * 4, "yields 3 values: TFTrainer accepts pairs"),
+    "no names": ([(x, 0)] * 4, "features is a dict by names"),
     "empty": ([], "The dataset is empty"),
     "no dataset": (7, "int is not a dataset"),
     "none": (None, "needs a train_dataset"),
@@ -446,7 +446,7 @@ UNSUPPORTED = {
     "keras on TensorFlow": ({"model": OfKeras()}, "Functional is a Keras model.*KERAS_BACKEND=torch"),
     "no model": ({"model": "bert-base"}, "str is neither a torch module"),
     "no twin": ({"model": TFBertForNothing()}, "transformers has no BertForNothing"),
-    "a loss": (overriding(run_model=(OfTensorFlow(), None)), r"a loss of tensorflow \(EagerTensor\).*torch has to"),
+    "a loss": (overriding(run_model=(OfTensorFlow(), None)), r"a loss of tensorflow \(EagerTensor\).*torch must"),
     "gradients": (overriding(training_step=[torch.zeros(3)]), "training_step returns list: return the loss"),
     **{name: (overriding(**{name: None}), LIGHTNING(name)) for name in OVERRIDDEN},
     "an optimizer": ({"optimizers": (Nadam(), lambda step: 0.1)}, "optimizers: Nadam has no counterpart"),
@@ -462,7 +462,7 @@ def test_unsupported(make, name):
 
 
 def test_a_schedule_needs_an_optimizer(make):
-    with pytest.raises(InvalidArgument, match="a schedule and no optimizer"):
+    with pytest.raises(InvalidArgument, match="a schedule but no optimizer"):
         make(rows(), optimizers=(None, lambda step: 0.1)).train()
 
 
