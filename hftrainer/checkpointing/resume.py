@@ -113,7 +113,7 @@ def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> s
 def _hint_for_missing(path: str) -> str:
     """What to pass instead of a path that is not a folder."""
     if path.lower() in ("true", "1", "last"):
-        return " On a command line, pass auto to resume from the newest checkpoint."
+        return " Pass True (auto on a command line) to resume from the newest checkpoint."
     parent = os.path.dirname(path)
     if os.path.isfile(os.path.join(parent, names.TRAINER_STATE_NAME)):
         return f" Did you mean {parent!r}?"
