@@ -61,7 +61,7 @@ def test_shards_of_different_length(gone_on):
 
 
 def test_a_stream_that_goes_on_from_its_state_says_what_it_cannot_know(gone_on):
-    assert "if the last round of this epoch is not full" in " ".join(gone_on[0][2])
+    assert "if the last round of this epoch is incomplete" in " ".join(gone_on[0][2])
 
 
 def test_refusals(processes, tmp_path):

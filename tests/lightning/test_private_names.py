@@ -41,6 +41,7 @@ OF_OTHERS = {
     "hftrainer_xla.devices": _XLA,
     "hftrainer_xla.sharding": {"_XLAC": "torch_xla", "_get_xla_sharding_spec": "torch_xla"},
     "hftrainer_lightning.module": {"_get_learning_rate": "the Trainer", "_opt_called": "torch's schedules"},
+    "hftrainer_lightning.callbacks": {"_prepare_inputs": "the Trainer"},
     "hftrainer_lightning.launching": {"_exit": "os"},
 }
 #: Functions that take an attribute by its name.

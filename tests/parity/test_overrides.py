@@ -473,7 +473,7 @@ def other_steps(self, **kwargs):
 
 
 BEFORE = {"patched": {"_inner_training_loop": rewritten}, "change": lambda trainer: pytest.fail("it was constructed")}
-WHY = r"_inner_training_loop \(by a_tool.patches\).*Tools that rewrite the text"
+WHY = r"_inner_training_loop \(by a_tool.patches\).*Tools that rewrite the Trainer"
 BOTH = r"(?s)(?=.*_save \(by a_tool.patches\))(?=.*_inner_training_loop \(by a_tool)"
 COPY = r"_inner_training_loop: a copy of transformers' own loop cannot run.* override\s+training_step"
 #: What is replaced → how, and the error.
