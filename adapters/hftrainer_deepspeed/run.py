@@ -180,7 +180,7 @@ class DeepSpeedRun:
         """Load the engine's states, which include the model. All ranks must call this.
 
         Raises:
-            InvalidConfig: if the folder has no states, or those of another number of processes.
+            InvalidConfig: if the folder has no states, or a different number of processes wrote them.
             DamagedCheckpoint: if the file `latest` names a path outside the checkpoint.
             UnsafeCheckpoint: if the checkpoint holds objects of classes that are not DeepSpeed's.
         """
@@ -191,8 +191,9 @@ class DeepSpeedRun:
         ranks = len(glob.glob(os.path.join(folder, tag, "*zero_pp_rank_*_optim_states.pt")))
         if not universal and ranks not in (0, torch.distributed.get_world_size()):
             raise InvalidConfig(
-                f"{folder} holds the parts of {ranks} processes, but there are {torch.distributed.get_world_size()}. "
-                "Convert it to a universal one with python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+                f"{folder} holds shards of {ranks} processes, but this run has "
+                f"{torch.distributed.get_world_size()}. Convert it to a universal checkpoint with "
+                "python -m deepspeed.checkpoint.ds_to_universal --input_folder "
                 f"{os.path.join(folder, tag)} --output_folder {os.path.join(folder, 'universal')}, and set "
                 "'checkpoint': {'load_universal': true} in the configuration."
             )

@@ -96,7 +96,7 @@ class DeepSpeedStrategy(Strategy):
     def prepare_optimizer(self, trainer: Any, max_steps: int, folder: str | None, *, makes_both: bool) -> None:
         """Create the engine with its optimizer and scheduler, and load its checkpoint.
 
-        Both come from the configuration or the Trainer.
+        Optimizer and scheduler come from the configuration or the Trainer.
 
         Raises:
             UnsupportedArgument: if an earlier engine has used the script's optimizer.
@@ -106,8 +106,8 @@ class DeepSpeedStrategy(Strategy):
         if trainer.deepspeed is not None and run.is_training:
             if self._has_script_optimizer:
                 raise UnsupportedArgument(
-                    "optimizers: DeepSpeed's engine has removed the parameters from the optimizer in an earlier "
-                    "train(): pass optimizer_cls_and_kwargs, or make a new Trainer."
+                    "optimizers: in an earlier train(), DeepSpeed removed the parameters from this optimizer: pass "
+                    "optimizer_cls_and_kwargs, or create a new Trainer."
                 )
             trainer.optimizer = None
         if makes_both and not (run.has_config_optimizer or run.has_config_scheduler):
@@ -123,7 +123,7 @@ class DeepSpeedStrategy(Strategy):
         if scheduler is not None:
             trainer.lr_scheduler = scheduler
         else:
-            # Not before `initialize`, which drops empty parameter groups.
+            # Create it after `initialize`, which drops empty parameter groups.
             trainer.create_scheduler(num_training_steps=max_steps)
         config = json.dumps(run.config.config, indent=2, default=str)
         logger.info("DeepSpeed trains with this configuration:\n%s", config)

@@ -101,7 +101,7 @@ class TrainStepLogger(WandbLogger):
         run.define_metric("*", step_metric=STEP, step_sync=True)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Write the numbers, at a step of the Trainer."""
+        """Write the metrics at a step of the Trainer."""
         self.experiment.log(dict(metrics) if step is None else {**metrics, STEP: step})
 
 
@@ -144,10 +144,10 @@ class WriterLogger(TensorBoardLogger):
 
 
 class CallbackMetricsLogger(Logger):
-    """Receives what Lightning's callbacks log without a logger. Some callbacks refuse to run without one.
+    """Receives the metrics that Lightning's callbacks log. Some callbacks refuse to run without a logger.
 
     Args:
-        receive: called with the numbers by name.
+        receive: called with the metrics (name → number).
         folder: for callbacks that write to their logger's folder.
     """
 

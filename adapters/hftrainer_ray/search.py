@@ -196,7 +196,7 @@ class RaySearch(SearchBackend):
             try:
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:
-                # At the end of the search Ray may kill the process instead.
+                # Ray raises this when it ends a trial, but may kill the process at the end of the search.
                 self.components.announce("on_train_end")
                 raise
 
@@ -271,7 +271,7 @@ def _check_scheduler(args: Any, scheduler: Any) -> None:
 
 
 def _stop_on_user_error() -> Any:
-    """A Ray callback that ends the search and stores the error when a trial fails by a user error."""
+    """A Ray callback that stores the first user error of a trial, and ends the search."""
     from ray import tune
 
     class StopOnUserError(tune.Callback):

@@ -169,7 +169,7 @@ class TFEngine(Trainer):
         super().log(logs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the torch model, and in a checkpoint the sum of the losses."""
+        """Save the torch model. A checkpoint also gets the sum of the epoch's losses."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call or output_dir is None:
             return

@@ -148,7 +148,7 @@ def _report_weights(model: nn.Module, state: dict[str, Any], loaded_keys: set[st
 
 
 def torch_class(transformers: Any, name: str) -> type | None:
-    """A class that creates torch models under a TensorFlow class's name; None without such a model.
+    """A class that creates torch models under a TensorFlow class's name; None if torch has none.
 
     Args:
         transformers: the package.

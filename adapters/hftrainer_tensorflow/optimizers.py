@@ -152,8 +152,8 @@ def _convert_optimizer(optimizer: Any, model: nn.Module, names: dict[int, str]) 
     known_keys = _ADAM if kind in ("Adam", "AdamW", "AdamWeightDecay") else _SGD if kind == "SGD" else None
     if known_keys is None or not hasattr(optimizer, "get_config"):
         raise UnsupportedArgument(
-            f"optimizers: {kind} has no counterpart here. Use Adam, AdamW or SGD of Keras, AdamWeightDecay, or an "
-            "optimizer of torch over the model's parameters."
+            f"optimizers: {kind} has no counterpart here. Use Keras's Adam, AdamW or SGD, AdamWeightDecay, or a torch "
+            "optimizer of the model's parameters."
         )
     config = {key: value.item() if hasattr(value, "item") else value for key, value in optimizer.get_config().items()}
     unknown_keys = [
@@ -162,7 +162,7 @@ def _convert_optimizer(optimizer: Any, model: nn.Module, names: dict[int, str]) 
     if unknown_keys:
         raise UnsupportedArgument(
             f"optimizers: {kind} with {', '.join(f'{key}={config[key]!r}' for key in unknown_keys)} has no counterpart "
-            "here: remove that, or use an optimizer of torch."
+            "here: remove these settings, or use a torch optimizer."
         )
     decay = config.get("weight_decay_rate") or config.get("weight_decay") or 0.0
     clipping = {key: config[key] for key in CLIPPING if config.get(key) is not None}
@@ -170,7 +170,7 @@ def _convert_optimizer(optimizer: Any, model: nn.Module, names: dict[int, str]) 
     if known_keys is _SGD:
         return KerasSGD(groups, clipping, momentum=config["momentum"], nesterov=config["nesterov"])
     betas = (config["beta_1"], config["beta_2"])
-    # The schedule sets the rate.
+    # The scheduler sets the learning rate.
     return KerasAdam(groups, clipping, lr=1.0, betas=betas, eps=config["epsilon"], amsgrad=bool(config["amsgrad"]))
 
 

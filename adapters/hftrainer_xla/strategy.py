@@ -139,7 +139,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
     def gather(self, model: Any, optimizer: MakeOptimizer | None) -> None:
-        """Copy this process's shard of the weights and, unless `optimizer` is None, of its state."""
+        """Copy this process's shards of the weights and of the optimizer state, unless `optimizer` is None."""
         metadata = model.get_shard_metadata()
         self._gathered = {"model": {"model": self.to_cpu(model.state_dict()), "shard_metadata": metadata}}
         if optimizer is not None:

@@ -139,7 +139,7 @@ class BaseArguments(OldArguments):
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """Whether several processes train together."""
+        """The kind of parallelism: on TPUs, in several processes, or none."""
         if self.device.type == "xla":
             return ParallelMode.TPU
         return ParallelMode.DISTRIBUTED if self.world_size > 1 else ParallelMode.NOT_PARALLEL

@@ -119,7 +119,7 @@ def _check_backend(backends: str, kind: str, has_process_group: bool) -> str | N
 
 
 def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
-    """Yields an error for each setting that TPUs do not support."""
+    """An error for each setting that TPUs do not support."""
     args, kind, rank_info = resolved.args, resolved.device.type, resolved.rank_info
     cores = legacy.value(args, "tpu_num_cores") or None
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:

@@ -251,7 +251,7 @@ def _installed_fields() -> set[str]:
 
 
 def set_release_values(args: BaseArguments) -> None:
-    """Set the attributes and values of new arguments that only the installed release sets."""
+    """Set the attributes and argument values that only the installed, older release sets."""
     if not HIDDEN_FIELDS:
         return
     initial_values = dict(vars(args))

@@ -128,7 +128,7 @@ def save(value: Any, path: str) -> Entry | None:
     """Call `torch.save` with a stream, which lets other threads run; a path would not.
 
     Returns:
-        The manifest entry of a large file, which is on the disk by then; None for a smaller file.
+        The manifest entry of a large file, which has been flushed; None for a smaller file.
 
     Raises:
         OSError: if the file cannot be written or flushed.

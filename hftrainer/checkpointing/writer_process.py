@@ -274,7 +274,7 @@ def _answer(file: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Ex
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
-        # Exception classes of libraries may have any parameters.
+        # Unpickling fails if the class of the exception takes other arguments.
         except Exception:
             return RuntimeError(f"{type(error).__name__}: {error}")
         return error

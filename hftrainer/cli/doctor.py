@@ -92,7 +92,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="show versions, devices, launchers, disk space, missing packages and how to install them",
-        description="Show what this machine has for training. Of secrets, only the names are printed. Exits "
+        description="Show what this machine has for training. Secrets are listed by name only. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -205,7 +205,7 @@ def _find_missing_packages() -> Iterator[tuple[str, dict[str, Any]]]:
     for requirement in _requirements():
         extra, version = _extra(requirement), _version(requirement.name)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
-            # For another system.
+            # The requirement is for another system.
             continue
         if version is None:
             packages_by_extra.setdefault(extra, []).append(requirement.name)

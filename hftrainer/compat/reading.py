@@ -63,7 +63,7 @@ def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | Non
 
 
 def projectors() -> list[Any]:
-    """The imported classes whose objects the states of GaLore and APOLLO hold."""
+    """The classes that the states of GaLore and APOLLO hold, if they are imported."""
     return [getattr(sys.modules[module], name) for module, name in _PROJECTORS.items() if module in sys.modules]
 
 

@@ -90,7 +90,7 @@ def _reason_of_response(error: BaseException, status: int, text: str, has_token:
     if status == 401:
         return f"the Hub does not accept the token: run `hf auth login`, or pass another hub_token ({text})"
     if status == 403:
-        return f"the token has no write access: use a token that has, or another hub_model_id ({text})"
+        return f"the token lacks write access: use a token that has it, or another hub_model_id ({text})"
     return text
 
 

@@ -63,7 +63,7 @@ class Repository:
         Args:
             folder: the folder to upload.
             message: the commit message.
-            path_in_repo: the target folder; the top of the repository by default.
+            path_in_repo: the target folder; the root of the repository by default.
             ignore: patterns of files to leave out.
             show_progress: show progress bars, unless the user has disabled them.
 

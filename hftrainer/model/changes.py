@@ -60,7 +60,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
     """Add NEFTune's uniform noise to the embeddings during training (arXiv 2310.05914).
 
     Args:
-        model: a model with `get_input_embeddings()`, a module with output of shape `(batch, length, hidden)`.
+        model: a model whose `get_input_embeddings()` has outputs of shape `(batch, length, hidden)`.
         alpha: the bound of the noise, before division by the square root of `length * hidden`.
 
     Returns:
@@ -83,7 +83,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
 
 
 def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -> None:
-    """Let the model recompute activations in backward, by its newest method for this.
+    """Let the model recompute activations in the backward pass, by the newest method that it has.
 
     Args:
         model: the model.

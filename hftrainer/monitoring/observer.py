@@ -201,7 +201,7 @@ class Observer(TrainerCallback):
             self.write_interval()
 
     def on_save(self, args, state, control, **kwargs):
-        """Write the checkpoint to the journal."""
+        """Record the checkpoint in the journal."""
         self.journal.write("checkpoint", state.global_step, folder=f"checkpoint-{state.global_step}")
 
     def close(self, reason: str) -> None:

@@ -74,7 +74,7 @@ class Requests:
         self._last[phase] = time.monotonic()
 
     def poll(self, control: Any, step: int) -> None:
-        """Set the control flags that are due after an optimizer step."""
+        """Set the control flags that are due after an optimizer step, and execute requests."""
         now = time.monotonic()
         for phase, minutes in self._minutes.items():
             if minutes is not None and now - self._last[phase] >= 60 * minutes:

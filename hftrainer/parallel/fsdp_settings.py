@@ -224,7 +224,7 @@ def _pop_xla(keys: dict[str, Any]) -> XlaSettings | None:
         return None
     if settings and spmd:
         raise InvalidConfig(
-            "fsdp_config['xla_fsdp_settings'] are for torch_xla's FSDP with processes, but 'xla_fsdp_v2' uses SPMD: "
+            "fsdp_config['xla_fsdp_settings'] is for torch_xla's FSDP with processes, but 'xla_fsdp_v2' uses SPMD: "
             "use one of them."
         )
     return XlaSettings(bool(spmd), bool(grad_ckpt), tuple((settings or {}).items()))

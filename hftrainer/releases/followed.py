@@ -81,7 +81,7 @@ def _log_info_once(sentence: str | None) -> None:
 
 
 def _nearest_known(release: Release) -> Release:
-    """The latest known release that is not after another, or else the first one."""
+    """The latest known release not after `release`; the first one if all are later."""
     return max((known for known in RELEASES if known <= release), default=RELEASES[0])
 
 

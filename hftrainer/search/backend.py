@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TrialFailed(Exception):
-    """A trial failed, and the search continues. It drops the traceback, so that the model can be freed."""
+    """A trial failed, and the search continues. This exception drops the traceback, so that the model can be freed."""
 
 
 class SearchBackend(abc.ABC):
@@ -34,7 +34,7 @@ class SearchBackend(abc.ABC):
     install: ClassVar[str]
     directions: list[str]
 
-    #: Whether `objective` also reports the evaluation after a training without evaluations.
+    #: Whether `objective` also reports the evaluation that follows training if training has none.
     reports_last_evaluation: ClassVar[bool] = True
 
     def __init__(self, components: Components) -> None:
@@ -48,7 +48,7 @@ class SearchBackend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def default_hp_space(trial: Any) -> dict[str, Any]:
-        """The search space without `hp_space`."""
+        """The default search space, used if `hp_space` is None."""
 
     @abc.abstractmethod
     def run(self, trainer: Trainer, n_trials: int | None, direction: Any, **kwargs: Any) -> BestRun | list[BestRun]:
@@ -62,7 +62,7 @@ class SearchBackend(abc.ABC):
         """
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
-        """The training arguments of a trial (name → value); here the trial, since the library draws the values."""
+        """A trial's training arguments (name → value); here the trial, from which the library draws them."""
         return trial
 
     @abc.abstractmethod

@@ -138,7 +138,7 @@ def work() -> None:
 
 
 def _exit_with_script(pipe: int) -> None:
-    """Send this worker SIGTERM when the script ends or is killed, which closes the other end of the pipe."""
+    """Send SIGTERM to this worker when the script ends, which closes its end of the pipe."""
     os.read(pipe, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -202,7 +202,7 @@ class RemoteFolder:
             return []
 
     def _call(self, operation: Callable[[], T], failure: str) -> T:
-        """Call `operation` with retries. A missing file is an error like others.
+        """Call `operation` with retries. A missing file is an error like any other.
 
         Raises:
             OSError: if the local disk is full.

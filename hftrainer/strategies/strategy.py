@@ -138,8 +138,8 @@ class Strategy(ABC):
 
         Args:
             trainer: the Trainer, whose model is replaced by the sharded one.
-            load: loads the weights of the checkpoint that the run resumes from, if any. A strategy that does not shard
-                does not call it: the model has these weights already.
+            load: loads the weights of the checkpoint that the run resumes from, if any. Only strategies that shard
+                call it: for the others, the model already has these weights.
         """
 
     def prepare_evaluation(self, trainer: Any) -> None:
@@ -332,7 +332,7 @@ class ReplicasStrategy(Strategy):
     def load_optimizer_and_scheduler(
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
-        """Load the states of any checkpoint."""
+        """Load the states of optimizer and scheduler from a checkpoint of any format."""
         resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler)
 
 

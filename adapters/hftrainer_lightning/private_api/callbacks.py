@@ -75,5 +75,5 @@ def first_layers(pruning: ModelPruning) -> list[Any]:
 
 
 def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
-    """The module of the parameter with Lightning's index; `first_layers` stores only indices."""
+    """The module of the pruned parameter at this index; `first_layers` stores only indices."""
     return pruning._parameters_to_prune[index][0]

@@ -156,7 +156,7 @@ def copy_profiler(profiler: Any) -> Any:
 
 
 def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None:
-    """Announce the gradients to callbacks and module, and clip them.
+    """Call the gradient hooks of callbacks and module, and clip the gradients.
 
     Plugins with their own optimizer step call this. Lightning's do so between closure and step, under a private name.
     """

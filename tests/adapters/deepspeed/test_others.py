@@ -141,7 +141,7 @@ def test_fewer_processes(tmp_path):
         assert run.returncode == 0, run.stderr[-3000:]
     (both,) = (pickle.loads(path.read_bytes())["stage 2"]["logs"] for path in tmp_path.glob("hftrainer-0.pkl"))
     one = pickle.loads((tmp_path / "one-0.pkl").read_bytes())
-    assert "holds the parts of 2 processes, but there are 1" in one["parts"]
+    assert "holds shards of 2 processes, but this run has 1" in one["parts"]
     assert "ds_to_universal" in one["parts"]
     written = load_file(tmp_path / "hftrainer" / "stage 2" / "checkpoint-4" / "model.safetensors")
     assert_same(one["loaded, weights"], written)
