@@ -731,7 +731,9 @@ class Trainer(EarlierMethods):
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate within training; a metric-driven scheduler steps on the metric."""
-        return self._hftrainer.control_actions.evaluate(trial, ignore_keys_for_eval, steps_schedule=not skip_scheduler)
+        return self._hftrainer.control_actions.evaluate(
+            trial, ignore_keys_for_eval, should_step_schedule=not skip_scheduler
+        )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -890,7 +892,7 @@ class Trainer(EarlierMethods):
             metrics: of an evaluation, compared for the best model; until v4.46.
         """
         loop = self._hftrainer.run.loop
-        if metrics is not None and (loop is None or metrics is not loop.evaluated):
+        if metrics is not None and (loop is None or metrics is not loop.evaluation_metrics):
             self._determine_best_metric(metrics, trial)
         with self._hftrainer.saver.checkpoint(trial) as fill:
             fill()
@@ -951,7 +953,7 @@ class Trainer(EarlierMethods):
 
     def _load_callback_state(self) -> None:
         """Restore the callbacks' states from `self.state`, with `restore_callback_states_from_checkpoint`."""
-        if self.args.restore_callback_states_from_checkpoint or self._hftrainer.run.rolled_back:
+        if self.args.restore_callback_states_from_checkpoint or self._hftrainer.run.has_rolled_back:
             self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
         else:
             resume.warn_about_unrestored_callbacks(self.callback_handler.callbacks, self.state.stateful_callbacks)

@@ -142,7 +142,7 @@ class LightningEngine:
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
         except Exception as error:
-            hooks.failed(error)
+            hooks.save_after_error(error)
             raise
         finally:
             self.is_fitting = False

@@ -149,7 +149,7 @@ class TrainerModule(WithoutBatchTransfer):
     def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
         replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.hooks.after_optimizer_step(self._precision.skipped, schedule_replaced=replaced)
+        self.hooks.after_optimizer_step(self._precision.skipped, is_schedule_replaced=replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

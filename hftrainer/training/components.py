@@ -1,7 +1,7 @@
 """The parts of a Trainer, behind the one attribute `Trainer._hftrainer`.
 
-Subclasses define their own attributes and methods, so a name that no release of transformers has is never looked
-up on the Trainer: it is here, or in one of the parts that are attributes of this object.
+Subclasses may use any name for their attributes and methods. So a name that no release of transformers has is never
+looked up on the Trainer, but on this object or on one of its parts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 #: Attributes that a copy in another process must create again.
 _LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
-#: The same, for attributes of the Trainer.
+#: Attributes of the Trainer that a copy in another process must create again.
 _LOCAL_TRAINER_ATTRIBUTES = (
     "accelerator",
     "gather_function",
@@ -61,7 +61,7 @@ class Components:
 
     Attributes:
         run: the state of the current or last `train()`.
-        policy: what the followed release of transformers does.
+        policy: the behavior of the followed release of transformers.
         resolved: the parsed arguments. A trial replaces this attribute and the next three.
         engine: the Lightning engine, built from the arguments.
         strategy: how the processes share the model.
@@ -73,7 +73,7 @@ class Components:
         hp_study: the study of the last search with Optuna, or None.
         arguments_before_search: the arguments before the current search.
         needs_rebuild: whether the next run must rebuild the engine.
-        lightning_callbacks: Lightning's callbacks, in the order given.
+        lightning_callbacks: Lightning's callbacks, in the script's order.
         setup: builds everything that depends on the arguments.
         model_setup: sets up the model, its optimizer and its schedule.
         loaders: makes data loaders.
@@ -134,7 +134,7 @@ class Components:
 
     @property
     def unwrapped_model(self) -> Any:
-        """The user's model, without wrappers, and not compiled."""
+        """The user's model, without wrappers and not compiled."""
         return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
     @property
@@ -161,18 +161,21 @@ class Components:
         return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
 
     def loggers(self) -> list[Any]:
-        """The Lightning loggers that this process writes to; this opens their runs."""
+        """The Lightning loggers that this process writes to. The call opens their runs."""
         if self.trainer.args.process_index:
             return []
         callbacks = reporting_callbacks(self.trainer.callback_handler.callbacks)
-        found = [(each, each.loggers(self.trainer.args, self.trainer.state, self.trainer.model)) for each in callbacks]
-        found.sort(key=lambda each: not isinstance(each[0], TrackerCallback))  # those of report_to first
-        return [logger for _, loggers in found for logger in loggers]
+        loggers_by_callback = [
+            (each, each.loggers(self.trainer.args, self.trainer.state, self.trainer.model)) for each in callbacks
+        ]
+        # Loggers of report_to come first.
+        loggers_by_callback.sort(key=lambda each: not isinstance(each[0], TrackerCallback))
+        return [logger for _, loggers in loggers_by_callback for logger in loggers]
 
     def print_xla_metrics(self) -> None:
         """Print torch_xla's metrics on the main process, if `debug="tpu_metrics_debug"`."""
-        asked = "tpu_metrics_debug" in (self.trainer.args.debug or ()) and self.trainer.args.device.type == "xla"
-        if asked and self.trainer.is_world_process_zero():
+        is_requested = "tpu_metrics_debug" in (self.trainer.args.debug or ()) and self.trainer.args.device.type == "xla"
+        if is_requested and self.trainer.is_world_process_zero():
             load("xla", "devices").print_metrics()
 
     def log_folder(self) -> Any:

@@ -49,23 +49,24 @@ class ControlActions(Component):
             with self._phase("evaluation"):
                 metrics = trainer._evaluate(trial, ignore_keys)
             if loop is not None:
-                loop.evaluated = metrics
+                loop.evaluation_metrics = metrics
             is_new_best = trainer._determine_best_metric(metrics=metrics, trial=trial)
             if trainer.args.save_strategy == SaveStrategy.BEST:
                 trainer.control.should_save = is_new_best
             self._sync_control_flags()
         if trainer.control.should_save:
-            # Until v4.45 it took the metrics. Do not pass them through **kwargs: an inner override may not accept them.
+            # Until v4.45, `_save_checkpoint` accepted the metrics. Do not pass them through **kwargs, since an inner
+            # override may not accept them.
             save = trainer._save_checkpoint
-            takes_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
+            needs_metrics = is_overridden(trainer, "_save_checkpoint") and has_parameter(save, "metrics")
             with self._phase("saving"):
-                save(model, trial, **({"metrics": metrics} if takes_metrics else {}))
+                save(model, trial, **({"metrics": metrics} if needs_metrics else {}))
                 self.components.saver.call_on_save()
             self._sync_control_flags()
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Time the block, and report it to what observes the run."""
-        return self.run.timing(name) if self.run.loop is None else self.run.loop.watch.phase(name)
+        """Time the block, and report it to the observers of the run."""
+        return self.run.measure_time(name) if self.run.loop is None else self.run.loop.watch.phase(name)
 
     def _sync_control_flags(self) -> None:
         """Synchronize the control flags of all ranks."""
@@ -78,35 +79,36 @@ class ControlActions(Component):
         """Log the mean loss since the last log line, and reset the sum."""
         run = self.run
         steps = self.trainer.state.global_step - run.last_logged
-        of_all = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
-        summed, further = run.logged_metrics.pop(of_all, steps)
-        tr_loss -= tr_loss  # not `zero_()`: as in transformers, NaN stays NaN
+        loss = self.trainer.accelerator.gather(tr_loss).mean() if self.trainer.args.world_size > 1 else tr_loss
+        loss_sum, metrics = run.logged_metrics.pop(loss, steps)
+        # As in transformers, NaN stays NaN, which `zero_()` would reset.
+        tr_loss -= tr_loss
         self.components.strategy.run_recorded_operations()
-        logs: dict[str, float] = {"loss": self.components.policy.logged_loss(summed / steps)}
+        logs: dict[str, float] = {"loss": self.components.policy.logged_loss(loss_sum / steps)}
         if grad_norm is not None:
             logs["grad_norm"] = grad_norm.item() if isinstance(grad_norm, torch.Tensor) else grad_norm
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
-        logs |= further
+        logs |= metrics
         if run.loop is not None:
             logs |= run.loop.watch.values(steps)
-        run.total_loss += summed
+        run.total_loss += loss_sum
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()
         call_with_accepted(self.trainer.log, logs, start_time=start_time)
 
-    def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
-        """Evaluate during training; with `steps_schedule`, also step a schedule that depends on the metric."""
+    def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, should_step_schedule: bool) -> dict[str, float]:
+        """Evaluate during training, and step a metric-driven schedule with `should_step_schedule`."""
         trainer = self.trainer
         loop = self.run.loop
         if loop is not None:
             loop.owes_evaluation = True
         try:
-            with self.components.engine.evaluation_group() as for_lightning:
+            with self.components.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
                     metrics = self._evaluate_each(trainer.eval_dataset, ignore_keys)
                 else:
                     metrics = trainer.evaluate(ignore_keys=ignore_keys)
-                for_lightning |= metrics
+                lightning_metrics |= metrics
         except Exception as error:
             if not (trainer.args.auto_find_batch_size and is_out_of_memory(error)):
                 raise
@@ -118,31 +120,31 @@ class ControlActions(Component):
             loop.owes_evaluation = False
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
-            own = metrics
-            metrics = trainer.accelerator.processes.from_main(lambda: own)
+            rank_metrics = metrics
+            metrics = trainer.accelerator.processes.from_main(lambda: rank_metrics)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
-        if needs_metric(trainer.lr_scheduler) and steps_schedule:
+        if needs_metric(trainer.lr_scheduler) and should_step_schedule:
             trainer.lr_scheduler.step(get_metric(metrics, trainer.args.metric_for_best_model or "loss"))
         return metrics
 
     def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
-        """Evaluate several sets; early stopping may monitor a metric of one of them, or the mean of their losses."""
+        """Evaluate several sets. Early stopping may monitor a metric of one set, or the mean loss."""
         stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for callback in stoppers:
             callback.awaits_other_sets = True
         try:
-            of_sets = self.trainer.evaluate(ignore_keys=ignore_keys)
+            set_metrics = self.trainer.evaluate(ignore_keys=ignore_keys)
         finally:
             for callback in stoppers:
                 callback.awaits_other_sets = False
-        metrics = mean_loss(of_sets, sets, "eval") | of_sets
-        if evaluation_key(self.trainer.args.metric_for_best_model or "loss") not in of_sets:
+        metrics = mean_loss(set_metrics, sets, "eval") | set_metrics
+        if evaluation_key(self.trainer.args.metric_for_best_model or "loss") not in set_metrics:
             for callback in stoppers:
                 callback.on_evaluate(self.trainer.args, self.trainer.state, self.trainer.control, metrics=metrics)
         return metrics
 
     def check_best_metric(self) -> None:
-        """Refuse a metric that no evaluation of the run can return; transformers finds out at the first one.
+        """Reject a metric that no evaluation can return. transformers fails at the first evaluation.
 
         Raises:
             MetricNotFound: without `compute_metrics`, for anything but the loss and speeds.
@@ -157,7 +159,7 @@ class ControlActions(Component):
         if args.eval_strategy != "no" and trainer.compute_metrics is None and not (is_built_in or adds_metrics):
             raise MetricNotFound(
                 f"metric_for_best_model={metric!r}: without compute_metrics, an evaluation returns the loss and its "
-                "speed. Pass compute_metrics, or leave the metric out."
+                "speed. Pass compute_metrics, or remove metric_for_best_model."
             )
 
     def determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:

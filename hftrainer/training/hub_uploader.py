@@ -83,4 +83,4 @@ class HubUploader(Component):
     def finish(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
         if self.components.uploads is not None:
-            self.components.uploads.finish(is_urgent=lambda: self.run.signal_listener.received is not None)
+            self.components.uploads.finish(is_urgent=lambda: self.run.signal_listener.signal_number is not None)

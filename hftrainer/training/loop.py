@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TrainingLoop:
-    """One call of `train()`, from its first event to its last.
+    """Handles all events of one call of `train()`.
 
     Args:
         components: the parts of the Trainer.
         schedule: the lengths of the run.
-        train_dataloader: the batches.
+        train_dataloader: the loader of the training data.
         trial: the hyperparameter trial, if any.
         ignore_keys: outputs of the model that evaluation leaves out.
         resume_folder: the checkpoint that the run resumes from, if any.
-        first_epoch: epochs done.
-        position: micro-batches of the next epoch that are done.
+        first_epoch: finished epochs.
+        position: finished micro-batches of the next epoch.
     """
 
     components: Components
@@ -68,9 +68,9 @@ class TrainingLoop:
         self.saver = self.components.saver
         self.reader = EpochReader(train_dataloader)
         self.epoch = self.first_epoch
-        #: The checkpoint's further progress data; None for checkpoints of transformers.
+        #: Our progress data in the checkpoint; None for a new run or a checkpoint of transformers.
         self.progress = self.run.progress
-        self.epoch_ended = self._random_restored = False
+        self.epoch_ended = self._has_restored_rng = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
@@ -78,13 +78,20 @@ class TrainingLoop:
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
         self.watch = RunWatch(self.components, self, train_dataloader)
-        self._is_stepping = False  # inside an optimizer step, which may have changed the weights
-        self._has_uncounted_step = False  # the optimizer stepped, but `global_step` does not count it yet
-        self._pending: tuple[torch.Tensor, Any] | None = None  # loss and batch of the micro-batch, until it ends
-        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()  # those that have not run yet
-        self.evaluated: dict[str, float] | None = None  # the last evaluation's metrics, compared for the best model
-        self.owes_evaluation = False  # an evaluation has begun, and is not complete
-        self.between_steps = True  # no data read and no random number drawn for the next step
+        #: True during an optimizer step, which may have changed the weights.
+        self._is_stepping = False
+        #: True after a step of the optimizer that `global_step` does not count yet.
+        self._has_uncounted_step = False
+        #: Loss and batch of the current micro-batch.
+        self._micro_batch: tuple[torch.Tensor, Any] | None = None
+        #: Parts of the epoch that have not run yet.
+        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()
+        #: Metrics of the last evaluation, which determined the best model.
+        self.evaluation_metrics: dict[str, float] | None = None
+        #: True if an evaluation has begun but is not complete.
+        self.owes_evaluation = False
+        #: True if no data is read and no random number drawn for the next step.
+        self.is_between_steps = True
         self.micro_batches = MicroBatchIterator(
             self.schedule,
             planned_accumulation=lambda: self.components.engine.accumulation_at(self.epoch),
@@ -92,9 +99,9 @@ class TrainingLoop:
             open_epoch=self._open_epoch,
             get_window=self._get_window,
             on_first_window=self._restore_rng_in_epoch,
-            is_interrupted=self._interrupted,
+            is_interrupted=self._is_interrupted,
             position=self.position,
-            skips=self.divergence.skips,
+            skips=self.divergence.should_skip,
         )
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         # Inspect the signature of an override once, not at each step.
@@ -111,12 +118,12 @@ class TrainingLoop:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the checkpoint is that of the last step."""
+        """Whether the checkpoint already contains the run's last step."""
         is_complete = self.resume_folder is not None and self.trainer.state.global_step >= self.schedule.max_steps
         return is_complete or self.first_epoch >= self.schedule.num_train_epochs
 
     def begin(self) -> None:
-        """Call `on_train_begin`, evaluate with `eval_on_start`, and finish what an interrupted run left undone."""
+        """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
         self.trainer.model_wrapped.zero_grad()
         self.components.strategy.run_recorded_operations()
         self.components.announce("on_train_begin")
@@ -133,7 +140,7 @@ class TrainingLoop:
         self._end_epoch_of_checkpoint()
 
     def _end_epoch_of_checkpoint(self) -> None:
-        """End the checkpoint's epoch, if the checkpoint was saved after its last step but before `on_epoch_end`."""
+        """End the checkpoint's epoch, if it was saved after the epoch's last step but before `on_epoch_end`."""
         progress = self.progress
         if progress is None or progress.epoch_ended or progress.epoch is None:
             return
@@ -143,7 +150,7 @@ class TrainingLoop:
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
         self._restore_rng_states()
-        self._random_restored = True
+        self._has_restored_rng = True
         self._close_epoch()
 
     @contextlib.contextmanager
@@ -151,36 +158,39 @@ class TrainingLoop:
         """Yields a function that calls `Trainer._run_epoch` for an epoch.
 
         Args:
-            *parts: functions that run the epoch and its end in Lightning's loop.
+            *parts: functions of Lightning's loop that run the epoch and then end it.
 
         Raises:
-            UnsupportedArgument: when an override does not run these functions.
+            UnsupportedArgument: when an override does not call these functions.
         """
         self._parts_of_epoch = parts
         try:
             yield functools.partial(self.trainer._run_epoch, **self._epoch_arguments())
             is_skipped = bool(self._parts_of_epoch)
         finally:
-            self._parts_of_epoch = ()  # they reference Lightning's trainer, and so the optimizer
+            # The parts reference Lightning's trainer, and through it the optimizer.
+            self._parts_of_epoch = ()
         if is_skipped:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
-                "with the arguments that it gets. Override training_step, get_batch_samples or compute_loss instead, "
-                "or use a callback."
+                "with the arguments that it receives. Override training_step, get_batch_samples or compute_loss "
+                "instead, or use a callback."
             )
 
-    def run_epoch(self, given: dict[str, Any]) -> None:
-        """Run the epoch, with the arguments that `Trainer._run_epoch` got."""
+    def run_epoch(self, arguments: dict[str, Any]) -> None:
+        """Run the epoch with the arguments that `Trainer._run_epoch` received."""
         expected = self._epoch_arguments()
-        changed = [name for name, value in given.items() if not (value is expected[name] or value == expected[name])]
+        changed = [
+            name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
+        ]
         if changed:
             raise UnsupportedArgument(
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
         parts, self._parts_of_epoch = self._parts_of_epoch, ()
-        for run in parts:
-            run()
+        for part in parts:
+            part()
 
     def _epoch_arguments(self) -> dict[str, Any]:
         return {
@@ -198,10 +208,11 @@ class TrainingLoop:
         }
 
     def begin_epoch(self, epoch: int) -> None:
-        """Call `on_epoch_begin`, before the data iterator is made."""
+        """Call `on_epoch_begin`, before the data iterator is created."""
         self.epoch = epoch
         self.epoch_ended = False
-        self.run.health.note_sign(is_slow=True)  # processes of the loader may start
+        # The loader may start worker processes.
+        self.run.health.note_sign(is_slow=True)
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = None
@@ -212,17 +223,17 @@ class TrainingLoop:
     def _open_epoch(self) -> Iterator[Any]:
         if not self._is_resume_epoch():
             return self.reader.open(self.epoch)
-        saved = None if self.progress is None else self.progress.data
-        return self.reader.open(self.epoch, ResumePoint(self.position, self._restore_random_once, saved))
+        data_state = None if self.progress is None else self.progress.data
+        return self.reader.open(self.epoch, ResumePoint(self.position, self._restore_rng_once, data_state))
 
     def _restore_rng_in_epoch(self) -> None:
-        known = self.progress is not None and self.progress.data is not None
-        if self._is_resume_epoch() and self.position and not known:
+        has_data_state = self.progress is not None and self.progress.data is not None
+        if self._is_resume_epoch() and self.position and not has_data_state:
             self._restore_rng_states()
 
-    def _restore_random_once(self) -> None:
-        """Restore the random states, unless that was done at the end of the previous epoch."""
-        if not self._random_restored:
+    def _restore_rng_once(self) -> None:
+        """Restore the random states, unless `_end_epoch_of_checkpoint` has already done so."""
+        if not self._has_restored_rng:
             self._restore_rng_states()
 
     def _restore_rng_states(self) -> None:
@@ -255,14 +266,14 @@ class TrainingLoop:
     # ---- Micro-batches -----------------------------------------------------------------------------------------
 
     def _accumulation(self) -> int:
-        """Micro-batches per optimizer step: a callback's value, or else the argument's current one."""
-        now = self.trainer.args.gradient_accumulation_steps
-        self.components.model_setup.check_accumulation(now)
-        steps: int = self.components.engine.accumulation_at(self.epoch, now)
+        """Micro-batches per optimizer step: a callback's value, or else the argument's current value."""
+        argument = self.trainer.args.gradient_accumulation_steps
+        self.components.model_setup.check_accumulation(argument)
+        steps: int = self.components.engine.accumulation_at(self.epoch, argument)
         return steps
 
     def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
-        self.between_steps = False
+        self.is_between_steps = False
         samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
         self.run.accumulation = len(samples)
         return samples, num_items
@@ -277,14 +288,17 @@ class TrainingLoop:
             self.components.announce("on_step_begin")
 
     def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """Call `Trainer.training_step`, which runs backward; the window's last micro-batch all-reduces gradients."""
+        """Call `Trainer.training_step`, which runs backward.
+
+        Only the window's last micro-batch all-reduces gradients, unless `sync_each_batch` is set.
+        """
         window = self.micro_batches.window
         assert window is not None
-        local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
+        is_local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
         step, items = self.trainer.training_step, window.num_items
-        with self.trainer.accelerator.no_sync(model=model) if local else contextlib.nullcontext():
+        with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
             loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
-        self._pending = loss, inputs
+        self._micro_batch = loss, inputs
         return loss
 
     @property
@@ -293,20 +307,21 @@ class TrainingLoop:
         return overrides.needs_manual_optimization(self.trainer)
 
     def begin_backward(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Keep what `compute_loss` returned, and its batch, until the micro-batch ends."""
-        self._pending = loss, inputs
+        """Keep the loss of `compute_loss` and its batch until the micro-batch ends."""
+        self._micro_batch = loss, inputs
         self.watch.begin_backward()
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch after its backward pass, and add its loss."""
-        assert self._pending is not None
-        (loss, inputs), self._pending = self._pending, None
+        assert self._micro_batch is not None
+        (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
         self.divergence.add(loss)
         self.watch.end_micro_batch(self.loss_sum.add(loss), inputs)
         self.step_details.add(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
-        self.trainer._track_num_input_tokens(inputs)  # reads the arguments, which a callback may have changed
+        # Reads the arguments at each step, since a callback may have changed them.
+        self.trainer._track_num_input_tokens(inputs)
 
     def end_substep(self) -> None:
         """Call `on_substep_end`, after a micro-batch without an optimizer step."""
@@ -318,31 +333,34 @@ class TrainingLoop:
     def before_optimizer_step(self, model: torch.nn.Module) -> None:
         """Clip the gradients, and call `on_pre_optimizer_step`."""
         self._is_stepping = True
-        clips = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0  # None until v4.57
-        clipped = self.trainer._clip_grad_norm(model) if clips else None
-        measures = clipped is not None or self.components.policy.logs_grad_norm_without_clipping
-        self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=clipped) if measures else None
+        # Until v4.57, max_grad_norm may be None.
+        should_clip = self.trainer.args.max_grad_norm is not None and self.trainer.args.max_grad_norm > 0
+        norm = self.trainer._clip_grad_norm(model) if should_clip else None
+        needs_norm = norm is not None or self.components.policy.logs_grad_norm_without_clipping
+        self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
         self.divergence.check(model)
         self.components.announce("on_pre_optimizer_step")
 
-    def after_optimizer_step(self, skipped: bool, *, schedule_replaced: bool) -> None:
+    def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:
         """Call `on_optimizer_step`, and step the learning-rate schedule.
 
         Args:
-            skipped: the loss scaler skipped the step because of infinite gradients; the schedule does not step.
-            schedule_replaced: whether a Lightning callback sets the learning rate now.
+            is_skipped: whether the loss scaler skipped the step because of infinite gradients. The schedule does not
+                step then.
+            is_schedule_replaced: whether a Lightning callback sets the learning rate instead of the schedule.
         """
         trainer = self.trainer
-        trainer.accelerator.optimizer_step_was_skipped = skipped
+        trainer.accelerator.optimizer_step_was_skipped = is_skipped
         self._has_uncounted_step = True
         self.components.announce("on_optimizer_step")
-        if schedule_replaced:
+        if is_schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
-        # Otherwise the log line reads the learning rate, after the scheduler's step.
+        # In other releases, the log line reads the learning rate after the scheduler's step.
         if self.components.policy.logs_rate_of_step:
             self.learning_rate = trainer._get_learning_rate()
-        if not skipped and not needs_metric(trainer.lr_scheduler):  # metric-driven schedules step after evaluations
+        # Metric-driven schedules step after evaluations.
+        if not is_skipped and not needs_metric(trainer.lr_scheduler):
             trainer.lr_scheduler.step()
 
     def end_step(self, model: torch.nn.Module) -> None:
@@ -354,7 +372,7 @@ class TrainingLoop:
         self.run.health.end_step()
         state.epoch = self._epoch_after_step()
         self._is_stepping = self._has_uncounted_step = False
-        self.between_steps = True
+        self.is_between_steps = True
         self.components.announce("on_step_end", **self.step_details.pop())
         self.watch.grant_requests()
         self.control_sync.end_step()
@@ -366,11 +384,12 @@ class TrainingLoop:
         return self.epoch + self.micro_batches.state_dict()["position"] / self.schedule.steps_in_epoch
 
     def resume_state(self) -> torch.Tensor:
-        """The Trainer's entry in a Lightning checkpoint: packed, so that Lightning can load the rest without it."""
+        """The Trainer's entry in a Lightning checkpoint, packed so that any program can load the file."""
         self.trainer.store_flos()
         self.trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         state, scaler = dataclasses.asdict(self.trainer.state), self.trainer.accelerator.scaler
-        if self._has_uncounted_step:  # Lightning's callbacks end the batch before the step is counted here
+        # Lightning's callbacks may save before `end_step` counts the step.
+        if self._has_uncounted_step:
             state |= {"global_step": state["global_step"] + 1, "epoch": self._epoch_after_step()}
         return as_bytes(
             {
@@ -382,28 +401,35 @@ class TrainingLoop:
             }
         )
 
-    def failed(self, error: Exception) -> None:
+    def save_after_error(self, error: Exception) -> None:
         """Save a checkpoint before an error ends the run, if the weights are those after a complete step.
 
-        Distributed runs save none: other ranks may be at a different step, and exit with this one.
+        Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
         """
-        if self.control_sync.several and is_communication_error(error) and not isinstance(error, RanksLost):
+        if self.control_sync.is_distributed and is_communication_error(error) and not isinstance(error, RanksLost):
             logger.error(lost_ranks_message("gradients or weights of all ranks"))
-        restarts = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
-        if isinstance(error, CheckpointNotWritten) or restarts or self.control_sync.several or self._is_stepping:
+        should_restart = self.trainer.args.auto_find_batch_size and is_out_of_memory(error)
+        if (
+            isinstance(error, CheckpointNotWritten)
+            or should_restart
+            or self.control_sync.is_distributed
+            or self._is_stepping
+        ):
             return
         has_new_step = self.trainer.state.global_step > self.run.initial_step
         if not has_new_step or self.trial is not None or not self.saver.should_save_on_interrupt():
             return
         try:
             self.saver.save_if_needed(self.trial)
-            if not self.between_steps:
-                logger.warning("The error occurred within a step: a run resumed from here draws other random numbers.")
+            if not self.is_between_steps:
+                logger.warning(
+                    "The error occurred within a step: a run resumed from here draws different random numbers."
+                )
         except Exception:
             logger.exception("Could not save a checkpoint after the error that ends the run.")
 
     def _log_save_evaluate(self) -> None:
-        """Log, evaluate and save as requested; an override is called at every step."""
+        """Log, evaluate and save as requested. Overrides are called after every step."""
         control = self.trainer.control
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
@@ -419,17 +445,18 @@ class TrainingLoop:
                 "learning_rate": self.learning_rate,
             }
             method = self.trainer._maybe_log_save_evaluate
-            positional, keywords = overrides.log_save_evaluate_arguments(method, values)
+            args, kwargs = overrides.log_save_evaluate_arguments(method, values)
             with self.control_sync.abort_evaluation_on_signal():
-                method(*positional, **keywords)
+                method(*args, **kwargs)
         if self.components.search is not None and self.trial is not None:
             self.components.search.send_pending_report(self.trainer)
 
     # ---- The end -----------------------------------------------------------------------------------------------
 
     def close(self, reason: str) -> None:
-        """End the run's data, its journal and its traces. `reason` is why it ends, for the journal."""
-        self._pending = None  # of a micro-batch that failed
+        """Close the run's data, journal and traces. The journal records `reason`."""
+        # A failed micro-batch leaves its loss and batch.
+        self._micro_batch = None
         self.reader.close()
         self.watch.close(reason)
 
@@ -438,6 +465,6 @@ class TrainingLoop:
         """Whether training should stop."""
         return self.control_sync.can_stop and self.trainer.control.should_training_stop
 
-    def _interrupted(self) -> bool:
+    def _is_interrupted(self) -> bool:
         control = self.trainer.control
         return self.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)

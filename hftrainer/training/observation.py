@@ -1,4 +1,4 @@
-"""What observes a run and takes requests to it, made from the arguments when the run begins."""
+"""`RunWatch`: the observer and the requests of a run, built from its arguments."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 class RunWatch:
-    """Tells what observes a run of its events, and takes requests to it.
+    """Reports the events of a run to its observers, and polls its requests.
 
     Args:
         components: the parts of the Trainer.
         loop: the loop of the run.
-        loader: its data.
+        loader: the loader of its training data.
 
     Attributes:
-        sources: sums of the sources of a mixture; None for other data.
+        sources: sums for each source of a mixture; None for other data.
         observer: a callback of the Trainer until the run ends; None without `observe`.
-        requests: the requests, on the main process.
+        requests: the requests to the run; None except on the main process.
     """
 
     def __init__(self, components: Components, loop: TrainingLoop, loader: Any) -> None:
@@ -55,7 +55,7 @@ class RunWatch:
             self._flops.begin_backward()
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass; `loss` is what the run has added to its sum."""
+        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add`."""
         self.run.health.note_sign()
         if self.sources is None and self.observer is None:
             return
@@ -74,15 +74,15 @@ class RunWatch:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block, an 'evaluation' or 'saving', and report it."""
         block = contextlib.nullcontext() if self.observer is None else self.observer.phase(name)
-        with block, self.run.health.in_phase(name), self.run.timing(name):
+        with block, self.run.health.in_phase(name), self.run.measure_time(name):
             yield
         if self.requests is not None:
             self.requests.note(name)
 
     def values(self, steps: int) -> dict[str, float]:
-        """The values for a log line, of the `steps` since the last one. A collective operation."""
-        of_sources = {} if self.sources is None else self.sources.pop(steps)
-        return of_sources if self.observer is None else of_sources | self.observer.values()
+        """The values for a log line over the last `steps` steps. A collective operation."""
+        source_values = {} if self.sources is None else self.sources.pop(steps)
+        return source_values if self.observer is None else source_values | self.observer.values()
 
     def close(self, reason: str) -> None:
         """End the traces and the journal of the run."""
@@ -96,18 +96,18 @@ class RunWatch:
 def _make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, plan = components.trainer, components.engine.plan
-    what = read_observe(getattr(trainer.args, "observe", False))
-    if not what:
+    observations = read_observe(getattr(trainer.args, "observe", False))
+    if not observations:
         return None
     loop.reader.time_collator()
-    peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in what else None
-    writes = "journal" in what and trainer.is_world_process_zero()
+    peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in observations else None
+    has_journal = "journal" in observations and trainer.is_world_process_zero()
     observer = Observer(
-        what,
+        observations,
         Measurements(lambda: components.run.seconds, loop.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
-        Journal(run_folder(trainer, loop.trial) if writes else None),
+        Journal(run_folder(trainer, loop.trial) if has_journal else None),
         {
             "world_size": trainer.args.world_size,
             "device": str(trainer.args.device),
@@ -119,18 +119,22 @@ def _make_observer(components: Components, loop: TrainingLoop) -> Observer | Non
 
 
 def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
-    """Samples and input tokens of a micro-batch; tokens are whole numbers of shape `(batch, sequence)`."""
+    """Numbers of samples and input tokens of a micro-batch.
+
+    Only an input of integers of shape `(batch, sequence)` has tokens.
+    """
     name = getattr(trainer.model, "main_input_name", "input_ids")
-    main = inputs.get(name) if hasattr(inputs, "get") else None
-    if isinstance(main, torch.Tensor) and main.ndim == 2 and not main.is_floating_point():
-        if trainer.args.flatten_batches and "position_ids" in inputs:  # samples in one row
-            return int((inputs["position_ids"] == 0).sum()), main.numel()
-        return len(main), main.numel()
+    main_input = inputs.get(name) if hasattr(inputs, "get") else None
+    if isinstance(main_input, torch.Tensor) and main_input.ndim == 2 and not main_input.is_floating_point():
+        # With flatten_batches, a row has several samples.
+        if trainer.args.flatten_batches and "position_ids" in inputs:
+            return int((inputs["position_ids"] == 0).sum()), main_input.numel()
+        return len(main_input), main_input.numel()
     return find_batch_size(inputs) or 0, 0
 
 
 def _make_requests(components: Components, loop: TrainingLoop) -> Requests | None:
-    """Takes requests to a run, on the main process."""
+    """The requests to a run; None except on the main process."""
     trainer, args = components.trainer, components.trainer.args
     if not trainer.is_world_process_zero():
         return None

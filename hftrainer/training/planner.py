@@ -34,30 +34,34 @@ class Planner(Component):
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
         count = positional_count(self.trainer.set_initial_training_values)
-        takes_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
-        values = self.trainer.set_initial_training_values(args, dataloader, *([size] if takes_size else []))
+        needs_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
+        values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_schedule(values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """Implements `Trainer.set_initial_training_values`."""
-        sized = has_length(dataloader)
-        if sized and args.tokens_per_batch is not None and len(dataloader):  # the mean, as batches differ
+        is_sized = has_length(dataloader)
+        # Batches differ in size, so use the mean.
+        if is_sized and args.tokens_per_batch is not None and len(dataloader):
             examples = self.trainer.num_examples(dataloader) / len(dataloader)
             size = max(1, round(examples * self.components.engine.accumulation_at(0)))
         schedule = plan_schedule(
             args,
-            len(dataloader) * self.trainer.get_sp_size() if sized else None,
-            self.trainer.num_examples(dataloader) if sized else None,
+            len(dataloader) * self.trainer.get_sp_size() if is_sized else None,
+            self.trainer.num_examples(dataloader) if is_sized else None,
             self.trainer.get_total_train_batch_size(args) if size is None else size,
             self.components.engine.accumulation_at,
             self.components.policy.steps_of_epoch,
         )
         if self.components.policy.returns_steps_in_epoch:
             return schedule
-        return EarlierSchedule.from_schedule(schedule, epoch_based=args.max_steps < 0, has_length=sized)
+        return EarlierSchedule.from_schedule(schedule, epoch_based=args.max_steps < 0, has_length=is_sized)
 
     def init_state(self, max_steps: int, epochs: int, folder: str | None, trial: Any) -> tuple[int, int]:
-        """Make a new state, or load the checkpoint's; returns finished epochs, and finished micro-batches of the next.
+        """Make a new state, or load the state in the checkpoint.
+
+        Returns:
+            The finished epochs, and the finished micro-batches of the next epoch.
 
         Raises:
             UnsupportedArgument: when a subclass has its own training loop.
@@ -66,8 +70,8 @@ class Planner(Component):
         if schedule is None:
             raise UnsupportedArgument(
                 "_inner_training_loop: a copy of transformers' own loop cannot run, since Lightning's loop trains. "
-                "Put code for before or after it around super()._inner_training_loop(...), and override "
-                "training_step, get_batch_samples or _maybe_log_save_evaluate for the rest."
+                "To run code before or after it, call super()._inner_training_loop(...); for the rest, override "
+                "training_step, get_batch_samples or _maybe_log_save_evaluate."
             )
         trainer.state = TrainerState(stateful_callbacks=self.components.stateful_callbacks())
         trainer.state.is_hyper_param_search = trial is not None
@@ -77,12 +81,12 @@ class Planner(Component):
         if folder is not None:
             trainer.state = resume.load_state(folder, trainer.args)
             trainer._load_callback_state()
-            known = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
-            first_epoch, position = known or position_at_step(
+            position_of_progress = None if progress is None else progress.resume_position(schedule.steps_in_epoch)
+            first_epoch, position = position_of_progress or position_at_step(
                 trainer.state.global_step,
                 schedule.steps_in_epoch,
                 self.components.engine.accumulation_at,
-                () if self.run.skipped is None else self.run.skipped.windows,
+                () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )
             position = 0 if trainer.args.ignore_data_skip else position
         if trainer.args.auto_find_batch_size:
@@ -98,36 +102,36 @@ class Planner(Component):
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
     def log(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
-        """Log the sizes of the run, and where it resumes; warn of batches that XLA compiles separately.
+        """Log the sizes and the start of the run, and warn about batches that XLA compiles separately.
 
         Args:
             schedule: the lengths of the run.
             position: finished epochs, and finished micro-batches of the next; None for a new run.
         """
         tokens = self.trainer.args.tokens_per_batch
-        size = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
+        size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
             "Number of examples": schedule.num_examples,
             "Epochs": schedule.num_train_epochs,
             "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
-            size: tokens or self.run.train_batch_size,
+            size_label: tokens or self.run.train_batch_size,
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
             "Gradient accumulation steps": self.components.engine.accumulation_at(0),
             "Optimizer steps": schedule.max_steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
-        log_facts(logger, "Running training begins.", sizes)
+        log_facts(logger, "Training begins.", sizes)
         if self.trainer.args.num_train_epochs < 0 and self.trainer.args.max_steps <= 0:
             logger.warning("num_train_epochs=%s trains no step.", self.trainer.args.num_train_epochs)
         if position is not None:
             epochs, micro_batches = position
-            done = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
+            facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
             if not self.trainer.args.ignore_data_skip:
-                done["Batches of the next epoch that are skipped"] = micro_batches
-            log_facts(logger, f"Training resumes from {self.run.resumed_from}.", done)
+                facts["Batches of the next epoch that are skipped"] = micro_batches
+            log_facts(logger, f"Training resumes from {self.run.resumed_from}.", facts)
             if self.trainer.is_world_process_zero():
-                asked = self.trainer.args.num_train_epochs if self.trainer.args.max_steps <= 0 else 0
-                tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, asked))
+                num_train_epochs = self.trainer.args.num_train_epochs if self.trainer.args.max_steps <= 0 else 0
+                tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, num_train_epochs))
         if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
@@ -145,11 +149,12 @@ class Planner(Component):
     def find_batch_size(self) -> None:
         """Run the `BatchSizeFinder` among the callbacks, if any."""
         optimizer = self.trainer.optimizer
-        found = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
-        self.trainer.optimizer = optimizer  # discard the optimizer of the trial steps
-        if found is not None:
-            self.run.train_batch_size = found
-            logger.info("BatchSizeFinder: training with %d samples in a batch.", found)
+        batch_size = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
+        # Discard the optimizer of the trial steps.
+        self.trainer.optimizer = optimizer
+        if batch_size is not None:
+            self.run.train_batch_size = batch_size
+            logger.info("BatchSizeFinder: training with %d samples in a batch.", batch_size)
 
     def find_learning_rate(self, max_steps: int) -> None:
         """Run the `LearningRateFinder` among the callbacks, if any.
@@ -157,17 +162,17 @@ class Planner(Component):
         Args:
             max_steps: optimizer steps of the run.
         """
-        found = self.components.engine.find_learning_rate(TrialSteps(self.components), self.trainer.model)
-        if found is None:
+        learning_rate = self.components.engine.find_learning_rate(TrialSteps(self.components), self.trainer.model)
+        if learning_rate is None:
             return
-        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", found, self.trainer.args.learning_rate)
+        logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)
         for group in self.components.require_optimizer().param_groups:
-            group["lr"] = group["initial_lr"] = found
+            group["lr"] = group["initial_lr"] = learning_rate
         if self.run.has_created_scheduler:
             self.trainer.lr_scheduler = None
             make_scheduler(self.trainer, max_steps)
         else:
-            self.trainer.lr_scheduler.base_lrs = [found for _ in self.trainer.lr_scheduler.base_lrs]
+            self.trainer.lr_scheduler.base_lrs = [learning_rate for _ in self.trainer.lr_scheduler.base_lrs]
 
 
 class TrialSteps:
@@ -189,19 +194,19 @@ class TrialSteps:
     def loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
         run = self.components.run
-        before = run.train_batch_size
+        batch_size_of_run = run.train_batch_size
         run.train_batch_size = batch_size
         try:
             return self.trainer.get_train_dataloader()
         finally:
-            run.train_batch_size = before
+            run.train_batch_size = batch_size_of_run
 
     def optimizer(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer, created if it does not exist yet."""
         return self.trainer.create_optimizer()
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """The loss of one batch, which makes up a whole optimizer step."""
+        """The loss of one batch, which makes up a complete optimizer step."""
         run = self.components.run
         run.accumulation = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)

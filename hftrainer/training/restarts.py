@@ -1,4 +1,4 @@
-"""Attempts that begin again: from the last checkpoint, or from a copy of the state in which the run began."""
+"""Restarts training from the last checkpoint, or from a copy of the run's initial state."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class InitialStateSnapshot:
-    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `stateful`.
+    """A CPU copy of a run's initial state: trained weights, buffers, random states, and `optimizers`.
 
-    Frozen weights are not copied; with adapters, these are most of the model.
+    Frozen weights, which are most of a model with adapters, are not copied.
 
     Args:
         trainer: the Trainer, before the first attempt. The state includes its loss scaler, if it has one, and the
@@ -44,46 +44,49 @@ class InitialStateSnapshot:
         if (optim := as_text(trainer.args.optim)) in ("lomo", "adalomo"):
             raise InvalidArgument(
                 f"optim={optim!r} leaves hooks in the model that cannot be removed for a restart: "
-                "set per_device_train_batch_size yourself rather than auto_find_batch_size, and no on_divergence."
+                "set per_device_train_batch_size instead of auto_find_batch_size, and remove on_divergence."
             )
         self._model = trainer.model
         self._tensors = {name: _to_cpu(tensor) for name, tensor in self._tensors_to_restore().items()}
         self._scaler = trainer.accelerator.scaler
-        self._scale = None if self._scaler is None else self._scaler.state_dict()
-        self.stateful = trainer.optimizer, trainer.lr_scheduler
-        self._others = [(each, nested_apply(_to_cpu, each.state_dict())) for each in self.stateful if each is not None]
+        self._scaler_state = None if self._scaler is None else self._scaler.state_dict()
+        self.optimizers = trainer.optimizer, trainer.lr_scheduler
+        self._optimizer_states = [
+            (each, nested_apply(_to_cpu, each.state_dict())) for each in self.optimizers if each is not None
+        ]
         self.callback_states = copy.deepcopy(export_states(trainer._hftrainer.stateful_callbacks()))
-        self._random = rng_state()
-        if torch.cuda.is_available():  # the model may be on several devices
-            self._random["cuda"] = torch.cuda.get_rng_state_all()
+        self._rng_state = rng_state()
+        # The model may be on several devices.
+        if torch.cuda.is_available():
+            self._rng_state["cuda"] = torch.cuda.get_rng_state_all()
 
     def _tensors_to_restore(self) -> dict[str, torch.Tensor]:
-        trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
-        return {**trained, **dict(self._model.named_buffers())}
+        weights = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        return {**weights, **dict(self._model.named_buffers())}
 
     def restore(self) -> None:
-        """Restore the state.
+        """Copy the initial state back into the model, optimizer, scheduler and scaler.
 
         Raises:
-            UnsupportedArgument: if weights have been unfrozen since.
+            UnsupportedArgument: if weights have been unfrozen or added since the copy.
         """
-        if unknown := self._tensors_to_restore().keys() - self._tensors.keys():
+        if new_names := self._tensors_to_restore().keys() - self._tensors.keys():
             raise UnsupportedArgument(
-                f"The run cannot return to its start, since {min(unknown)!r} has been unfrozen or added since: save a "
-                "checkpoint earlier, or leave out auto_find_batch_size."
+                f"The run cannot return to its start, since {min(new_names)!r} has been unfrozen or added since: save "
+                "a checkpoint earlier, or remove auto_find_batch_size."
             )
         with torch.no_grad():
             for name, tensor in self._tensors_to_restore().items():
                 tensor.copy_(self._tensors[name])
         self._model.zero_grad()
-        for thing, state in self._others:
-            thing.load_state_dict(nested_apply(_to_cpu, state))
-        if self._scaler is not None and self._scale is not None:
+        for owner, state in self._optimizer_states:
+            owner.load_state_dict(nested_apply(_to_cpu, state))
+        if self._scaler is not None and self._scaler_state is not None:
             # Initialize the scaler, if that has not been done yet, and discard the state of the failed step.
             self._scaler.scale(next(self._model.parameters()).new_zeros(()))
-            self._scaler.update(self._scale["scale"])
-            self._scaler.load_state_dict(self._scale)
-        restore_rng_state(self._random)
+            self._scaler.update(self._scaler_state["scale"])
+            self._scaler.load_state_dict(self._scaler_state)
+        restore_rng_state(self._rng_state)
 
 
 def _to_cpu(leaf: Any) -> Any:
@@ -91,64 +94,71 @@ def _to_cpu(leaf: Any) -> Any:
 
 
 class Restarts(Component):
-    """Begins the training of a run again, and releases what the attempt before it made."""
+    """Restarts the training of a run, and releases the objects of the previous attempt."""
 
     def prepare(self, folder: str | None, trial: Any) -> None:
-        """Copy the initial state, if the run may begin again, and find what a resumed run skips."""
+        """Copy the initial state if the run may restart, and read which samples it skips."""
         args = self.trainer.args
-        self.run.rolled_back = False
-        self.run.skipped = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
-        rolls_back = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
-        self.run.start = InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or rolls_back else None
+        self.run.has_rolled_back = False
+        self.run.skipped_samples = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
+        needs_start = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
+        self.run.initial_state = (
+            InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or needs_start else None
+        )
 
-    def roll_back(self, found: Finding, stateful: tuple[Any, Any]) -> str | None:
-        """Return to the last checkpoint, or to the start, after a step that diverged; returns the checkpoint."""
-        assert self.run.skipped is not None
-        start, self.run.rolled_back = self.run.start, True
+    def roll_back(self, finding: Finding, optimizers: tuple[Any, Any]) -> str | None:
+        """Return to the last checkpoint, or else to the initial state, after a step diverged.
+
+        Returns:
+            The checkpoint; None for the initial state.
+        """
+        assert self.run.skipped_samples is not None
+        initial_state, self.run.has_rolled_back = self.run.initial_state, True
         self.components.saver.wait()
         if (mirror := self.components.storage.mirror) is not None:
             self.trainer.accelerator.processes.run_on_main(mirror.wait)
         folder: str | None = self.trainer.accelerator.processes.from_main(self.components.saver.last_checkpoint)
-        message = self.run.skipped.add(found, folder)
+        message = self.run.skipped_samples.add(finding, folder)
         if mirror is not None:
             self.trainer.accelerator.processes.run_on_main(mirror.upload_files)
-        if folder is None and start is None:
+        if folder is None and initial_state is None:
             raise TrainingDiverged(
-                f"{message}, but there is no checkpoint yet, and no copy of the initial state of a sharded model: save "
-                "earlier, with a smaller save_steps."
+                f"{message}, but no checkpoint exists yet, and the initial state of a sharded model is not copied: "
+                "save earlier, with a smaller save_steps."
             )
         if self.trainer.is_world_process_zero():
-            tell(f"{message}, and training goes on from {folder or 'the start of the run'}.")
+            tell(f"{message}. Training continues from {folder or 'the start of the run'}.")
         close_bars(self.trainer.callback_handler.callbacks)
         clear_gradients(self.trainer.model_wrapped)
-        self._end_attempt("rolled back", stateful)
+        self._end_attempt("rolled back", optimizers)
         if (scaler := self.trainer.accelerator.scaler) is not None:
-            scaler.update(scaler.get_scale())  # end the step that is not made
+            # End the scaler's step, which the optimizer did not make.
+            scaler.update(scaler.get_scale())
         if folder is not None:
             self.components.saver.load_weights_and_batch_size(folder)
-        elif start is not None:
-            start.restore()
-            handler, states = self.trainer.callback_handler, start.callback_states
+        elif initial_state is not None:
+            initial_state.restore()
+            handler, states = self.trainer.callback_handler, initial_state.callback_states
             self.trainer.control = resume.restore_callbacks(handler, self.trainer.control, states)
         self.run.resumed_from = folder
         return folder
 
     def halve_batches(self) -> None:
-        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the state before it."""
-        start = self.run.start
-        assert start is not None
+        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state."""
+        initial_state = self.run.initial_state
+        assert initial_state is not None
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
-        self._end_attempt("out of memory", start.stateful)
+        self._end_attempt("out of memory", initial_state.optimizers)
         self.components.storage.discard(self.run.checkpoints_written)
-        start.restore()
+        initial_state.restore()
 
-    def _end_attempt(self, reason: str, stateful: tuple[Any, Any]) -> None:
-        """Release the objects of an attempt, and set the optimizer and the schedule from before it."""
+    def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
+        """Release the objects of an attempt, and set the optimizer and scheduler from before it."""
         if self.run.loop is not None:
             self.run.loop.close(reason)
         self.release()
-        self.trainer.optimizer, self.trainer.lr_scheduler = stateful
+        self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         gc.collect()
         devices.empty_cache()
 

@@ -36,7 +36,7 @@ class Run:
         loop: the training loop while it runs.
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
-        progress: the position in our checkpoint that the run resumes from, or None.
+        progress: our progress data in the checkpoint that the run resumes from, or None.
         resumed_from: the checkpoint that the run resumes from, if any.
         loss_since_log: the sum of the losses since the last log line, `()`, on the device; set when training begins.
         total_loss: the sum of the losses up to the last log line.
@@ -44,17 +44,17 @@ class Run:
         initial_step: optimizer steps at the start of the run.
         initial_tokens: input tokens seen at the start of the run.
         tokens: input tokens of this run, over all processes.
-        is_probed: whether the first batch has shown what `elastic` and `flatten_batches` need to know of the model.
+        is_probed: whether the model has been checked for `elastic` and `flatten_batches`.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
-        seconds: activity besides training, such as 'saving' → seconds spent on it.
+        seconds: phase besides training, such as 'saving' → its duration.
         past: the model's memory of earlier batches, with `past_index`.
-        health: notes how far training has come, with `metrics_port`.
+        health: reports the progress of training, with `metrics_port`.
         last_saved_step: optimizer step of the last checkpoint.
-        checkpoints_written: the folders that this run wrote, in order.
-        skipped: the samples that the run skips, with `on_divergence`.
-        start: a copy of the initial state, as long as the run may return to it.
-        rolled_back: whether the run has returned to an earlier state.
+        checkpoints_written: the checkpoint folders that this run wrote, in order.
+        skipped_samples: the samples that the run skips, with `on_divergence`.
+        initial_state: a copy of the initial state, while the run may return to it.
+        has_rolled_back: whether the run has returned to an earlier state.
     """
 
     train_batch_size: int = 0
@@ -62,7 +62,7 @@ class Run:
     has_created_scheduler: bool = False
     trial: Any = None
     loop: TrainingLoop | None = None
-    signal_listener: SignalListener = field(default_factory=lambda: SignalListener(saves=False))
+    signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None
     resumed_from: str | None = None
@@ -80,22 +80,27 @@ class Run:
     health: Progress = field(default_factory=NoProgress)
     last_saved_step: int = 0
     checkpoints_written: list[str] = field(default_factory=list)
-    skipped: SkippedSamples | None = None
-    start: InitialStateSnapshot | None = None
-    rolled_back: bool = False
+    skipped_samples: SkippedSamples | None = None
+    initial_state: InitialStateSnapshot | None = None
+    has_rolled_back: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy, without the signal listener and the loop, which belong to this process."""
-        return {**vars(self), "signal_listener": SignalListener(saves=False), "loop": None, "skipped": None}
+        """The state for a copy, without the objects that belong to this process."""
+        return {
+            **vars(self),
+            "signal_listener": SignalListener(should_save=False),
+            "loop": None,
+            "skipped_samples": None,
+        }
 
     @contextlib.contextmanager
-    def timing(self, what: str) -> Iterator[None]:
-        """Add the duration of the block to `seconds`."""
+    def measure_time(self, phase: str) -> Iterator[None]:
+        """Add the duration of the block to the phase's `seconds`."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - start
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def begin(self) -> None:
         """Reset the state of one attempt at training."""
@@ -124,4 +129,5 @@ class RunAttribute:
         setattr(trainer._hftrainer.run, self.name, value)
 
     def __delete__(self, trainer: Any) -> None:
-        vars(trainer._hftrainer.run).pop(self.name, None)  # the class's default applies then
+        # The default of the class applies then.
+        vars(trainer._hftrainer.run).pop(self.name, None)

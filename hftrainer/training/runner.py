@@ -52,7 +52,7 @@ class TrainingRunner(Component):
     # ---- Before the first attempt ------------------------------------------------------------------------------
 
     def check_one_process(self, resume_from_checkpoint: str | bool | None) -> None:
-        """Raise for arguments that work only in one process, if there are several."""
+        """Reject arguments that work only in one process, if there are several processes."""
         if self.trainer.args.world_size == 1:
             return
         errors = []
@@ -63,14 +63,14 @@ class TrainingRunner(Component):
             )
         if self.trainer.args.auto_find_batch_size:
             errors.append(
-                "auto_find_batch_size=True would start again in the one process whose memory ran out: set "
+                "auto_find_batch_size=True would restart only the process whose memory ran out: set "
                 "per_device_train_batch_size, or train in one process."
             )
         if errors:
             raise UnsupportedArgument("\n".join(errors))
 
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
-        """Make the model and apply the arguments of this `train()`; returns the checkpoint to resume from."""
+        """Make the model, apply the arguments of this `train()`, and return the checkpoint to resume from."""
         model_setup = self.components.model_setup
         resume.warn_about_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.components.checkpoint_writer.close_ignoring_errors()
@@ -86,7 +86,7 @@ class TrainingRunner(Component):
             model_setup.remake_model(trial)
         self.components.setup.apply_changes()
         self.components.control_actions.check_best_metric()
-        if refused := self.components.engine.check_callbacks(
+        if errors := self.components.engine.check_callbacks(
             finds_batch_size=self.trainer.args.auto_find_batch_size,
             evaluates=self.trainer.args.eval_strategy != "no" or bool(self.trainer.args.eval_minutes),
             automatic_optimization=not needs_manual_optimization(self.trainer),
@@ -94,7 +94,7 @@ class TrainingRunner(Component):
             is_elastic=self.trainer.args.elastic,
             rolls_back=self.trainer.args.on_divergence == "rollback",
         ):
-            raise UnsupportedArgument("\n".join(refused))
+            raise UnsupportedArgument("\n".join(errors))
         self.run.resumed_from = folder
         if folder is not None:
             self.components.saver.load_weights_and_batch_size(folder)
@@ -116,7 +116,7 @@ class TrainingRunner(Component):
             return folder
         from hftrainer.hub.download import download_checkpoint
 
-        # The other ranks of a node find it in the cache.
+        # The first rank of a node downloads the checkpoint; the others read it from the cache.
         with processes.run_in_order(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
                 resume_from_checkpoint,
@@ -128,11 +128,11 @@ class TrainingRunner(Component):
         return folder
 
     def _keep_global_batch(self, folder: str) -> None:
-        """Set the accumulation steps so that a step has as many samples as before the checkpoint."""
+        """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
         processes = self.trainer.accelerator.processes
         global_batch = processes.from_main(lambda: read_global_batch(folder))
         if global_batch is None:
-            logger.warning("elastic=True: %s does not say how many samples a step had; those of now are kept.", folder)
+            logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
             return
         steps = accumulation_steps(global_batch, self.run.train_batch_size, processes.data_world_size)
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
@@ -143,7 +143,9 @@ class TrainingRunner(Component):
     # ---- Attempts ----------------------------------------------------------------------------------------------
 
     def train(self, folder: str | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
-        """Train until the end or a signal; with `auto_find_batch_size`, again with half the batch if memory runs out.
+        """Train until the end or a signal.
+
+        With `auto_find_batch_size`, restart with half the batch size if memory runs out.
 
         Args:
             folder: the checkpoint that the run resumes from, if any.
@@ -152,9 +154,9 @@ class TrainingRunner(Component):
         """
         with self._training_context():
             self.restarts.prepare(folder, trial)
-            stateful = self.trainer.optimizer, self.trainer.lr_scheduler
+            optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             while True:
-                diverged: Finding | None = None
+                finding: Finding | None = None
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
@@ -164,7 +166,7 @@ class TrainingRunner(Component):
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Diverged as error:
-                    diverged = error.finding
+                    finding = error.finding
                 except Exception as error:
                     if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
@@ -172,22 +174,22 @@ class TrainingRunner(Component):
                         raise RuntimeError(
                             "auto_find_batch_size: a batch of one sample does not fit into memory."
                         ) from error
-                # Not in the `except` block: the error holds the tensors of the failed attempt.
-                if diverged is not None:
-                    folder = self.restarts.roll_back(diverged, stateful)
+                # Outside the `except` block, since the error references the tensors of the failed attempt.
+                if finding is not None:
+                    folder = self.restarts.roll_back(finding, optimizers)
                 else:
                     self.restarts.halve_batches()
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
-        """Apply the arguments to the model and handle signals in the block; release the run's objects afterwards."""
+        """Apply model arguments and handle signals in the block, then release the run's objects."""
         trainer = self.trainer
         components = self.components
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         reason = ""
-        saves = components.saver.should_save_on_interrupt()
-        self.run.signal_listener = SignalListener(saves, launched=trainer.args.world_size > 1)
+        should_save = components.saver.should_save_on_interrupt()
+        self.run.signal_listener = SignalListener(should_save, has_launcher=trainer.args.world_size > 1)
         try:
             with (
                 health.serve_health(
@@ -200,22 +202,23 @@ class TrainingRunner(Component):
                 components.loaders.explain_removed_columns(trainer.train_dataset),
             ):
                 yield
-                # The signal arrived after the last step, when everything was saved.
-                if self.run.signal_listener.received is not None:
-                    self.run.signal_listener.leave()
+                # The signal arrived after the last step: everything is already saved.
+                if self.run.signal_listener.signal_number is not None:
+                    self.run.signal_listener.end_script()
         except BaseException as error:
             reason = type(error).__name__
             close_bars(trainer.callback_handler.callbacks)
             components.checkpoint_writer.close_ignoring_errors()
+            # After an Exception, a search continues with the next trial.
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
-                components.uploads.finish(is_urgent=lambda: True)  # a search goes on with the next trial instead
+                components.uploads.finish(is_urgent=lambda: True)
             components.storage.finish_after_error()
             raise
         finally:
             if self.run.loop is not None:
                 is_stopped = trainer.state.global_step < trainer.state.max_steps
                 self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
-            self.run.past = self.run.loop = self.run.skipped = self.run.start = None
+            self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
             trainer.is_in_train = False
             if watcher is not None:
                 watcher.remove()
@@ -225,7 +228,8 @@ class TrainingRunner(Component):
     ) -> TrainOutput:
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
-        self.components.setup.apply_changes_from(args)  # an override may pass other arguments
+        # An override may pass other arguments.
+        self.components.setup.apply_changes_from(args)
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -233,15 +237,15 @@ class TrainingRunner(Component):
         if folder is None:
             self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
-        self._begin_reports(trial, loop)
+        self._announce_run(trial, loop)
         self.run.start_at(trainer.state)
         if loop.progress is not None:
             loop.loss_sum.restore(loop.progress)
         if loop.is_finished:
             self._resume_finished_run(loop, folder, trial)
         else:
-            recording = loop.step_details.recording_outputs(trainer.model)
-            with _note_steps(trainer.state), recording, devices.error_hints():
+            recorder = loop.step_details.record_outputs(trainer.model)
+            with _add_step_note(trainer.state), recorder, devices.error_hints():
                 self.components.engine.fit(
                     loop,
                     model,
@@ -261,20 +265,26 @@ class TrainingRunner(Component):
     def _make_loop(
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
     ) -> tuple[TrainingLoop, Any]:
-        """Plan the run, and prepare data, state, model and optimizer; returns its loop, and the model to train."""
-        with self.components.loaders.treat_as_training_data():  # overrides prepare their own loaders
+        """Plan the run and prepare its data, state, model and optimizer.
+
+        Returns:
+            The loop of the run, and the model to train.
+        """
+        # An override of get_train_dataloader prepares its loader in this block.
+        with self.components.loaders.treat_as_training_data():
             dataloader = self.trainer.get_train_dataloader()
-        if args.on_divergence is not None and self.run.skipped is None:
+        if args.on_divergence is not None and self.run.skipped_samples is None:
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.components.loaders.warn_of_other_loader(dataloader)
-        planned = self.planner.plan(args, dataloader)
-        skipped = self.run.skipped
-        self.run.schedule = schedule = planned if skipped is None else skipped.extend(planned)
+        planned_schedule = self.planner.plan(args, dataloader)
+        skipped_samples = self.run.skipped_samples
+        schedule = planned_schedule if skipped_samples is None else skipped_samples.extend(planned_schedule)
+        self.run.schedule = schedule
         self.run.progress = self.components.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
-            schedule.max_steps, schedule.num_update_steps_per_epoch, planned.num_train_epochs, folder, trial
+            schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
@@ -286,23 +296,29 @@ class TrainingRunner(Component):
         )
         return loop, model
 
-    def _begin_reports(self, trial: Any, loop: TrainingLoop) -> None:
-        """Notify trackers and the checkpoint writer that a run begins. A finished run already has its last log line."""
-        trainer, past = self.trainer, self.run.progress
+    def _announce_run(self, trial: Any, loop: TrainingLoop) -> None:
+        """Notify trackers and the checkpoint writer that a run begins.
+
+        Trackers do not continue a finished run, which already has its last log line.
+        """
+        trainer, progress = self.trainer, self.run.progress
         if trainer.is_world_process_zero():
-            saved = {} if past is None or (loop.is_finished and not past.owes_evaluation) else past.tracker_runs
-            place = self.components.storage.place(trial)
-            begin_runs(trainer.callback_handler.callbacks, saved, trainer.args, trainer.state, place)
+            tracker_runs = (
+                {} if progress is None or (loop.is_finished and not progress.owes_evaluation) else progress.tracker_runs
+            )
+            run_place = self.components.storage.place(trial)
+            begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, run_place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.script_files.begin_run(run_dir)
 
     def _resume_finished_run(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
-        """Resume a run that had already finished: load and upload its checkpoint, without training."""
+        """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
         loop.load_optimizer()
         loop.begin()
-        if trainer.args.push_to_hub and folder is not None:  # the run may have ended before its last upload
+        # The run may have ended before its last upload.
+        if trainer.args.push_to_hub and folder is not None:
             trainer._push_from_checkpoint(folder)
 
     # ---- The end -----------------------------------------------------------------------------------------------
@@ -322,18 +338,20 @@ class TrainingRunner(Component):
         writer.close()
         if self.components.policy.loads_best_after_logging:
             saver.load_best_at_end()
-        kept = trainer.state.best_model_checkpoint
+        best_checkpoint = trainer.state.best_model_checkpoint
         run_dir = trainer._get_output_dir(trial)
         # If the last save failed, keep the previous checkpoint, from which the run can resume.
-        keeps_best_alone = kept is not None and trainer.args.save_total_limit == 1 and not writer.has_failed
-        if trainer.args.should_save and keeps_best_alone and self.components.storage.mirror is None:
-            delete_all_but_best(str(kept), run_dir)
+        should_keep_only_best = (
+            best_checkpoint is not None and trainer.args.save_total_limit == 1 and not writer.has_failed
+        )
+        if trainer.args.should_save and should_keep_only_best and self.components.storage.mirror is None:
+            delete_all_but_best(str(best_checkpoint), run_dir)
         self.components.announce("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        self.components.storage.finish(run_dir, kept if keeps_best_alone else None)
+        self.components.storage.finish(run_dir, best_checkpoint if should_keep_only_best else None)
         if trial is None and trainer.is_world_process_zero():
             self._summarize(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
@@ -349,8 +367,12 @@ class TrainingRunner(Component):
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        waited, evaluating = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
-        seconds = {"waiting for data": waited, "in evaluations": evaluating, "saving": run.seconds.get("saving", 0.0)}
+        data_seconds, evaluation_seconds = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
+        seconds = {
+            "waiting for data": data_seconds,
+            "in evaluations": evaluation_seconds,
+            "saving": run.seconds.get("saving", 0.0),
+        }
         lines = [*summary.make_summary(state, metric, metrics, seconds, steps, share)]
         if (observer := loop.watch.observer) is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
@@ -384,19 +406,20 @@ class TrainingRunner(Component):
         components.engine.release()
         self.trainer.accelerator.free_memory()
         components.checkpoint_writer.close()
-        # Until the next trial.
+        # The next trial sets these again.
         self.trainer.model = self.trainer.model_wrapped = handler.model = None  # type: ignore[assignment]
         handler.train_dataloader = None
         components.steps.flos_per_token = None
         if self.trainer.args.torch_compile:
-            torch.compiler.reset()  # else the code compiled for this model stays in memory
+            # Free the code compiled for this model.
+            torch.compiler.reset()
         gc.collect()
         devices.empty_cache()
 
 
 @contextlib.contextmanager
-def _note_steps(state: TrainerState) -> Iterator[None]:
-    """Add to an error that says nothing of the batch how far the run was."""
+def _add_step_note(state: TrainerState) -> Iterator[None]:
+    """Add the number of completed steps to an error that has no notes."""
     try:
         yield
     except Exception as error:

@@ -168,7 +168,7 @@ class CheckpointSaver(Component):
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.loop is not None and self.run.loop.between_steps:
+        if self.run.loop is not None and self.run.loop.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.progress_of(self.run.loop)), os.path.join(output_dir, name))
 
@@ -234,7 +234,7 @@ class CheckpointSaver(Component):
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=None if window is None else loop.reader.state_dict(),
             since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
-            recent_losses=list(loop.divergence.recent),
+            recent_losses=list(loop.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
                 self.trainer.callback_handler.callbacks, self.components.storage.place(loop.trial)
             ),
@@ -321,7 +321,7 @@ class CheckpointSaver(Component):
         def on_written() -> None:
             self.run.checkpoints_written.append(path)
             if not self.trainer.args.auto_find_batch_size:
-                self.run.start = None
+                self.run.initial_state = None
             rotate()
 
         def on_failure() -> None:

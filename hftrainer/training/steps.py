@@ -1,4 +1,4 @@
-"""Micro-batches: moves them to the device, computes their loss, and counts their tokens."""
+"""Moves micro-batches to the device, computes their losses, and counts their tokens."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ REMEDY = "let the model return (loss, ...) or {'loss': loss, ...}, pass compute_
 
 
 def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
-    """The loss: under 'loss' in a mapping, first in a tuple, and the first number of a tensor of shape `(n,)`.
+    """The loss in the model's outputs.
 
-    Such a tensor is rarely a loss. transformers trains on its first number; we do too, and warn.
+    It is the entry 'loss' of a mapping, the first item of a tuple, or the first number of a tensor of shape `(n,)`.
+    Such a tensor is rarely a loss. We warn, but train on its first number, as transformers does.
 
     Raises:
-        InvalidArgument: without a loss; the error names what the model returned.
+        InvalidArgument: if the outputs have no loss; the error names what the model returned.
     """
     if isinstance(outputs, Mapping):
         if "loss" in outputs:
@@ -53,21 +54,21 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     else:
         returned = f"a {type(outputs).__name__}"
     raise InvalidArgument(
-        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the labels "
-        f"reach it; {REMEDY}"
+        f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the model "
+        f"gets the labels; {REMEDY}"
     )
 
 
 def check_loss(loss: Any, remedy: Callable[[], str]) -> torch.Tensor:
-    """The loss, if it is a tensor of shape `()`. `remedy` makes the end of the error.
+    """Return the loss if it is a tensor of shape `()`. `remedy` returns the end of the error message.
 
     Raises:
-        InvalidArgument: when it is anything else.
+        InvalidArgument: if the loss is anything else.
     """
     if isinstance(loss, torch.Tensor) and loss.ndim == 0:
         return loss
-    shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise InvalidArgument(f"The loss must be a tensor with one number, but is {shown}: {remedy()}")
+    description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+    raise InvalidArgument(f"The loss must be a tensor with one number, but is {description}: {remedy()}")
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -79,9 +80,9 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _takes_items(function: Callable[..., Any]) -> bool:
-    named = "num_items_in_batch" in inspect.signature(function).parameters
-    return named or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
+def _accepts_items(function: Callable[..., Any]) -> bool:
+    is_parameter = "num_items_in_batch" in inspect.signature(function).parameters
+    return is_parameter or (accepts(function, "num_items_in_batch") and not ignores_other_keywords(function))
 
 
 class TrainingSteps(Component):
@@ -105,7 +106,8 @@ class TrainingSteps(Component):
                 f"({', '.join(self.trainer._signature_columns or [])})."
             )
         inputs = self.trainer._prepare_input(inputs)
-        if getattr(self.run, "past", None) is not None:  # `past_index`; evaluation loops of v4 delete it
+        # Set with `past_index`. Evaluation loops of transformers v4 delete the attribute.
+        if getattr(self.run, "past", None) is not None:
             inputs["mems"] = self.run.past
         return inputs
 
@@ -118,28 +120,29 @@ class TrainingSteps(Component):
     # ---- The loss ----------------------------------------------------------------------------------------------
 
     def loss(self, model: nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """The loss of one micro-batch, divided for accumulation unless it already is."""
+        """The loss of one micro-batch, divided for accumulation unless already divided."""
         trainer = self.trainer
         if not is_training(model):
             model.train()
-        if callable(getattr(trainer.optimizer, "train", None)):  # schedule-free optimizers have a training mode too
+        # Schedule-free optimizers have a training mode too.
+        if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
         if not self.run.is_probed:
             self._probe(model, inputs, num_items_in_batch)
-            # A batch without labels cannot show how the model divides.
+            # A batch without labels cannot show whether the model divides its loss.
             self.run.is_probed = num_items_in_batch is not None or not trainer.args.elastic
-        accepted = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        kwargs = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
-                loss = trainer.compute_loss(model, inputs, **accepted)
+                loss = trainer.compute_loss(model, inputs, **kwargs)
         except Exception as error:
             step = trainer.state.global_step + 1
             add_note(error, f"This happened in training step {step}, with the batch {describe_shapes(inputs)}.")
             raise
         self.run.health.note_sign()
-        every = trainer.args.torch_empty_cache_steps
-        if every is not None and trainer.state.global_step % every == 0:
+        interval = trainer.args.torch_empty_cache_steps
+        if interval is not None and trainer.state.global_step % interval == 0:
             devices.empty_cache()
         loss, parts = split_losses(loss)
         loss = check_loss(loss, self._remedy)
@@ -154,39 +157,41 @@ class TrainingSteps(Component):
     def _remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):
             return REMEDY
-        return f"{type(self.trainer).__name__}.compute_loss must return the loss, or (loss, outputs) if it is asked to."
+        name = type(self.trainer).__name__
+        return f"{name}.compute_loss must return the loss, or (loss, outputs) with return_outputs=True."
 
     def _probe(self, model: nn.Module, inputs: Any, items: Any) -> None:
-        """At a run's first batch, in its precision: check what `elastic` and `flatten_batches` need of the model."""
-        args, counts = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
-        checks_division = args.elastic and counts and isinstance(inputs, Mapping)
-        if not checks_division and not args.flatten_batches:
+        """Check on a run's first batch, in its precision, what `elastic` and `flatten_batches` require of the model."""
+        args, counts_items = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
+        needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
+        if not needs_division and not args.flatten_batches:
             return
         was_training = model.training
-        model.eval()  # no random number is drawn
+        # Dropout would draw random numbers.
+        model.eval()
         try:
             with torch.no_grad():
-                if checks_division:
-                    self._require_division(model, inputs, items)
+                if needs_division:
+                    self._detect_division(model, inputs, items)
                 if args.flatten_batches:
                     self._require_separate_samples(model)
         finally:
             model.train(was_training)
 
-    def _require_division(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
-        """Do not count items for a model that does not divide its loss by them.
+    def _detect_division(self, model: nn.Module, inputs: Mapping[str, Any], items: Any) -> None:
+        """Do not pass the number of items to a model that does not divide its loss by it.
 
-        Classifiers such as BERT's accept `num_items_in_batch`, and return the mean of a micro-batch. transformers adds
-        these means up, so that the loss depends on the number of micro-batches and processes.
+        Classifiers such as BERT's accept `num_items_in_batch`, but return the mean of a micro-batch. transformers sums
+        these means, so that the loss depends on the number of micro-batches and processes.
         """
-        once, twice = (
+        loss, loss_for_double = (
             extract_loss(model(**{**inputs, "num_items_in_batch": count}), inputs) for count in (items, 2 * items)
         )
-        divides = self.sum_over_data(torch.tensor([not torch.equal(once, twice)]).int())
-        self.trainer.model_accepts_loss_kwargs = bool(divides.item())
+        dividing_ranks = self.sum_over_data(torch.tensor([not torch.equal(loss, loss_for_double)]).int())
+        self.trainer.model_accepts_loss_kwargs = bool(dividing_ranks.item())
 
     def _require_separate_samples(self, model: nn.Module) -> None:
-        """Raise UnsupportedArgument if a sample's logits depend on the others in its row."""
+        """Raise UnsupportedArgument if a sample's logits depend on other samples in its row."""
         model, collator = peers.unwrap_compiled(model), self.components.loaders.flat_collator()
         name = type(self.components.unwrapped_model).__name__
         vocabulary = len(self.components.unwrapped_model.get_input_embeddings().weight)
@@ -196,39 +201,40 @@ class TrainingSteps(Component):
             batch = collator([{"input_ids": ids} for ids in pair])
             del batch["labels"]
             rows.append(model(**self.trainer._prepare_inputs(batch))["logits"][0])
-        # The same tokens in the same places of the same shape: equal to the bit, unless the model mixes them.
+        # Tokens, positions and shapes agree: the logits are equal to the bit, unless the model mixes samples.
         if not torch.equal(rows[0][:4], rows[1][:4]) or not torch.equal(rows[0][4:], rows[2][4:]):
             raise UnsupportedArgument(
-                f"flatten_batches=True: in {name}, the samples of a row see each other, as it does not build its mask "
-                "from position_ids. Remove flatten_batches, or load the model with an attention implementation that "
-                "does, such as attn_implementation='flash_attention_2'."
+                f"flatten_batches=True: in {name}, the samples of a row attend to each other: it does not build its "
+                "mask from position_ids. Remove flatten_batches, or load the model with an attention implementation "
+                "that does, such as attn_implementation='flash_attention_2'."
             )
 
     def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
-        """Whether the loss was divided by the items of the whole window, rather than being a micro-batch's mean."""
+        """Whether the loss is divided by the window's items, rather than a micro-batch's mean."""
         if self.trainer.loss_is_scaled_for_ga is not None:
             return self.trainer.loss_is_scaled_for_ga
         if not accepts(self.trainer.compute_loss, "num_items_in_batch"):
-            return False  # overrides from before v4.46 do not take the number of items
-        counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
-        return (self.trainer.model_accepts_loss_kwargs and counted) or self._function_takes_items
+            # Overrides written before v4.46 do not accept the number of items.
+            return False
+        is_counted = num_items_in_batch is not None or not self.components.policy.divides_uncounted_loss
+        return (self.trainer.model_accepts_loss_kwargs and is_counted) or self._loss_function_accepts_items
 
     @property
-    def _function_takes_items(self) -> bool:
-        """Whether there is a `compute_loss_func` that uses the number of items; others return the mean of a batch."""
+    def _loss_function_accepts_items(self) -> bool:
+        """Whether `compute_loss_func` accepts the number of items. Other functions return a batch's mean loss."""
         function = self.trainer.compute_loss_func
-        return function is not None and _takes_items(function)
+        return function is not None and _accepts_items(function)
 
     def loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
-        """Implements `Trainer.compute_loss`: by `compute_loss_func`, the label smoother, or the model itself."""
+        """Implements `Trainer.compute_loss` with `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
         if not isinstance(inputs, Mapping):
             raise InvalidArgument(
-                f"The batch is a {type(inputs).__name__}, and the model is called with names: let data_collator return "
-                "a dict of the model's inputs, or override compute_loss."
+                f"The batch is a {type(inputs).__name__}, but the model is called with keyword arguments: let "
+                "data_collator return a dict of the model's inputs, or override compute_loss."
             )
-        takes_labels = trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        labels = inputs.pop("labels", None) if takes_labels else None
+        needs_labels = trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        labels = inputs.pop("labels", None) if needs_labels else None
         if trainer.model_accepts_loss_kwargs and num_items_in_batch is not None:
             inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
         outputs = model(**inputs)
@@ -248,51 +254,56 @@ class TrainingSteps(Component):
                     f"and the batch has only {', '.join(inputs)}; the model computes its own loss.",
                 )
             loss = extract_loss(outputs, inputs)
-        takes_items = trainer.model_accepts_loss_kwargs or self._function_takes_items
-        if self.components.averages_tokens and takes_items and num_items_in_batch is not None:
-            loss = loss * trainer.accelerator.processes.data_world_size  # averaging the gradients divides by it
+        accepts_items = trainer.model_accepts_loss_kwargs or self._loss_function_accepts_items
+        if self.components.averages_tokens and accepts_items and num_items_in_batch is not None:
+            # Averaging the gradients divides the loss by this number.
+            loss = loss * trainer.accelerator.processes.data_world_size
         return loss, outputs
 
     # ---- Counting ----------------------------------------------------------------------------------------------
 
     def num_items(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Number of labels that are not -100, over all micro-batches; None when nothing uses it."""
+        """Number of labels that are not -100, over all micro-batches; None if unused."""
         policy = self.components.policy
-        asked = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
-        if (not asked and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
+        is_used = self.trainer.model_accepts_loss_kwargs or self.trainer.compute_loss_func is not None
+        if (not is_used and policy.counts_items_only_if_used) or not batch_samples or "labels" not in batch_samples[0]:
             return None
         labels = [policy.counted_labels(batch, shifts=self.trainer._loss_shifts_labels) for batch in batch_samples]
         if not all(isinstance(each, torch.Tensor) for each in labels):
-            return None  # detection models: labels are lists of dicts
+            # The labels of detection models are lists of dicts.
+            return None
         count = sum(each.ne(-100).sum() for each in labels).to(device)
         if self.components.averages_tokens:
             count = self.sum_over_data(count)
         return policy.num_items(count)
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
+        """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
         if legacy.value(self.trainer.args, "include_tokens_per_second") and "input_ids" in inputs:
             self.run.tokens += inputs["input_ids"].numel() * self.trainer.accelerator.processes.data_world_size
-        how = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
-        if how == "no":
+        mode = token_counting_mode(self.trainer.args.include_num_input_tokens_seen)
+        if mode == "no":
             return
         main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
-        count = count_tokens(inputs, main_input, how, getattr(self.trainer.processing_class, "pad_token_id", None))
+        count = count_tokens(inputs, main_input, mode, getattr(self.trainer.processing_class, "pad_token_id", None))
         if count is not None:
             self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(count))
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
-        """Input tokens seen so far, and tokens per second since `start_time`, if arguments ask for them."""
+        """Input tokens seen so far, and tokens per second since `start_time`, if arguments request them."""
         if token_counting_mode(self.trainer.args.include_num_input_tokens_seen) == "no":
             return {}
-        seen = self.trainer.state.num_input_tokens_seen
-        found: dict[str, float] = {"num_input_tokens_seen": seen}
+        tokens = self.trainer.state.num_input_tokens_seen
+        metrics: dict[str, float] = {"num_input_tokens_seen": tokens}
         if start_time is not None and self.components.policy.logs_tokens_per_second:
-            found |= speed_metrics("train", start_time, num_tokens=seen - self.run.initial_tokens)
-        return found
+            metrics |= speed_metrics("train", start_time, num_tokens=tokens - self.run.initial_tokens)
+        return metrics
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
+        """Floating-point operations of forward and backward on a batch; 0 if unknown.
+
+        These are 6 per token and parameter.
+        """
         model: Any = self.trainer.model
         if not self.components.policy.estimates_total_flos and hasattr(model, "floating_point_ops"):
             flos: int = model.floating_point_ops(inputs)
@@ -301,7 +312,7 @@ class TrainingSteps(Component):
         return int(inputs[main_input].numel()) * self.count_flos_per_token() if main_input in inputs else 0
 
     def count_flos_per_token(self) -> int:
-        """Floating-point operations of forward and backward per token; counted once for each model."""
+        """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
             count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
@@ -317,7 +328,8 @@ class TrainingSteps(Component):
     def store_flos(self) -> None:
         """Add the operations counted since the last call to `state.total_flos`."""
         flos = self.run.flos
-        if self.trainer.args.world_size > 1:  # summed in float32, as in transformers
+        # The sum is in float32, as in transformers.
+        if self.trainer.args.world_size > 1:
             flos = self.sum_over_data(torch.tensor([flos])).item()
         self.trainer.state.total_flos += flos
         self.run.flos = 0.0

@@ -1,4 +1,4 @@
-"""Stops a run: on signals to this process, and on requests of any rank, which all ranks follow."""
+"""Stops a run on all ranks, after a signal to any of them or a request of one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 #: A second signal within this many seconds counts as the launcher's copy of the first.
 _DUPLICATE_WINDOW = 3.0
-#: Python's default handlers. We leave any other handler, since it is the script's.
+#: Python's default handlers. Any other handler is the script's, so we leave it alone.
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 #: Control flags that all ranks set when one of them does.
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
@@ -44,33 +44,35 @@ class SignalListener:
     Ctrl-C, launchers forward a signal that their processes have already received.
 
     Args:
-        saves: whether a signal triggers a checkpoint; if False, signals are not handled.
-        launched: whether a launcher forwards signals.
+        should_save: whether a signal triggers a checkpoint; if False, signals are not handled.
+        has_launcher: whether a launcher forwards signals.
 
     Attributes:
-        received: the number of the received signal, or None.
+        signal_number: the number of the received signal, or None.
         can_abort_evaluation: whether the evaluation in progress may be aborted.
     """
 
-    def __init__(self, saves: bool, *, launched: bool = False) -> None:
-        self._saves = saves
-        self._duplicate_window = _DUPLICATE_WINDOW if launched else 0.0
-        self._received_at = 0.0
-        self.received: int | None = None
+    def __init__(self, should_save: bool, *, has_launcher: bool = False) -> None:
+        self._should_save = should_save
+        self._duplicate_window = _DUPLICATE_WINDOW if has_launcher else 0.0
+        self._signal_time = 0.0
+        self.signal_number: int | None = None
         self.can_abort_evaluation = False
-        self._before: dict[int, Any] = {}
-        self._process = 0
+        self._default_handlers: dict[int, Any] = {}
+        self._process_id = 0
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Record signals in the block. Does nothing outside the main thread, where Python forbids handlers."""
-        if not self._saves or threading.current_thread() is not threading.main_thread():
+        """Record signals in the block, but only in the main thread: Python forbids handlers in others."""
+        if not self._should_save or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.received = None
-        self._process = os.getpid()
-        self._before = {number: was for number in SIGNALS if (was := signal.getsignal(number)) in _DEFAULTS}
-        for number in self._before:
+        self.signal_number = None
+        self._process_id = os.getpid()
+        self._default_handlers = {
+            number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in _DEFAULTS
+        }
+        for number in self._default_handlers:
             signal.signal(number, self._note)
         try:
             yield
@@ -78,7 +80,7 @@ class SignalListener:
             self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._default_handlers.items():
             if signal.getsignal(number) == self._note:
                 signal.signal(number, handler)
 
@@ -94,52 +96,53 @@ class SignalListener:
             self.can_abort_evaluation = False
 
     def check(self) -> None:
-        """Abort the evaluation if a signal arrived; called after each batch.
+        """Abort the evaluation if a signal has arrived. Called after each batch.
 
         Raises:
             EvaluationAborted: when a signal has arrived and the evaluation may be aborted.
         """
-        if self.received is not None and self.can_abort_evaluation:
+        if self.signal_number is not None and self.can_abort_evaluation:
             raise EvaluationAborted
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a forked process, such as a loader's worker
-            if number != signal.SIGINT:  # on Ctrl-C workers continue, so that the step can be completed
+        # A forked process, such as a loader's worker, ends at once, except on Ctrl-C: the step still needs its data.
+        if os.getpid() != self._process_id:
+            if number != signal.SIGINT:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        if self.received is None:
-            self.received = number
-            self._received_at = time.monotonic()
+        if self.signal_number is None:
+            self.signal_number = number
+            self._signal_time = time.monotonic()
             name = signal.Signals(number).name
             logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
             return
-        if time.monotonic() - self._received_at < self._duplicate_window:
+        if time.monotonic() - self._signal_time < self._duplicate_window:
             return
         self._restore()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         os.kill(os.getpid(), number)
 
-    def leave(self, last_words: str = "") -> NoReturn:
-        """End the script as the signal would have: by KeyboardInterrupt, or with status 128 plus the signal's number.
+    def end_script(self, message: str = "") -> NoReturn:
+        """End the script as the signal would: by KeyboardInterrupt or with status 128 + signal number.
 
         Args:
-            last_words: message to print last; for KeyboardInterrupt, below its traceback.
+            message: text to print last; for KeyboardInterrupt, below its traceback.
 
         Raises:
             KeyboardInterrupt: for Ctrl-C.
             SystemExit: for other signals.
         """
-        assert self.received is not None
-        if self.received == signal.SIGINT:
+        assert self.signal_number is not None
+        if self.signal_number == signal.SIGINT:
             interrupt = KeyboardInterrupt()
-            if last_words:
-                add_note(interrupt, f"[hftrainer] {last_words}")
+            if message:
+                add_note(interrupt, f"[hftrainer] {message}")
             raise interrupt
-        if last_words:
-            tell(last_words)
-        raise SystemExit(128 + self.received)
+        if message:
+            tell(message)
+        raise SystemExit(128 + self.signal_number)
 
 
 class ControlSync:
@@ -154,57 +157,56 @@ class ControlSync:
         save: writes a checkpoint of this step, unless it exists.
 
     Attributes:
-        several: whether there is more than one rank.
+        is_distributed: whether there is more than one rank.
     """
 
     def __init__(self, components: Components, save: Callable[[], None]) -> None:
         self.trainer = components.trainer
         self.run = components.run
         self.engine = components.engine
-        self.several = self.trainer.args.world_size > 1
+        self.is_distributed = self.trainer.args.world_size > 1
         self._save = save
         self._signal = 0
-        self._stop = False
-        self._pending_all_reduce: Callable[[], list[int]] | None = (
-            None  # the last step's all-reduce, until its result is applied
-        )
+        self._has_stop_flag = False
+        #: The last step's all-reduce, until its result is applied.
+        self._pending_all_reduce: Callable[[], list[int]] | None = None
 
     def begin_epoch(self) -> None:
         """Clear the flag that stops an epoch."""
-        self._stop = False
+        self._has_stop_flag = False
 
     def end_step(self) -> None:
         """Synchronize after an optimizer step; does nothing in one process."""
-        if not self.several:
+        if not self.is_distributed:
             return
         requests = self._requests()
         self._pending_all_reduce = self._start_all_reduce(requests)
         if not any(requests):
             return
-        one_has_none, *agreed = self._pending_all_reduce()
-        if one_has_none:
-            self._act_on([0] * len(agreed))
+        has_idle_rank, *common_requests = self._pending_all_reduce()
+        if has_idle_rank:
+            self._act_on([0] * len(common_requests))
         else:
             self._pending_all_reduce = None
-            self._act_on(agreed)
+            self._act_on(common_requests)
 
     def sync_control_flags(self) -> None:
-        """Synchronize immediately; for use after epochs and long operations, when ranks wait for each other anyway."""
-        if not self.several:
+        """Synchronize immediately. For use after epochs and long operations, when ranks wait for each other anyway."""
+        if not self.is_distributed:
             return
         wait_for_votes = self._start_all_reduce(self._requests())
         self._pending_all_reduce = None
         self._act_on(wait_for_votes()[1:])
 
     def _requests(self) -> list[int]:
-        """The signal and flags of this rank, merged with pending ones of all ranks."""
+        """The signal and flags of this rank, merged with the pending requests of all ranks."""
         flags = [getattr(self.trainer.control, name) for name in _FLAGS]
-        own = [self.run.signal_listener.received or 0, *map(int, flags), int(self.engine.stops)]
-        left = [0] * len(own) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
-        return [max(each) for each in zip(own, left, strict=True)]
+        rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.stops)]
+        pending = [0] * len(rank_requests) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
+        return [max(each) for each in zip(rank_requests, pending, strict=True)]
 
     def _start_all_reduce(self, requests: list[int]) -> Callable[[], list[int]]:
-        """Start the all-reduce of requests; its first number says whether some rank has none."""
+        """Start the all-reduce of requests. Its first number is 1 if some rank has no request."""
         processes: Processes = self.engine.plan.processes
         return processes.start_max_over_ranks([int(not any(requests)), *requests])
 
@@ -214,33 +216,36 @@ class ControlSync:
         for name, flag in zip(_FLAGS, flags, strict=True):
             setattr(control, name, bool(flag))
         self.engine.stops = bool(stops)
-        self._stop = control.should_training_stop or control.should_epoch_stop
+        self._has_stop_flag = control.should_training_stop or control.should_epoch_stop
 
     @property
     def can_stop(self) -> bool:
         """Whether stop flags may take effect: distributed ranks must have agreed on them."""
-        return self._stop or not self.several
+        return self._has_stop_flag or not self.is_distributed
 
     def abort_evaluation_on_signal(self) -> contextlib.AbstractContextManager[Any]:
         """Abort evaluations when a signal arrives, except in distributed runs, where other ranks would wait."""
-        return contextlib.nullcontext() if self.several else self.run.signal_listener.abort_evaluation_on_signal()
+        return (
+            contextlib.nullcontext() if self.is_distributed else self.run.signal_listener.abort_evaluation_on_signal()
+        )
 
     def stop_if_signalled(self) -> None:
         """Save and stop, if a signal has arrived."""
         listener = self.run.signal_listener
-        if self.several:
+        if self.is_distributed:
             if not self._signal:
                 return
-            listener.received = self._signal
-        if listener.received is None:
+            listener.signal_number = self._signal
+        if listener.signal_number is None:
             return
         self._save()
-        if listener.received == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
+        if listener.signal_number == signal.SIGTERM and self.trainer.args.enable_jit_checkpoint:
             # As in transformers, train() then returns normally.
             self.trainer.control.should_training_stop = True
-            listener.received = None
+            listener.signal_number = None
             self._signal = 0
             return
         close_bars(self.trainer.callback_handler.callbacks)
-        says_it = self.trainer.is_world_process_zero()
-        listener.leave(summary.make_resume_hint(self.run.checkpoints_written, is_complete=False) if says_it else "")
+        is_main = self.trainer.is_world_process_zero()
+        hint = summary.make_resume_hint(self.run.checkpoints_written, is_complete=False) if is_main else ""
+        listener.end_script(hint)

@@ -35,19 +35,19 @@ class LoggedMetrics:
         self._last |= values
 
     def add(self, name: str, value: Any, count: int = 1) -> None:
-        """Add a value, a number or a tensor of shape `()`, which counts as `count` values in the mean.
+        """Add a number or a tensor of shape `()`, which counts as `count` values in the mean.
 
         Raises:
             InvalidArgument: for a tensor of another shape.
         """
         if isinstance(value, torch.Tensor) and value.ndim:
             raise InvalidArgument(
-                f"{name!r} cannot be logged: it is a tensor of shape {tuple(value.shape)}, and a log line holds "
+                f"{name!r} cannot be logged: it is a tensor of shape {tuple(value.shape)}, but a log line holds "
                 "numbers. Every entry of a dict of losses is logged; return other outputs separately."
             )
         value = value.detach().float() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
-        before = self._sums.get(name)
-        self._sums[name] = value.clone() if before is None else before + value.to(before.device)
+        previous_sum = self._sums.get(name)
+        self._sums[name] = value.clone() if previous_sum is None else previous_sum + value.to(previous_sum.device)
         self._counts[name] = self._counts.get(name, 0) + count
 
     def state_dict(self) -> dict[str, tuple[torch.Tensor, int]]:
@@ -55,12 +55,12 @@ class LoggedMetrics:
         return {name: (value.cpu(), self._counts[name]) for name, value in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, tuple[torch.Tensor, int]], device: torch.device) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the sums and counts that `state_dict` returned."""
         self._sums = {name: value.to(device) for name, (value, _) in state.items()}
         self._counts = {name: count for name, (_, count) in state.items()}
 
     def pop(self, loss: torch.Tensor, steps: int) -> tuple[float, dict[str, float]]:
-        """Return the loss, the means and the last values, in one transfer from the device, and reset them.
+        """Read the loss, the means and the last values in one device transfer, and reset the metrics.
 
         Args:
             loss: the loss summed so far, shape `()`.
@@ -79,7 +79,7 @@ class LoggedMetrics:
 
 
 class LossSum:
-    """Sums the losses on the device. Reads single losses only on the CPU, where reading does not wait.
+    """Sums the losses on the device. Reads single losses only on the CPU, where reading does not block.
 
     Args:
         trainer: the Trainer.
@@ -91,61 +91,64 @@ class LossSum:
         self.run = run
         device = trainer.args.device
         run.loss_since_log = torch.tensor(0.0, device=device)
-        self._readable_at_once = device.type == "cpu"
+        self._is_on_cpu = device.type == "cpu"
         #: Whether a loss since the last log line was not finite; kept on the device.
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
-        self._warned = False
+        self._has_warned = False
 
     def add(self, loss: torch.Tensor) -> torch.Tensor:
-        """Add a micro-batch's loss; with `logging_nan_inf_filter`, the mean so far if it is not finite.
+        """Add a micro-batch's loss.
+
+        With `logging_nan_inf_filter`, add the mean so far in place of a loss that is not finite.
 
         Returns:
-            What was added, shape `()`.
+            The added number, shape `()`.
         """
         run = self.run
         if loss.device != (device := run.loss_since_log.device):
-            raise ValueError(f"The loss is on {loss.device}, training runs on {device}: move the loss there.")
+            raise ValueError(f"The loss is on {loss.device}, but training runs on {device}: move the loss to {device}.")
         if not self.trainer.args.logging_nan_inf_filter:
             run.loss_since_log += loss
             return loss
         state = self.trainer.state
         steps = 1 + state.global_step - run.last_logged
-        if not self._readable_at_once:  # keep it on the device: reading it would wait for the device
-            finite = loss.isfinite()
-            self._has_non_finite = self._has_non_finite | ~finite
+        # Reading the loss would wait for the device.
+        if not self._is_on_cpu:
+            is_finite = loss.isfinite()
+            self._has_non_finite = self._has_non_finite | ~is_finite
             divisor: Any = steps
             # XLA would compile the number into the step as a constant, and recompile the step for each new number.
             if loss.device.type == "xla":
                 divisor = torch.tensor([float(steps)], device=loss.device).reshape(())
-            added = torch.where(finite, loss, run.loss_since_log / divisor)
-            run.loss_since_log = run.loss_since_log + added
-            return added
-        added = loss
+            summand = torch.where(is_finite, loss, run.loss_since_log / divisor)
+            run.loss_since_log = run.loss_since_log + summand
+            return summand
+        summand = loss
         if not math.isfinite(loss):
             self._warn_of_non_finite_loss(f"is {loss.item()}", state.global_step + 1)
-            added = run.loss_since_log / steps
-        run.loss_since_log += added
-        return added
+            summand = run.loss_since_log / steps
+        run.loss_since_log += summand
+        return summand
 
     def check_before_log(self) -> None:
         """Warn about non-finite losses since the last log line; logging reads from the device anyway."""
-        if self._readable_at_once or not self.trainer.control.should_log:
+        if self._is_on_cpu or not self.trainer.control.should_log:
             return
         if bool(self._has_non_finite):
             self._warn_of_non_finite_loss("was not finite before or", self.trainer.state.global_step)
         self._has_non_finite = torch.zeros_like(self._has_non_finite)
 
-    def _warn_of_non_finite_loss(self, what: str, step: int) -> None:
-        """Warn once, since the logged mean hides such losses; `on_divergence` tells of them itself."""
-        if not self._warned and self.trainer.args.on_divergence is None:
+    def _warn_of_non_finite_loss(self, problem: str, step: int) -> None:
+        """Warn once that the logged mean hides such losses, unless `on_divergence` reports them."""
+        if not self._has_warned and self.trainer.args.on_divergence is None:
             logger.warning(
                 "The loss %s at optimizer step %d; logging_nan_inf_filter leaves it out of the logged mean. "
                 "Find its origin with debug='underflow_overflow'; a lower learning_rate, a smaller "
-                "max_grad_norm or bf16 instead of fp16 often help.",
-                what,
+                "max_grad_norm or bf16 instead of fp16 often helps.",
+                problem,
                 step,
             )
-            self._warned = True
+            self._has_warned = True
 
     def restore(self, progress: RunProgress) -> None:
         """Restore the sums for the next log line. The final mean loss covers only the steps of this call."""
@@ -157,33 +160,33 @@ class LossSum:
 
 
 class StepDetails:
-    """The loss, inputs and outputs of an optimizer step, for callbacks whose `on_step_end` has such a parameter.
+    """Keeps a step's loss, inputs and outputs for callbacks whose `on_step_end` has these parameters.
 
     Args:
         callbacks: the callbacks at the start of the run; callbacks that are added later are ignored.
 
     Attributes:
-        requested: the requested names, for all callbacks together.
+        requested_names: the names of these parameters that any callback has.
     """
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         handlers = [callback.on_step_end for callback in callbacks if callable(getattr(callback, "on_step_end", None))]
-        named = {name for handler in handlers for name in inspect.signature(handler).parameters}
-        self.requested = named & {"loss", "inputs", "outputs"}
+        parameters = {name for handler in handlers for name in inspect.signature(handler).parameters}
+        self.requested_names = parameters & {"loss", "inputs", "outputs"}
         self._values: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def recording_outputs(self, model: nn.Module) -> Iterator[None]:
-        """Keep the outputs of the model's forward passes in training, if a callback requests them."""
-        if "outputs" not in self.requested:
+    def record_outputs(self, model: nn.Module) -> Iterator[None]:
+        """Keep the model's training outputs in the block, if a callback requests them."""
+        if "outputs" not in self.requested_names:
             yield
             return
 
-        def keep(module: nn.Module, _: Any, outputs: Any) -> None:
+        def keep_outputs(module: nn.Module, _: Any, outputs: Any) -> None:
             if module.training:
                 self._values["outputs"] = outputs
 
-        hook = model.register_forward_hook(keep)
+        hook = model.register_forward_hook(keep_outputs)
         try:
             yield
         finally:
@@ -192,9 +195,9 @@ class StepDetails:
 
     def add(self, loss: torch.Tensor, inputs: Any) -> None:
         """Add a micro-batch: sum the step's scaled losses, and keep the last inputs."""
-        if "loss" in self.requested:
+        if "loss" in self.requested_names:
             self._values["loss"] = self._values["loss"] + loss if "loss" in self._values else loss
-        if "inputs" in self.requested:
+        if "inputs" in self.requested_names:
             self._values["inputs"] = inputs
 
     def pop(self) -> dict[str, Any]:

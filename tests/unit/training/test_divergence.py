@@ -164,10 +164,10 @@ def test_the_copy_of_the_start_is_released(tmp_path):
     data, held = rows(STEPS * SIZE), []
     run = make_trainer(tmp_path, trainer={"model": Sensitive(), "train_dataset": data}, **settings)
     for step in (1, 3):  # there is a checkpoint after step 2
-        run.add_callback(At(step, lambda: held.append(run._hftrainer.run.start is not None)))
+        run.add_callback(At(step, lambda: held.append(run._hftrainer.run.initial_state is not None)))
     finished(run)
     assert held == [True, False]
-    assert run._hftrainer.run.skipped is None
+    assert run._hftrainer.run.skipped_samples is None
 
 
 def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
