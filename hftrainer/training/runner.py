@@ -268,7 +268,7 @@ class TrainingRunner(Component):
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
-        self.components.loaders.warn_of_other_loader(dataloader)
+        self.components.loaders.warn_of_custom_loader(dataloader)
         planned = self.planner.plan(args, dataloader)
         skipped = self.run.skipped
         self.run.schedule = schedule = planned if skipped is None else skipped.extend(planned)
