@@ -349,7 +349,7 @@ class Trainer(EarlierMethods):
         """The dataset without the columns that the model does not take."""
         if not self.args.remove_unused_columns:
             return dataset
-        return self._hftrainer.loaders.without_unused_columns(dataset, description)
+        return self._hftrainer.loaders.remove_unused_columns(dataset, description)
 
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None

@@ -48,8 +48,8 @@ _LIGHTNING_KEYS = ("state_dict", "epoch", "global_step")
 FINDERS = (BatchSizeFinder, LearningRateFinder)
 #: Callbacks that run during training only.
 TRAINING_ONLY = (StochasticWeightAveraging, WeightAveraging)
-#: Callbacks that change weights when an epoch ends: after the checkpoint of its last step.
-_AT_EPOCH_END = (ModelPruning, WeightAveraging)
+#: Callbacks that change weights at the end of an epoch, after the checkpoint of its last step.
+_EPOCH_END_CALLBACKS = (ModelPruning, WeightAveraging)
 HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
@@ -74,7 +74,7 @@ class RunFacts(NamedTuple):
         evaluates: whether the run evaluates.
         automatic_optimization: whether Lightning runs backward, rather than the user's `training_step`.
         knows_epochs: whether the training data has a length.
-        is_elastic: whether the samples of a step are kept when a run resumes otherwise.
+        is_elastic: whether a step keeps its samples when a run resumes with other settings.
         rolls_back: whether the run returns to its last checkpoint when it diverges.
     """
 
@@ -90,55 +90,55 @@ class RunFacts(NamedTuple):
 
 
 def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
-    """An error message for each callback that cannot work."""
-    # One message for each callback: the first.
-    found = [message for callback in callbacks for message in itertools.islice(_problems(callback, run), 1)]
+    """An error message for each callback that cannot work in the run."""
+    # Report only the first problem of each callback.
+    problems = [message for callback in callbacks for message in itertools.islice(_find_problems(callback, run), 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):
-        found.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
-    return found
+        problems.append("ModelPruning changes the parameters that weight averaging averages: use only one of them.")
+    return problems
 
 
-def _problems(callback: Callback, run: RunFacts) -> Iterator[str]:
+def _find_problems(callback: Callback, run: RunFacts) -> Iterator[str]:
     name, strategy = type(callback).__name__, run.strategy.argument
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards:
-        yield f"{name} changes full weights, and {strategy} shards them: train without {strategy}, or without {name}."
+        yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
     if isinstance(callback, ModelPruning) and hidden.leaves_masks(callback):
         yield (
             f"{name}(make_pruning_permanent=False) would leave masks in the model and in its checkpoints, which "
             "from_pretrained cannot read: leave it at True."
         )
     if isinstance(callback, GradientAccumulationScheduler):
-        instead = "set gradient_accumulation_steps instead."
+        advice = "set gradient_accumulation_steps instead."
         if run.strategy.has_fixed_accumulation:
-            yield f"{name} cannot tell {strategy} how many micro-batches a step has: {instead}"
+            yield f"{name} cannot tell {strategy} how many micro-batches a step has: {advice}"
         if run.is_elastic:
             yield f"{name} changes the samples of a step, which elastic=True keeps: use only one of them."
         if not run.automatic_optimization:
-            yield f"{name} cannot work with a training_step of your own: {instead}"
+            yield f"{name} cannot work with an override of training_step: {advice}"
         if (steps := run.accumulate_grad_batches) != 1:
-            yield f"gradient_accumulation_steps={steps} and {name} both set the accumulation: leave the argument at 1."
+            yield f"gradient_accumulation_steps={steps} and {name} both set accumulation steps: leave the former at 1."
     if isinstance(callback, StochasticWeightAveraging) and hidden.starts_at_fraction(callback) and not run.knows_epochs:
         yield f"{name}: swa_epoch_start is a fraction of the epochs, but the data has no length. Use an integer."
     if not run.evaluates:
-        yield from _problems_without_evaluations(callback, name)
+        yield from _find_problems_without_evaluation(callback, name)
     if isinstance(callback, OnExceptionCheckpoint) and run.rolls_back:
-        yield f"{name} would save the state that on_divergence='rollback' leaves: use only one of them."
+        yield f"{name} would save the state that on_divergence='rollback' discards: use only one of them."
     if isinstance(callback, FINDERS):
-        yield from _problems_of_finder(callback, name, run)
+        yield from _find_finder_problems(callback, name, run)
 
 
-def _problems_without_evaluations(callback: Callback, name: str) -> Iterator[str]:
+def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator[str]:
     if isinstance(callback, EarlyStopping) and not hidden.checks_on_train_epoch_end(callback):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     if isinstance(callback, ModelCheckpoint) and str(callback.monitor).startswith("eval_"):
         yield f"{name}(monitor={callback.monitor!r}): the run does not evaluate, so set eval_strategy."
     elif isinstance(callback, ModelCheckpoint) and hidden.saves_after_evaluations_only(callback):
         logger.warning(
-            "%s saves after evaluations, and the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
+            "%s saves after evaluations, but the run has none: set eval_strategy, or its save_on_train_epoch_end.", name
         )
 
 
-def _problems_of_finder(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:
+def _find_finder_problems(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:
     if run.has_several_processes:
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
@@ -151,10 +151,10 @@ def _problems_of_finder(finder: Callback, name: str, run: RunFacts) -> Iterator[
         )
 
 
-def _overrides(callback: Callback, hook: str, *besides: type) -> bool:
-    """Whether a callback overrides a hook of the base class and of the classes in `besides`."""
-    own = getattr(getattr(callback, hook), "__func__", None)
-    return all(own is not getattr(kind, hook) for kind in (Callback, *besides))
+def _overrides(callback: Callback, hook: str, *bases: type) -> bool:
+    """Whether a callback overrides a hook of `Callback` and of the classes in `bases`."""
+    function = getattr(getattr(callback, hook), "__func__", None)
+    return all(function is not getattr(kind, hook) for kind in (Callback, *bases))
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
@@ -166,25 +166,33 @@ def collect_state(
     """The callbacks' contribution to a checkpoint.
 
     Returns:
-        The weights to save instead of the model's own, by the names of the model's state dict (None: the model's own);
-        and other state to save, `{"callbacks": states by state_key, ...}`; an empty dict without such state.
+        The weights to save instead of the model's, by the keys of its state dict (None: save the model's weights), and
+        the other state to save, `{"callbacks": states by state_key, ...}`, which may be empty.
     """
     states = {callback.state_key: state for callback in callbacks if (state := hidden.checkpoint_state(callback))}
-    kept: dict[str, Any] = {"callbacks": states} if states else {}
-    if find_callback(callbacks, _AT_EPOCH_END) is not None and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-        kept["epoch_ended"] = module.has_epoch_ended
+    other_state: dict[str, Any] = {"callbacks": states} if states else {}
+    if (
+        find_callback(callbacks, _EPOCH_END_CALLBACKS) is not None
+        and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    ):
+        other_state["epoch_ended"] = module.has_epoch_ended
     if (pruning := find_callback(callbacks, ModelPruning)) is not None:
-        kept["pruning"] = _pruning_state(pruning, module)
+        other_state["pruning"] = _pruning_state(pruning, module)
     if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
-        return None, kept
-    own = _weights_for_callbacks(trainer, module)
-    checkpoint = {"state_dict": own, "epoch": trainer.current_epoch, "global_step": trainer.global_step, **kept}
+        return None, other_state
+    model_weights = _weights_for_callbacks(trainer, module)
+    checkpoint = {
+        "state_dict": model_weights,
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        **other_state,
+    }
     for callback in callbacks:
         callback.on_save_checkpoint(trainer, module, checkpoint)
-    kept = {name: value for name, value in checkpoint.items() if name not in _LIGHTNING_KEYS}
-    if (weights := checkpoint["state_dict"]) is own:
-        return None, kept
-    return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, kept
+    other_state = {name: value for name, value in checkpoint.items() if name not in _LIGHTNING_KEYS}
+    if (weights := checkpoint["state_dict"]) is model_weights:
+        return None, other_state
+    return {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, other_state
 
 
 def _weights_for_callbacks(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
@@ -196,52 +204,54 @@ def _weights_for_callbacks(trainer: pl.Trainer, module: TrainerModule) -> dict[s
 def put_weights_into_model(
     model: torch.nn.Module, weights: dict[str, torch.Tensor] | None
 ) -> Iterator[dict[str, torch.Tensor] | None]:
-    """Put the weights to save into the model for the block, so that any code that saves the model saves them.
+    """Put the weights to save into the model for the block, for any code that saves the model.
 
     Yields:
-        The weights, if their names differ from the model's, so that they must be saved separately.
+        None; or the weights, if they must be saved separately, since their names differ from the model's.
     """
-    if weights is None or weights.keys() != (own := model.state_dict()).keys():
+    if weights is None or weights.keys() != (model_weights := model.state_dict()).keys():
         yield weights
         return
-    _swap(own, weights)
+    _swap_weights(model_weights, weights)
     try:
         yield None
     finally:
-        _swap(own, weights)
+        _swap_weights(model_weights, weights)
 
 
 @torch.no_grad()
-def _swap(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    swapped = set()
-    for name, tensor in own.items():
-        if tensor.data_ptr() not in swapped or not tensor.numel():  # swap tied tensors once
-            swapped.add(tensor.data_ptr())
-            kept = tensor.clone()
-            tensor.copy_(other[name])
-            other[name].copy_(kept)
+def _swap_weights(model_weights: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    pointers = set()
+    for name, tensor in model_weights.items():
+        # Swap tied tensors once.
+        if tensor.data_ptr() not in pointers or not tensor.numel():
+            pointers.add(tensor.data_ptr())
+            values = tensor.clone()
+            tensor.copy_(weights[name])
+            weights[name].copy_(values)
 
 
-def restore_state(trainer: pl.Trainer, module: TrainerModule, kept: Mapping[str, Any]) -> None:
-    """Restore callbacks from what `collect_state` returned, after `setup` and before `on_fit_start`, as Lightning does.
+def restore_state(trainer: pl.Trainer, module: TrainerModule, state: Mapping[str, Any]) -> None:
+    """Restore the callbacks from the result of `collect_state`.
 
-    The model must hold the checkpoint's weights already.
+    Lightning does this after `setup` and before `on_fit_start`. The model must already hold the checkpoint's weights.
     """
-    if (pruning := find_callback(trainer.callbacks, ModelPruning)) is not None and "pruning" in kept:  # type: ignore[attr-defined]
-        _restore_pruning(pruning, module, kept["pruning"])
-    checkpoint = {"state_dict": _weights_for_callbacks(trainer, module), "callbacks": {}, **copy.deepcopy(dict(kept))}
+    if (pruning := find_callback(trainer.callbacks, ModelPruning)) is not None and "pruning" in state:  # type: ignore[attr-defined]
+        _restore_pruning(pruning, module, state["pruning"])
+    checkpoint = {"state_dict": _weights_for_callbacks(trainer, module), "callbacks": {}, **copy.deepcopy(dict(state))}
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         callback.on_load_checkpoint(trainer, module, checkpoint)
     for callback in callbacks:
         if callback.state_key in checkpoint["callbacks"]:
-            if isinstance(callback, SpikeDetection):  # lightning 2.6 restores into an attribute that does not exist
+            # lightning 2.6 restores into an attribute that does not exist.
+            if isinstance(callback, SpikeDetection):
                 callback.running = callback.running_mean  # type: ignore[attr-defined]
             with fitting(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
                 callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
 
 
-# ---- Schedules, and parameters that are frozen -----------------------------------------------------------------------
+# ---- Schedules and frozen parameters ---------------------------------------------------------------------------------
 
 
 def find_callback(callbacks: Iterable[Callback], kind: type[Any] | tuple[type[Any], ...]) -> Any:
@@ -258,33 +268,33 @@ def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torc
 
 
 def announce_resumed_epoch(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Call `on_train_epoch_start` for an epoch that is resumed in the middle. Lightning does not."""
+    """Call `on_train_epoch_start` for an epoch that resumes in the middle, since Lightning does not."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
             callback.on_train_epoch_start(trainer, module)
 
 
 def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
-    """Run callbacks that change weights at an epoch's end, when resuming from a checkpoint of its last step."""
+    """Run callbacks that change weights at an epoch's end, after resuming from its last step."""
     with in_previous_epoch(trainer):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, _AT_EPOCH_END):
+            if isinstance(callback, _EPOCH_END_CALLBACKS):
                 callback.on_train_epoch_end(trainer, module)
 
 
 def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: TrainingLoop) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
-    Lightning does it in an extra epoch, which would exceed the Trainer's number of steps.
+    Lightning computes them in an extra epoch, which would exceed the Trainer's number of steps.
     """
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
-    averaged = averaging is not None and averaging.n_averaged is not None
-    if averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
+    has_averaged = averaging is not None and averaging.n_averaged is not None
+    if has_averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
         update_bn(hooks.trainer.get_train_dataloader(), _BatchForward(module.model, hooks.trainer))
 
 
 class _BatchForward(torch.nn.Module):
-    """A model whose forward takes a batch, as the Trainer's loss does."""
+    """A module whose forward computes the Trainer's loss of a batch."""
 
     def __init__(self, model: torch.nn.Module, trainer: Any) -> None:
         super().__init__()
@@ -311,16 +321,16 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
 
 def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Restore what `_pruning_state` returned, after the callback's `setup`."""
-    for path, saved in state["masks"].items():
+    for path, tensors in state["masks"].items():
         parent, _, name = path.rpartition(".")
         owner = module.get_submodule(parent)
-        prune.custom_from_mask(owner, name, saved["mask"])
-        getattr(owner, f"{name}_orig").data.copy_(saved["original"])
+        prune.custom_from_mask(owner, name, tensors["mask"])
+        getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
     for layer, values in zip(hidden.first_layers(pruning), state["first_values"], strict=True):
         layer["data"].load_state_dict(values)
         for index, name in layer["names"]:
-            first = getattr(layer["data"], name)
-            live = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)
-            if live is not None and torch.equal(first, live):
+            first_value = getattr(layer["data"], name)
+            parameter = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)
+            if parameter is not None and torch.equal(first_value, parameter):
                 # After a reset to these values, copy and parameter share storage, so training changes the copy too.
-                first.data = live.data
+                first_value.data = parameter.data

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
     from hftrainer.training.loop import TrainingLoop
 
-#: Attributes of the run, not of the model: copies of the module, which callbacks make, leave them out.
-_RUN_ATTRIBUTES = ("hooks", "resume_state", "_optimizer", "_scheduler", "_resumed_from")
+#: Attributes of the run, not of the model. Callbacks copy the module without them.
+_RUN_ATTRIBUTES = ("hooks", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -57,12 +57,12 @@ class TrainerModule(WithoutBatchTransfer):
         self.active_evaluation: tuple[EvaluationPass | None, Any] = None, None
         self._optimizer: torch.optim.Optimizer | None = None
         self._scheduler: Any = None
-        self._resumed_from: Mapping[str, Any] | None = None
+        self._resumed_state: Mapping[str, Any] | None = None
         #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
         self.resume_state: Callable[[], torch.Tensor] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set the name of the current hook without `nn.Module`'s check for parameters, which costs 2 µs a hook."""
+        """Set the current hook's name without `nn.Module`'s parameter check, which costs 2 µs per hook."""
         if name == CURRENT_HOOK:
             object.__setattr__(self, name, value)
         else:
@@ -73,14 +73,14 @@ class TrainerModule(WithoutBatchTransfer):
         hooks: TrainingLoop,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        resumed_from: Mapping[str, Any] | None,
+        resumed_state: Mapping[str, Any] | None,
         *,
         automatic_optimization: bool,
     ) -> None:
-        """Connect the training run that `fit` will drive, and the state that its callbacks resume from."""
+        """Attach the training run for `fit`, and the state that its callbacks resume from."""
         self.hooks = hooks
         self.resume_state = hooks.resume_state
-        self._resumed_from = resumed_from
+        self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
         self.automatic_optimization = automatic_optimization
@@ -88,7 +88,7 @@ class TrainerModule(WithoutBatchTransfer):
     def detach(self) -> None:
         """Release the training run."""
         vars(self).pop("hooks", None)
-        self._optimizer = self._scheduler = self._resumed_from = None
+        self._optimizer = self._scheduler = self._resumed_state = None
         self.active_evaluation = None, None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,13 +109,13 @@ class TrainerModule(WithoutBatchTransfer):
 
     def setup(self, stage: str) -> None:
         """Restore the callbacks' states from the checkpoint."""
-        if self._resumed_from is not None:
-            callbacks.restore_state(self.trainer, self, self._resumed_from)
+        if self._resumed_state is not None:
+            callbacks.restore_state(self.trainer, self, self._resumed_state)
 
     def on_fit_start(self) -> None:
         """Load the optimizer's state, after callbacks have restored its parameter groups."""
         assert self._optimizer is not None
-        if self._resumed_from is not None:
+        if self._resumed_state is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.hooks.load_optimizer()
 
@@ -126,7 +126,7 @@ class TrainerModule(WithoutBatchTransfer):
     # ---- Optimizer ---------------------------------------------------------------------------------------------
 
     def configure_optimizers(self) -> Any:
-        """The Trainer's optimizer and scheduler; without a run attached (evaluation), none."""
+        """The Trainer's optimizer and scheduler; None without an attached run, as in evaluation."""
         if self._optimizer is None:
             return None
         if not self._shows_scheduler:
@@ -136,10 +136,10 @@ class TrainerModule(WithoutBatchTransfer):
 
     @property
     def _shows_scheduler(self) -> bool:
-        """Whether Lightning gets the scheduler, for its callbacks; it accepts fewer kinds than the Trainer."""
-        shown = isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
-        # With DeepSpeed, a schedule from the script acts on the optimizer inside the engine.
-        return shown and self._scheduler.optimizer is self._optimizer
+        """Whether Lightning gets the scheduler for its callbacks. It accepts fewer types than the Trainer."""
+        is_supported = isinstance(self._scheduler, LRScheduler) and not isinstance(self._scheduler, ReduceLROnPlateau)
+        # With DeepSpeed, a scheduler from the script acts on the optimizer inside the engine.
+        return is_supported and self._scheduler.optimizer is self._optimizer
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         """Run the closure (forward, backward, clipping) and the step, then notify the run."""
@@ -148,8 +148,8 @@ class TrainerModule(WithoutBatchTransfer):
 
     def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
-        replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.hooks.after_optimizer_step(self._precision.skipped, is_schedule_replaced=replaced)
+        is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
+        self.hooks.after_optimizer_step(self._precision.skipped, is_schedule_replaced=is_replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -158,7 +158,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.hooks.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Step a scheduler that a callback has put in place of the run's. The run steps its own scheduler."""
+        """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
         if scheduler is not self._scheduler:
             super().lr_scheduler_step(scheduler, metric)
 
@@ -170,28 +170,29 @@ class TrainerModule(WithoutBatchTransfer):
 
         Args:
             loss: the loss.
-            args: for `loss.backward`.
+            args: positional arguments of `loss.backward`.
             learning_rate: learning rate of that optimizer step; by default the scheduler's.
-            kwargs: for `loss.backward`.
+            kwargs: keyword arguments of `loss.backward`.
         """
         loss = loss / self.hooks.backward_divisor if self.hooks.backward_divisor > 1 else loss
-        fused = getattr(self._optimizer, "fused_backward", None)
-        if fused is None:
+        fused_backward = getattr(self._optimizer, "fused_backward", None)
+        if fused_backward is None:
             loss.backward(*args, **kwargs)
         else:
-            fused(loss, self.hooks.trainer._get_learning_rate() if learning_rate is None else learning_rate)
-            self._optimizer._opt_called = True  # type: ignore[union-attr] # or torch's schedulers miss a step()
+            fused_backward(loss, self.hooks.trainer._get_learning_rate() if learning_rate is None else learning_rate)
+            # Otherwise torch's schedulers would not notice this step().
+            self._optimizer._opt_called = True  # type: ignore[union-attr]
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to a Lightning checkpoint what the Trainer needs to resume from it."""
+        """Add the Trainer's resume state to a Lightning checkpoint."""
         if self.resume_state is not None:
             checkpoint["hftrainer"] = self.resume_state()
 
     def on_train_start(self) -> None:
-        """Begin the run. Announce an epoch that is resumed in the middle, since Lightning does not."""
-        if self._resumed_from is not None and not self._resumed_from.get("epoch_ended", True):
+        """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
+        if self._resumed_state is not None and not self._resumed_state.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
         self.hooks.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
@@ -203,7 +204,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.hooks.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin a micro-batch; automatic or manual optimization may change from one optimizer step to the next."""
+        """Begin a micro-batch. Optimization may switch between automatic and manual at each optimizer step."""
         hooks = self.hooks
         hooks.begin_micro_batch()
         window = hooks.micro_batches.window
@@ -212,7 +213,7 @@ class TrainerModule(WithoutBatchTransfer):
             switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The loss of a micro-batch; under manual optimization also its backward pass and the optimizer step."""
+        """The loss of a micro-batch. Manual optimization also runs backward and the optimizer step."""
         hooks = self.hooks
         window = hooks.micro_batches.window
         assert window is not None
@@ -268,7 +269,7 @@ class TrainerModule(WithoutBatchTransfer):
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
     def attach_evaluation(self, evaluation: EvaluationPass | None, loop: Any) -> None:
-        """Connect an evaluation pass and the Lightning loop that runs it."""
+        """Attach an evaluation pass and the Lightning loop that runs it."""
         self.active_evaluation = evaluation, loop
 
     @property
@@ -295,7 +296,7 @@ class TrainerModule(WithoutBatchTransfer):
         self.is_validating = True
 
     def on_validation_epoch_end(self) -> None:
-        """Compute the metrics, and log the numeric ones where Lightning's callbacks look for them."""
+        """Compute the metrics, and log the numeric ones for Lightning's callbacks."""
         self.is_validating = False
         with torch.enable_grad():
             metrics = self.evaluation.finish()

@@ -1,4 +1,4 @@
-"""`trainer.accelerator`: the part of accelerate's `Accelerator` that scripts and libraries use, over the engine."""
+"""`trainer.accelerator`: the parts of accelerate's `Accelerator` that scripts and libraries use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from hftrainer.plugins import LightningEngine
 
 
-#: The loaders' keys of `accelerator_config`.
+#: The keys of `accelerator_config` that apply to loaders.
 _LOADER_KEYS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking")
 
 
-def _attribute_of(owner: str, name: str) -> Any:
+def _make_property(owner: str, name: str) -> Any:
     """A property that forwards to an attribute of another object, as in accelerate."""
 
     def get(self: EngineAccelerator) -> Any:
@@ -38,19 +38,19 @@ def _attribute_of(owner: str, name: str) -> Any:
 
 
 class EngineAccelerator(ProcessState):
-    """accelerate's `Accelerator` over the engine: the processes of a run, each on one device.
+    """accelerate's `Accelerator`, implemented with the engine. Each process of a run has one device.
 
     Args:
         engine: runs backward.
         device: the device that training runs on.
-        prepare_loader: prepares a `DataLoader` as the Trainer's own loaders are.
-        is_trainer_model: returns whether a model is the Trainer's own, which `train()` prepares.
+        prepare_loader: prepares a `DataLoader` in the same way as the Trainer's.
+        is_trainer_model: returns whether a model is the Trainer's, which `train()` prepares.
         config: the keys of `accelerator_config`.
-        num_steps: divisor of the gradients, in addition to that of the loss.
+        num_steps: divisor of the gradients, in addition to the divisor of the loss.
 
     Attributes:
         gradient_state: whether this micro-batch ends an optimizer step, and the active loader's position.
-        dataloader_config: settings for loaders that are prepared from now on.
+        dataloader_config: settings for loaders that are prepared later.
     """
 
     def __init__(
@@ -64,21 +64,22 @@ class EngineAccelerator(ProcessState):
     ) -> None:
         plan = engine.plan
         processes = plan.processes
-        shown = {
+        settings = {
             "mixed_precision": plan.mixed_precision,
             "parallelism_config": plan.layout if plan.layout.total_size > 1 else None,
             "is_fsdp2": plan.sharding is not None and plan.sharding.version == 2,
         }
-        super().__init__(processes, device, engine.strategy.distributed_type, **shown)
+        super().__init__(processes, device, engine.strategy.distributed_type, **settings)
         plugins = {"deepspeed_plugin": None, "fsdp_plugin": None, **engine.strategy.plugins()}
-        self.state = ProcessState(processes, device, self.distributed_type, **plugins, **shown)
+        self.state = ProcessState(processes, device, self.distributed_type, **plugins, **settings)
         self.deepspeed_plugin = self.state.deepspeed_plugin
         self._engine = engine
         self._strategy = engine.strategy
         self._prepare_loader = prepare_loader
         self._is_trainer_model = is_trainer_model
         self._loaders: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._models: list[torch.nn.Module] = []  # as in accelerate; scripts check whether it is empty
+        # This name is accelerate's: scripts check whether the list is empty.
+        self._models: list[torch.nn.Module] = []
         self.dataloader_config = SimpleNamespace(
             **{name: config[name] for name in _LOADER_KEYS},
             data_seed=plan.read_once["data_seed"],
@@ -93,17 +94,17 @@ class EngineAccelerator(ProcessState):
         self.gradient_state = GradientState(self._loaders, processes.data_world_size, accumulation)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise AttributeError for any other name, with an alternative for names of accelerate."""
-        instead = _ALTERNATIVES.get(name)
-        raise AttributeError(f"accelerator.{name} does not exist" + (f": {instead}." if instead else "."))
+        """Raise AttributeError for any other name; suggest an alternative for names of accelerate."""
+        alternative = _ALTERNATIVES.get(name)
+        raise AttributeError(f"accelerator.{name} does not exist" + (f": {alternative}." if alternative else "."))
 
-    split_batches = _attribute_of("dataloader_config", "split_batches")
-    dispatch_batches = _attribute_of("dataloader_config", "dispatch_batches")
-    even_batches = _attribute_of("dataloader_config", "even_batches")
-    use_seedable_sampler = _attribute_of("dataloader_config", "use_seedable_sampler")
-    non_blocking = _attribute_of("dataloader_config", "non_blocking")
-    use_stateful_dataloader = _attribute_of("dataloader_config", "use_stateful_dataloader")
-    sync_gradients = _attribute_of("gradient_state", "sync_gradients")
+    split_batches = _make_property("dataloader_config", "split_batches")
+    dispatch_batches = _make_property("dataloader_config", "dispatch_batches")
+    even_batches = _make_property("dataloader_config", "even_batches")
+    use_seedable_sampler = _make_property("dataloader_config", "use_seedable_sampler")
+    non_blocking = _make_property("dataloader_config", "non_blocking")
+    use_stateful_dataloader = _make_property("dataloader_config", "use_stateful_dataloader")
+    sync_gradients = _make_property("gradient_state", "sync_gradients")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -119,9 +120,9 @@ class EngineAccelerator(ProcessState):
         self._engine.backward(loss, **kwargs)
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare loaders and models; optimizers and schedulers are returned unchanged."""
-        prepared = tuple(self._prepare(item) for item in objects)
-        return prepared[0] if len(prepared) == 1 else prepared
+        """Prepare loaders and models, and return optimizers and schedulers unchanged."""
+        results = tuple(self._prepare(item) for item in objects)
+        return results[0] if len(results) == 1 else results
 
     def _prepare(self, item: Any) -> Any:
         if isinstance(item, torch.utils.data.DataLoader):
@@ -136,28 +137,28 @@ class EngineAccelerator(ProcessState):
 
     def prepare_data_loader(self, loader: torch.utils.data.DataLoader[Any]) -> Any:
         """A loader that shards and moves batches like the Trainer's."""
-        prepared = self._prepare_loader(loader)
-        self._loaders.add(prepared)
-        return prepared
+        prepared_loader = self._prepare_loader(loader)
+        self._loaders.add(prepared_loader)
+        return prepared_loader
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """The model on the device, wrapped in DDP or sharded as the Trainer's own is.
+        """The model on the device, wrapped in DDP or sharded like the Trainer's model.
 
         Args:
-            model: the Trainer's own is returned unchanged, since `train()` wraps it.
+            model: any model; the Trainer's is returned unchanged, since `train()` wraps it.
             device_placement: False leaves the model where it is.
             evaluation_mode: whether the model is only evaluated, so that its gradients need no all-reduce.
         """
-        if not any(known is model for known in self._models):
+        if not any(prepared_model is model for prepared_model in self._models):
             self._models.append(model)
         if self._is_trainer_model(model):
             return model
         if device_placement is not False:
             self._strategy.move(model, self.device)
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation_mode or not trained or not self.processes.several:
+        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+        if evaluation_mode or not is_trainable or not self.processes.several:
             return model
         return self._strategy.prepare_extra_model(model)
 
@@ -175,23 +176,23 @@ class EngineAccelerator(ProcessState):
         """The user's model, without the wrappers of DDP, FSDP or DeepSpeed.
 
         Args:
-            model: wrapped or not.
+            model: the model, wrapped or not.
             keep_fp32_wrapper: False removes autocast from the `forward` of a model that is being trained.
             keep_torch_compile: False returns the original of a compiled model.
         """
         compiled = model if hasattr(model, "_orig_mod") else None
-        bare: Any = model if compiled is None else compiled._orig_mod
-        while self._strategy.is_wrapper(bare):
-            bare = bare.module
-        if not keep_fp32_wrapper and hasattr(bare.__dict__.get("forward"), "__wrapped__"):
-            del bare.forward
+        inner_model: Any = model if compiled is None else compiled._orig_mod
+        while self._strategy.is_wrapper(inner_model):
+            inner_model = inner_model.module
+        if not keep_fp32_wrapper and hasattr(inner_model.__dict__.get("forward"), "__wrapped__"):
+            del inner_model.forward
         if compiled is None or not keep_torch_compile:
-            return bare
-        compiled._orig_mod = bare
+            return inner_model
+        compiled._orig_mod = inner_model
         return compiled
 
     def gather(self, tensor: Any) -> Any:
-        """Tensors of all ranks, concatenated in the first dimension."""
+        """Tensors of all ranks, concatenated along the first dimension."""
         return self.processes.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -202,19 +203,19 @@ class EngineAccelerator(ProcessState):
 
         Args:
             input_data: tensors in nested containers, or with `use_gather_object` a sequence of any objects.
-            use_gather_object: pickle the data instead.
+            use_gather_object: gather pickled objects instead of tensors.
         """
         loader = self.gradient_state.active_dataloader
-        counted = None if loader is None else loader.position.counted_samples
-        if counted is not None:
-            input_data = self.processes.first_rows(input_data, counted, objects=use_gather_object)
+        num_samples = None if loader is None else loader.position.counted_samples
+        if num_samples is not None:
+            input_data = self.processes.first_rows(input_data, num_samples, objects=use_gather_object)
         if use_gather_object or self.processes.tp_size > 1:
-            gathered = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
+            rows = self.processes.gather(input_data, objects=use_gather_object, distinct=True)
         else:
-            gathered = self.gather(input_data)
+            rows = self.gather(input_data)
         if loader is None or loader.remainder is None:
-            return gathered
-        return self.processes.first_rows(gathered, loader.remainder, objects=use_gather_object)
+            return rows
+        return self.processes.first_rows(rows, loader.remainder, objects=use_gather_object)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Tensors, reduced over all ranks.
@@ -232,11 +233,11 @@ class EngineAccelerator(ProcessState):
         return self.processes.reduce(tensor, reduction)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Tensors padded to the longest of all ranks in one dimension."""
+        """Tensors, padded in one dimension to the largest size on any rank."""
         return self.processes.pad(tensor, dim, pad_index, pad_first)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients; returns their norm before clipping."""
+        """Clip the gradients, and return their norm before clipping."""
         self.unscale_gradients()
         return self._strategy.clip_grad_norm(parameters, max_norm, norm_type)
 
@@ -301,7 +302,7 @@ class EngineAccelerator(ProcessState):
             )
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The model's weights; a sharded model's are gathered, so all ranks must call this."""
+        """The model's weights. All ranks must call this, since it gathers those of a sharded model."""
         return self._strategy.gather_full_weights(model)
 
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
@@ -312,21 +313,22 @@ class EngineAccelerator(ProcessState):
         return self.free_memory(*objects)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release objects, prepared models and cached device memory; returns None for each object."""
+        """Release objects, prepared models and cached device memory, and return None for each object."""
         self._models.clear()
-        if self.device.type not in ("cpu", "xla"):  # torch does not cache memory of these devices
+        # torch does not cache memory of these devices.
+        if self.device.type not in ("cpu", "xla"):
             device_module(self.device.type).empty_cache()
         return [None for _ in objects]
 
     def end_training(self) -> None:
-        """Leave the process group, if there is one. The Trainer closes its trackers itself when training ends."""
+        """Leave the process group, if any. The Trainer closes its trackers when training ends."""
         disconnect()
 
 
 _CHECKPOINTS = (
     "the Trainer handles checkpoints: save_strategy writes them, train(resume_from_checkpoint=...) reads them"
 )
-_DECORATORS = "ask is_main_process, is_last_process, is_local_main_process or process_index in the function"
+_DECORATORS = "check is_main_process, is_last_process, is_local_main_process or process_index in the function"
 _TRACKING = "the Trainer handles trackers: report_to or Trainer(loggers=[...]) opens them, Trainer.log writes to them"
 #: Names of accelerate → what to use instead.
 _ALTERNATIVES = {
@@ -336,7 +338,7 @@ _ALTERNATIVES = {
     **dict.fromkeys(("on_main_process", "on_last_process", "on_process"), _DECORATORS),
     **dict.fromkeys(("on_local_main_process", "on_local_process"), _DECORATORS),
     **dict.fromkeys(("set_trigger", "check_trigger"), "reduce a flag over the ranks: accelerator.reduce(flag, 'sum')"),
-    "skip_first_batches": "train(resume_from_checkpoint=...) skips the batches that are used",
+    "skip_first_batches": "train(resume_from_checkpoint=...) skips the batches that training has used",
     "clip_grad_value_": "use torch.nn.utils.clip_grad_value_",
     **dict.fromkeys(("init_trackers", "get_tracker", "trackers", "log_with"), _TRACKING),
     "profile": "use lightning_config={'profiler': ...}",

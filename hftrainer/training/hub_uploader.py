@@ -47,14 +47,15 @@ class HubUploader(Component):
         trainer.save_model(_internal_call=True)
         if self.components.uploads is None:
             trainer.init_hf_repo(token=token, private=private)
-        if self.components.uploads is None:  # not the main process
+        # Only the main process has uploads.
+        if self.components.uploads is None:
             return None
         name = (trainer.args.hub_model_id or Path(str(trainer.args.output_dir)).name).split("/")[-1]
         card["model_name"] = card.get("model_name") or name
         if (model_tags := getattr(trainer.model, "model_tags", None)) is not None:
             tags = card.get("tags", [])
-            own = [tags] if isinstance(tags, str) else list(tags or [])
-            card["tags"] = [*own, *(tag for tag in model_tags if tag not in own)]
+            card_tags = [tags] if isinstance(tags, str) else list(tags or [])
+            card["tags"] = [*card_tags, *(tag for tag in model_tags if tag not in card_tags)]
         trainer.create_model_card(**card)
         return self.components.uploads.push_folder(
             str(trainer.args.output_dir), commit_message, blocking=blocking, token=token, revision=revision
@@ -72,13 +73,13 @@ class HubUploader(Component):
         commits = uploads.make_commits(folder, trainer.args.hub_strategy, by_steps=by_steps)
         if not commits:
             return
-        done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
-        if not done and not trainer.args.hub_always_push:
+        is_done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
+        if not is_done and not trainer.args.hub_always_push:
             uploads.skip(commits)
             return
         self.components.announce("on_push_begin")
         jobs = uploads.push(commits)
-        trainer.push_in_progress = PushInProgress(jobs if done else [*trainer.push_in_progress.jobs, *jobs])
+        trainer.push_in_progress = PushInProgress(jobs if is_done else [*trainer.push_in_progress.jobs, *jobs])
 
     def finish(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""

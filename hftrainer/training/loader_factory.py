@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 class LoaderFactory(Component):
-    """Makes data loaders with the batches of this process, on its device."""
+    """Makes data loaders that yield the batches of this rank on its device."""
 
-    #: A dataset without the columns that the model does not take, and the original dataset.
+    #: A dataset without the columns that the model does not accept, and the original dataset.
     _column_source: tuple[Any, Any] = None, None
     _prepares_training_data = False
 
@@ -56,7 +56,7 @@ class LoaderFactory(Component):
             return loader
         dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
-            dataset = _find_set(trainer.eval_dataset, eval_dataset)
+            dataset = _find_evaluation_dataset(trainer.eval_dataset, eval_dataset)
         size, sampler = trainer.args.eval_batch_size, trainer._get_eval_sampler
         loader = trainer._get_dataloader(dataset, "evaluation", size, sampler)
         # Without this, each evaluation would start new persistent workers.
@@ -79,9 +79,9 @@ class LoaderFactory(Component):
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
         trainer, args = self.trainer, self.trainer.args
         dataset = as_mixture(dataset) if is_training else dataset
-        given, collator = dataset, trainer.data_collator
+        original_dataset, collator = dataset, trainer.data_collator
         check_dataset(dataset, description)
-        workers = args.dataloader_num_workers
+        num_workers = args.dataloader_num_workers
         if is_training and args.mixture_column is not None:
             mixture.check_column(args.mixture_column, dataset)
         if is_training and args.flatten_batches:
@@ -89,12 +89,12 @@ class LoaderFactory(Component):
         if isinstance(dataset, MixtureStream):
             if not is_training:
                 raise InvalidArgument(
-                    f"The {description} dataset is the endless stream of a mixture: pass its sources, in a dict."
+                    f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
                 )
-            dataset, workers = mixture.plan_stream(self.components, dataset), min(workers, 1)
+            dataset, num_workers = mixture.plan_stream(self.components, dataset), min(num_workers, 1)
         if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
             sources = dataset.sources.items()
-            dataset = MixtureDataset({name: trainer._remove_unused_columns(of, name) for name, of in sources})
+            dataset = MixtureDataset({name: trainer._remove_unused_columns(source, name) for name, source in sources})
         elif peers.is_map_style_dataset(dataset):
             dataset = trainer._remove_unused_columns(dataset, description)
         else:
@@ -102,7 +102,7 @@ class LoaderFactory(Component):
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "collate_fn": collator,
-            "num_workers": workers,
+            "num_workers": num_workers,
             "pin_memory": args.dataloader_pin_memory and args.device.type not in UNPINNED,
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
@@ -110,16 +110,17 @@ class LoaderFactory(Component):
             "in_order": args.dataloader_in_order,
         }
         if not isinstance(dataset, IterableDataset):
-            self._column_source = dataset, given  # samplers may need columns that the model does not take
+            # Samplers may need columns that the model does not accept.
+            self._column_source = dataset, original_dataset
             sampler = None
             if sampler_fn is not None:
                 sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
             if isinstance(sampler, TokenBatchSampler) and args.torch_compile:
-                padding: Any = BucketCollator(trainer.data_collator, sampler.boundaries, self._main_input)
-                removes = collator is not trainer.data_collator
-                collate = trainer._get_collator_with_removed_columns(padding, description) if removes else padding
-                settings["collate_fn"] = collate
-            # These yield whole batches.
+                bucket_collator: Any = BucketCollator(trainer.data_collator, sampler.boundaries, self._main_input)
+                if collator is not trainer.data_collator:
+                    bucket_collator = trainer._get_collator_with_removed_columns(bucket_collator, description)
+                settings["collate_fn"] = bucket_collator
+            # These samplers yield batches.
             if peers.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
                 settings["batch_sampler"] = sampler
                 del settings["batch_size"]
@@ -134,8 +135,8 @@ class LoaderFactory(Component):
                 )
         if is_training and args.tokens_per_batch is not None and "batch_sampler" not in settings:
             raise UnsupportedArgument(
-                f"tokens_per_batch={args.tokens_per_batch} needs a dataset with a length, and no _get_train_sampler of "
-                "your own: remove tokens_per_batch, or the other."
+                f"tokens_per_batch={args.tokens_per_batch} needs a dataset with a length and no override of "
+                "_get_train_sampler: pass such a dataset, remove the override, or remove tokens_per_batch."
             )
         with self.treat_as_training_data() if is_training else contextlib.nullcontext():
             loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
@@ -147,18 +148,18 @@ class LoaderFactory(Component):
         if dataset is None or not has_length(dataset):
             return None
         if isinstance(dataset, MixtureDataset):
-            return mixture.make_batches(self.components, dataset.indices())
+            return mixture.make_batch_sampler(self.components, dataset.indices())
         if args.mixture_column is not None:
-            sources = group_by_column(self._with_all_columns(dataset)[args.mixture_column])
-            return mixture.make_batches(self.components, sources)
+            sources = group_by_column(self._find_original_dataset(dataset)[args.mixture_column])
+            return mixture.make_batch_sampler(self.components, sources)
         if args.tokens_per_batch is not None:
-            return self._token_batches(dataset)
+            return self._make_token_sampler(dataset)
         # `sortish_sampler` is the old argument for grouping by length.
         if args.train_sampling_strategy == "group_by_length" or getattr(args, "sortish_sampler", False):
-            size = self._global_batch() or self.run.train_batch_size * args.gradient_accumulation_steps
-            return LengthGroupedSampler(size, lengths=self._lengths(dataset))
+            size = self._global_batch_size() or self.run.train_batch_size * args.gradient_accumulation_steps
+            return LengthGroupedSampler(size, lengths=self._find_lengths(dataset))
         if args.train_sampling_strategy == "batch_rebalance":
-            return self._rebalanced_batches(dataset)
+            return self._make_rebalance_sampler(dataset)
         return SequentialSampler(dataset) if args.train_sampling_strategy == "sequential" else RandomSampler(dataset)
 
     def evaluation_sampler(self, dataset: Any) -> Sampler[Any] | None:
@@ -166,20 +167,20 @@ class LoaderFactory(Component):
         args = self.trainer.args
         if has_length(dataset) and args.train_sampling_strategy == "group_by_length":
             order = self.components.policy.evaluation_generator(seed_of_order(args))
-            return LengthGroupedSampler(args.eval_batch_size, lengths=self._lengths(dataset), generator=order)
+            return LengthGroupedSampler(args.eval_batch_size, lengths=self._find_lengths(dataset), generator=order)
         return _sequential_sampler(dataset)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Number of samples of a loader; estimated from its batches when its dataset has no length."""
-        prepared = isinstance(dataloader, PreparedDataLoader)
-        dataset: Any = dataloader.source if prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
+        """Number of samples in a loader, estimated from its batches if its dataset has no length."""
+        is_prepared = isinstance(dataloader, PreparedDataLoader)
+        dataset: Any = dataloader.source if is_prepared else getattr(dataloader, "dataset", None)  # type: ignore[attr-defined]
         if has_length(dataset):
             return len(dataset)
         return len(dataloader) * self.trainer.args.per_device_train_batch_size
 
     # ---- Columns -----------------------------------------------------------------------------------------------
 
-    def without_unused_columns(self, dataset: Any, description: str | None) -> Any:
+    def remove_unused_columns(self, dataset: Any, description: str | None) -> Any:
         """Implements `Trainer._remove_unused_columns`."""
         return collators.remove_unused_columns(dataset, self._columns(), description, type(self.trainer.model).__name__)
 
@@ -195,26 +196,29 @@ class LoaderFactory(Component):
 
     @contextlib.contextmanager
     def explain_removed_columns(self, *datasets: Any) -> Iterator[None]:
-        """Explain errors in the block that come from a key that the batch lacks or the model does not accept.
+        """Explain errors in the block that come from missing or unexpected keys of a batch.
 
         Args:
-            datasets: the datasets that the block reads; a dict holds several.
+            datasets: the datasets that the block reads, or dicts of several.
         """
         try:
             yield
         except (TypeError, KeyError, ValueError) as error:
-            if isinstance(error, RemovedColumn) or "_is_explained" in vars(error):  # by an evaluation within training
+            # An evaluation within training may have explained the error.
+            if isinstance(error, RemovedColumn) or "_is_explained" in vars(error):
                 raise
             vars(error)["_is_explained"] = True
-            several = [getattr(data, "sources", data) for data in datasets]
-            given = [each for data in several for each in (data.values() if isinstance(data, dict) else [data])]
-            kept = self.trainer._signature_columns
+            groups = [getattr(data, "sources", data) for data in datasets]
+            all_datasets = [
+                dataset for data in groups for dataset in (data.values() if isinstance(data, dict) else [data])
+            ]
+            signature_columns = self.trainer._signature_columns
             if isinstance(error, TypeError):
-                collators.explain_call_error(error, self.trainer.model, given)
-            elif kept is not None and self.trainer.args.remove_unused_columns:
+                collators.explain_call_error(error, self.trainer.model, all_datasets)
+            elif signature_columns is not None and self.trainer.args.remove_unused_columns:
                 if isinstance(error, KeyError):
-                    collators.explain_removed_column(error, given, kept)
-                collators.note_removed(error, given, kept)
+                    collators.explain_removed_column(error, all_datasets, signature_columns)
+                collators.note_removed(error, all_datasets, signature_columns)
             raise
 
     # ---- Preparing ---------------------------------------------------------------------------------------------
@@ -222,41 +226,42 @@ class LoaderFactory(Component):
     @contextlib.contextmanager
     def treat_as_training_data(self) -> Iterator[None]:
         """Treat loaders that are prepared in the block as training loaders."""
-        before = self._prepares_training_data
+        previous_value = self._prepares_training_data
         self._prepares_training_data = True
         try:
             yield
         finally:
-            self._prepares_training_data = before
+            self._prepares_training_data = previous_value
 
     def prepare(self, loader: DataLoader[Any]) -> PreparedDataLoader:
         """Prepare a loader: shard its batches for this rank, and move them to the device."""
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes, training, config = trainer.accelerator.processes, self._prepares_training_data, self.config()
-        dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
-        if training and dispatched and processes.tp_size > 1:
+        processes, is_training, config = trainer.accelerator.processes, self._prepares_training_data, self.config()
+        is_dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
+        if is_training and is_dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
-                "tp_size gives neighbouring ranks the same batches; iterable datasets and dispatch_batches do not: "
-                "use a dataset with a length, without dispatch_batches."
+                "tp_size needs the same batches on adjacent ranks, but iterable datasets and dispatch_batches send "
+                "them different ones: use a dataset with a length, without dispatch_batches."
             )
-        shared = peers.is_rebalanced(loader.batch_sampler)  # its batches are those of this rank
+        # This batch sampler yields only the batches of this rank.
+        is_sharded = peers.is_rebalanced(loader.batch_sampler)
         return PreparedDataLoader(
             loader,
             trainer.args.device,
             seed=trainer.accelerator.dataloader_config.data_seed,
             config=config,
-            shard_spec=UNSHARDED if shared else ShardSpec(processes.data_rank, processes.data_world_size),
-            processes=processes if training else None,
-            global_batch=self._global_batch() if training else None,
+            shard_spec=UNSHARDED if is_sharded else ShardSpec(processes.data_rank, processes.data_world_size),
+            processes=processes if is_training else None,
+            global_batch=self._global_batch_size() if is_training else None,
         )
 
-    def _global_batch(self) -> int | None:
-        """Samples of an optimizer step over all processes, with `elastic`; None without it."""
+    def _global_batch_size(self) -> int | None:
+        """Samples per optimizer step over all ranks with `elastic`; None without it."""
         args = self.trainer.args
-        steps = self.run.train_batch_size * args.gradient_accumulation_steps
-        return steps * self.trainer.accelerator.processes.data_world_size if args.elastic else None
+        process_samples = self.run.train_batch_size * args.gradient_accumulation_steps
+        return process_samples * self.trainer.accelerator.processes.data_world_size if args.elastic else None
 
     def config(self) -> AcceleratorConfig:
         """`accelerator_config` with later changes to `accelerator.dataloader_config`.
@@ -265,23 +270,23 @@ class LoaderFactory(Component):
             InvalidArgument: for invalid values.
             UnsupportedArgument: for stateful loaders.
         """
-        given = self.trainer.accelerator.dataloader_config
-        if getattr(given, "use_stateful_dataloader", False):
+        loader_config = self.trainer.accelerator.dataloader_config
+        if getattr(loader_config, "use_stateful_dataloader", False):
             raise UnsupportedArgument(
-                "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out, the "
-                "Trainer restores its position in the data from its checkpoints."
+                "accelerator.dataloader_config.use_stateful_dataloader=True is not supported: leave it out. The "
+                "Trainer restores the position in the data from its checkpoints."
             )
-        keys = self.components.resolved.accelerator_config.to_dict()
-        keys |= {name: getattr(given, name) for name in keys if hasattr(given, name)}
-        return AcceleratorConfig.read(keys)
+        settings = self.components.resolved.accelerator_config.to_dict()
+        settings |= {name: getattr(loader_config, name) for name in settings if hasattr(loader_config, name)}
+        return AcceleratorConfig.read(settings)
 
-    def _rebalanced_batches(self, dataset: Any) -> Sampler[Any]:
-        """Transformers' sampler for batches of equal cost; it yields the whole batches of this rank."""
+    def _make_rebalance_sampler(self, dataset: Any) -> Sampler[Any]:
+        """The `BatchRebalanceSampler` of transformers, which yields batches of equal cost for this rank."""
         args, processes = self.trainer.args, self.trainer.accelerator.processes
         accumulation, ranks = args.gradient_accumulation_steps, processes.data_world_size
-        asked = "train_sampling_strategy='batch_rebalance'"
-        sampler: Sampler[Any] = peers.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", asked)(
-            lengths=self._lengths(dataset),
+        argument = "train_sampling_strategy='batch_rebalance'"
+        sampler: Sampler[Any] = peers.import_from_transformers("trainer_pt_utils", "BatchRebalanceSampler", argument)(
+            lengths=self._find_lengths(dataset),
             effective_batch_size=self.run.train_batch_size * accumulation * ranks,
             dp_size=ranks,
             grad_accum=accumulation,
@@ -290,14 +295,14 @@ class LoaderFactory(Component):
         )
         return sampler
 
-    def _with_all_columns(self, dataset: Any) -> Any:
-        """The dataset that the loader was asked for, with the columns that the model does not take."""
+    def _find_original_dataset(self, dataset: Any) -> Any:
+        """The dataset before the columns that the model does not accept were removed."""
         without_columns, source = self._column_source
         return source if without_columns is dataset else dataset
 
-    def _token_batches(self, dataset: Any) -> Sampler[Any]:
-        """The sampler of `tokens_per_batch`; it yields the whole batches of all ranks."""
-        args, lengths = self.trainer.args, self._lengths(dataset)
+    def _make_token_sampler(self, dataset: Any) -> Sampler[Any]:
+        """The sampler for `tokens_per_batch`, which yields the batches of all ranks."""
+        args, lengths = self.trainer.args, self._find_lengths(dataset)
         assert args.tokens_per_batch is not None
         multiple = getattr(self.trainer.data_collator, "pad_to_multiple_of", None)
         if multiple and not args.flatten_batches:
@@ -312,14 +317,14 @@ class LoaderFactory(Component):
         )
 
     def flat_collator(self) -> FlatCollator:
-        """The collator of `flatten_batches`, in place of the script's."""
-        trainer, asked = self.trainer, "flatten_batches=True"
+        """The collator for `flatten_batches`, which replaces the script's."""
+        trainer, argument = self.trainer, "flatten_batches=True"
         if not trainer._loss_shifts_labels:
             raise UnsupportedArgument(
-                f"{asked} is for causal language models, whose loss compares each token with the next label; "
-                f"{type(self.components.unwrapped_model).__name__} does not: remove it."
+                f"{argument} is for causal language models, whose loss compares each token with the next label; that "
+                f"of {type(self.components.unwrapped_model).__name__} does not: remove the argument."
             )
-        kind = peers.import_from_transformers("data.data_collator", "DataCollatorWithFlattening", asked)
+        kind = peers.import_from_transformers("data.data_collator", "DataCollatorWithFlattening", argument)
         attention = getattr(trainer.model.config, "_attn_implementation", None) or ""
         return FlatCollator(kind(return_flash_attn_kwargs="flash" in attention))
 
@@ -328,37 +333,39 @@ class LoaderFactory(Component):
         names = getattr(self.trainer.processing_class, "model_input_names", None)
         return names[0] if names else "input_ids"
 
-    def warn_of_other_loader(self, loader: Any) -> None:
-        """Warn of arguments without effect, if an override has made the training loader in its own way.
+    def warn_of_custom_loader(self, loader: Any) -> None:
+        """Warn of arguments that an override of `get_train_dataloader` makes ineffective.
 
         Raises:
-            InvalidArgument: if its samples are our whole batches.
+            InvalidArgument: if its DataLoader treats our batches as samples.
         """
         args, trainer = self.trainer.args, self.trainer
-        asked = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
-        given = [name for name, value in asked.items() if value is not None]
-        batches, ours = innermost(getattr(loader, "batch_sampler", None)), (TokenBatchSampler, MixtureBatchSampler)
-        if isinstance(getattr(batches, "sampler", None), ours):
+        values = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
+        argument_names = [name for name, value in values.items() if value is not None]
+        batches = innermost(getattr(loader, "batch_sampler", None))
+        our_samplers = (TokenBatchSampler, MixtureBatchSampler)
+        if isinstance(getattr(batches, "sampler", None), our_samplers):
             raise InvalidArgument(
-                f"The sampler of {type(trainer).__name__}.get_train_dataloader yields whole batches, with "
-                f"{' and '.join(given) or 'a mixture'}: pass it to the DataLoader as batch_sampler, not as sampler."
+                f"The sampler of {type(trainer).__name__}.get_train_dataloader yields batches, with "
+                f"{' and '.join(argument_names) or 'a mixture'}: pass it to the DataLoader as batch_sampler, not as "
+                "sampler."
             )
-        read = isinstance(batches, ours)
-        if given and not read and not isinstance(trainer.train_dataset, MixtureStream):
+        uses_our_sampler = isinstance(batches, our_samplers)
+        if argument_names and not uses_our_sampler and not isinstance(trainer.train_dataset, MixtureStream):
             logger.warning(
                 "%s has no effect: %s.get_train_dataloader or _get_train_sampler chooses the batches itself.",
-                " and ".join(given),
+                " and ".join(argument_names),
                 type(trainer).__name__,
             )
 
-    def _lengths(self, dataset: Any) -> list[int]:
-        """The length of each sample: from `length_column_name`, or counted in the model's main input.
+    def _find_lengths(self, dataset: Any) -> list[int]:
+        """The length of each sample, from `length_column_name` or counted in the model's main input.
 
         Raises:
-            InvalidArgument: when the samples have neither.
+            InvalidArgument: if the samples have neither.
         """
         column = self.trainer.args.length_column_name
-        source = self._with_all_columns(dataset)
+        source = self._find_original_dataset(dataset)
         if peers.is_map_style_dataset(source) and column in source.column_names:
             return list(map(int, source[column]))
         if column != TrainingArguments.__dataclass_fields__["length_column_name"].default:
@@ -375,15 +382,18 @@ def _sequential_sampler(dataset: Any) -> Sampler[Any] | None:
     return SequentialSampler(dataset) if has_length(dataset) else None
 
 
-def _find_set(datasets: Any, name: str) -> Any:
-    """One of the Trainer's evaluation sets, by its name."""
+def _find_evaluation_dataset(datasets: Any, name: str) -> Any:
+    """One of the Trainer's evaluation datasets, by name."""
     names = list(datasets) if isinstance(datasets, Mapping) else []
     try:
         return datasets[name]
     except (LookupError, TypeError) as error:
-        given = f"it has {', '.join(map(repr, names))}" if names else f"its own is a {type(datasets).__name__}"
-        text = f"eval_dataset={name!r}: Trainer has no evaluation set of that name, {given}{suggest(name, names, '.')}"
-        raise UnknownDataset(f"{text} Pass a dataset, or give Trainer a dict of them.") from error
+        description = (
+            f"it has {', '.join(map(repr, names))}" if names else f"its eval_dataset is a {type(datasets).__name__}"
+        )
+        text = f"eval_dataset={name!r}: Trainer has no evaluation dataset of that name, {description}"
+        suggestion = suggest(name, names, ".")
+        raise UnknownDataset(f"{text}{suggestion} Pass a dataset, or pass Trainer a dict of datasets.") from error
 
 
 def check_dataset(dataset: Any, description: str) -> None:
@@ -398,7 +408,8 @@ def check_dataset(dataset: Any, description: str) -> None:
             check_dataset(source, f"{description} source {name!r}")
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         raise InvalidArgument(
-            f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its sets."
+            f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its "
+            "datasets."
         )
     if isinstance(dataset, IterableDataset):
         return
@@ -414,9 +425,9 @@ def check_dataset(dataset: Any, description: str) -> None:
             "datasets.Dataset.from_pandas(frame)."
         )
     if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
-        of_lightning = "; of a LightningDataModule, the datasets inside" if hasattr(dataset, "train_dataloader") else ""
+        hint = "; for a LightningDataModule, pass its datasets" if hasattr(dataset, "train_dataloader") else ""
         raise InvalidArgument(
-            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset{of_lightning}."
+            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset{hint}."
         )
     if description == "training" and has_length(dataset) and not len(dataset):
         raise InvalidArgument("The training dataset has no samples.")

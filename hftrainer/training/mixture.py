@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 _MIXTURES = (MixtureDataset, MixtureStream)
 
 
-def settings_of(components: Components) -> list[Any] | None:
-    """What the order of a mixture's samples depends on, in plain values; None without a mixture."""
+def collect_settings(components: Components) -> list[Any] | None:
+    """The settings that determine the sample order of a mixture; None without a mixture."""
     args = components.trainer.args
     if args.mixture_column is None and not isinstance(as_mixture(components.trainer.train_dataset), _MIXTURES):
         return None
@@ -39,38 +39,38 @@ def settings_of(components: Components) -> list[Any] | None:
     return [weights, args.mixture_temperature, args.mixture_column]
 
 
-def make_batches(components: Components, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
-    """The batches of map-style data.
+def make_batch_sampler(components: Components, sources: Mapping[str, Sequence[int]]) -> MixtureBatchSampler:
+    """A batch sampler for map-style data.
 
     Args:
         components: the parts of the Trainer.
         sources: source → the indices of its samples.
 
     Raises:
-        UnsupportedArgument: for another order than a random or a sequential one within the sources.
+        UnsupportedArgument: for an order within the sources that is neither random nor sequential.
     """
     plan = _make_plan(components, {name: len(indices) for name, indices in sources.items()})
-    return MixtureBatchSampler(sources, plan, components.run.train_batch_size, _seed_within(components, plan))
+    return MixtureBatchSampler(sources, plan, components.run.train_batch_size, _find_order_seed(components, plan))
 
 
 def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
-    """The stream in the order of its plan. One loading process may read it: several would read each source."""
+    """The stream in the order of its plan. Only one worker may read it: each of several would read all sources."""
     plan = _make_plan(components, dict.fromkeys(stream.sources))
     if (workers := components.trainer.args.dataloader_num_workers) > 1:
         logger.warning(
-            "One loading process reads the streams of a mixture, not dataloader_num_workers=%d, which divides them.",
+            "dataloader_num_workers=%d is reduced to 1: only one worker can read the streams of a mixture.",
             workers,
         )
-    return stream.planned(plan, components.run.train_batch_size, _seed_within(components, plan))
+    return stream.planned(plan, components.run.train_batch_size, _find_order_seed(components, plan))
 
 
-def _seed_within(components: Components, plan: MixturePlan) -> int | None:
-    """The seed of the order within the sources; None for their own order."""
+def _find_order_seed(components: Components, plan: MixturePlan) -> int | None:
+    """The seed for the order within the sources; None keeps the order of each source."""
     order = components.trainer.args.train_sampling_strategy
     if order not in ("random", "sequential") or getattr(components.trainer.args, "sortish_sampler", False):
         raise UnsupportedArgument(
-            f"train_sampling_strategy={str(order)!r}: the samples of each source of a mixture are in random order, or "
-            "with 'sequential' in theirs. Remove it, or sort each source yourself and use 'sequential'."
+            f"train_sampling_strategy={str(order)!r}: a mixture reads each source in random order, or with "
+            "'sequential' in the order of its samples. Remove it, or sort each source yourself and use 'sequential'."
         )
     return None if order == "sequential" else plan.seed
 
@@ -79,27 +79,29 @@ def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> Mixtu
     trainer, args = components.trainer, components.trainer.args
     if components.loaders.config().split_batches:
         raise UnsupportedArgument(
-            "accelerator_config['split_batches']=True: a batch of a mixture is of one process. Remove it, and set "
-            "per_device_train_batch_size to the samples of one process."
+            "accelerator_config['split_batches']=True: each batch of a mixture is for one process. Remove it, and set "
+            "per_device_train_batch_size to the batch size of one process."
         )
     if args.tokens_per_batch is not None:
         raise UnsupportedArgument(
-            f"tokens_per_batch={args.tokens_per_batch}: the micro-batches of a mixture have a number of samples each, "
-            "per_device_train_batch_size. Remove one of the two."
+            f"tokens_per_batch={args.tokens_per_batch}: each micro-batch of a mixture has per_device_train_batch_size "
+            "samples. Remove one of the two arguments."
         )
     shares = make_shares(args.mixture_weights, args.mixture_temperature, sizes)
-    of_step = args.gradient_accumulation_steps * trainer.accelerator.processes.data_world_size
-    return MixturePlan(shares, len(sizes), of_step, seed_of_order(args))
+    micro_batches = args.gradient_accumulation_steps * trainer.accelerator.processes.data_world_size
+    return MixturePlan(shares, len(sizes), micro_batches, seed_of_order(args))
 
 
 def check_column(column: str, dataset: Any) -> None:
     """Raise `InvalidArgument` unless a dataset has the column that names each sample's source."""
     if isinstance(dataset, _MIXTURES):
-        raise InvalidArgument(f"mixture_column={column!r} is for one dataset, and train_dataset is a dict: remove one.")
+        raise InvalidArgument(
+            f"mixture_column={column!r} is for one dataset, but train_dataset is a dict: use only one of them."
+        )
     if not peers.is_map_style_dataset(dataset):
         raise InvalidArgument(
             f"mixture_column={column!r}: train_dataset is a {type(dataset).__name__}, but only a datasets.Dataset has "
-            "columns. Pass a dict, source → dataset, as train_dataset instead."
+            "columns. Pass a dict {source: dataset} as train_dataset instead."
         )
     if column not in dataset.column_names:
         columns = dataset.column_names
@@ -114,10 +116,10 @@ class SourceLog:
     Args:
         components: the parts of the Trainer.
         names: the sources.
-        plan: which source each micro-batch is from.
+        plan: selects the source of each micro-batch.
         steps_in_epoch: optimizer steps of an epoch.
-        sizes: samples of each source; None for streams, whose passes `stream` counts.
-        stream: the stream that this process reads, if it reads one.
+        sizes: samples of each source; None for a stream, which counts its passes.
+        stream: the stream that this process reads, if any.
     """
 
     def __init__(
@@ -131,12 +133,13 @@ class SourceLog:
     ) -> None:
         self.components, self.names, self.sizes, self.stream = components, names, sizes, stream
         self._plan, self._steps_in_epoch = plan, steps_in_epoch
-        self._of_step: tuple[int, list[int]] = -1, []  # a step, and the sources of its micro-batches
+        #: An optimizer step, and the sources of its micro-batches.
+        self._step_sources: tuple[int, list[int]] = -1, []
         #: The loss of each source since the last log line, on the device; its samples and tokens, on the CPU.
         self._losses = torch.zeros(len(names), device=components.trainer.args.device)
         self._counts = torch.zeros(len(names), 2, dtype=torch.float64)
-        #: Whether the sums are those of all steps since the last log line.
-        self._is_whole = True
+        #: Whether the sums cover all steps since the last log line.
+        self._is_complete = True
         if components.run.progress is not None:
             self._restore(components.run.progress.sources)
 
@@ -146,7 +149,7 @@ class SourceLog:
         return {name: [loss, *counts] for name, loss, counts in rows}
 
     def _restore(self, saved: dict[str, list[float]]) -> None:
-        self._is_whole = set(saved) == set(self.names)
+        self._is_complete = set(saved) == set(self.names)
         for index, name in enumerate(self.names):
             loss, *counts = saved.get(name, (0.0, 0.0, 0.0))
             self._losses[index] = loss
@@ -156,17 +159,17 @@ class SourceLog:
         """Add a micro-batch, the `index`-th of this process in its epoch."""
         processes = self.components.trainer.accelerator.processes
         number = index * processes.data_world_size + processes.data_rank
-        in_epoch, place = divmod(number, self._plan.micro_batches)
-        if (step := epoch * self._steps_in_epoch + in_epoch) != self._of_step[0]:
+        step_in_epoch, position = divmod(number, self._plan.micro_batches)
+        if (step := epoch * self._steps_in_epoch + step_in_epoch) != self._step_sources[0]:
             self._plan = self._plan.from_step(step)
-            self._of_step = step, [source for source, _ in self._plan.next_step()]
-        source = self._of_step[1][place]
+            self._step_sources = step, [source for source, _ in self._plan.next_step()]
+        source = self._step_sources[1][position]
         self._losses[source] += loss.detach()
         self._counts[source, 0] += samples
         self._counts[source, 1] += tokens
 
     def pop(self, steps: int) -> dict[str, float]:
-        """The entries of a log line, over all processes; resets the sums.
+        """The entries of a log line, over all processes. Resets the sums.
 
         `loss` is the sum of `loss/<source>`, in the order of the sources.
 
@@ -174,31 +177,33 @@ class SourceLog:
             steps: optimizer steps since the last log line.
         """
         processes, policy = self.components.trainer.accelerator.processes, self.components.policy
-        own = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
-        rows = torch.stack(processes.gather_objects([own], distinct=True)).sum(dim=0).tolist()
-        whole, self._is_whole = self._is_whole, True
+        local_sums = torch.cat([self._losses.cpu().double()[:, None], self._counts], dim=1)
+        rows = torch.stack(processes.gather_objects([local_sums], distinct=True)).sum(dim=0).tolist()
+        is_complete, self._is_complete = self._is_complete, True
         self._losses.zero_()
         self._counts.zero_()
         logs: dict[str, float] = {}
-        if whole:
+        if is_complete:
             losses = [policy.logged_loss(row[0] / processes.data_world_size / steps) for row in rows]
             logs = {"loss": sum(losses)} | {f"loss/{name}": loss for name, loss in zip(self.names, losses, strict=True)}
-        for column, what in ((1, "samples"), (2, "tokens")):
+        for column, unit in ((1, "samples"), (2, "tokens")):
             if any(row[column] for row in rows):
-                logs |= {f"{what}/{name}": round(row[column]) for name, row in zip(self.names, rows, strict=True)}
+                logs |= {f"{unit}/{name}": round(row[column]) for name, row in zip(self.names, rows, strict=True)}
         return logs | {f"epoch/{name}": passes for name, passes in zip(self.names, self._passes(), strict=False)}
 
     def _passes(self) -> list[float]:
-        """Passes over each source so far; none if another process reads the stream."""
+        """The passes over each source; empty if another process reads the stream."""
         if self.sizes is None:
-            read = [] if self.stream is None else list(self.stream.passes.values())
-            return [float(number) for number in read] if any(read) else []
+            passes = [] if self.stream is None else list(self.stream.passes.values())
+            return [float(number) for number in passes] if any(passes) else []
         size = self.components.run.train_batch_size
-        return [drawn * size / of for drawn, of in zip(self._plan.drawn.tolist(), self.sizes, strict=True)]
+        return [
+            batches * size / samples for batches, samples in zip(self._plan.drawn.tolist(), self.sizes, strict=True)
+        ]
 
 
 def make_source_log(components: Components, loader: Any) -> SourceLog | None:
-    """The log of the sources, if a loader reads a mixture."""
+    """The log of the sources; None if the loader does not read a mixture."""
     if not isinstance(loader, PreparedDataLoader):
         return None
     batches = innermost(loader.batch_sampler)

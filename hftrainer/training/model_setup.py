@@ -35,39 +35,39 @@ logger = logging.getLogger(__name__)
 
 
 def check_pair(optimizers: Any) -> tuple[Any, Any]:
-    """The Trainer's `optimizers`, if it is a pair of objects.
+    """The optimizer and the scheduler of the Trainer's `optimizers`.
 
     Raises:
-        InvalidSetup: for anything else, such as a single optimizer or an optimizer class.
+        InvalidSetup: for anything but a pair of objects, such as a single optimizer or an optimizer class.
     """
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
         raise InvalidSetup(
-            f"optimizers is a {type(optimizers).__name__}, and should be a pair: (optimizer, scheduler), or "
+            f"optimizers is a {type(optimizers).__name__}, but must be a pair: (optimizer, scheduler), or "
             "(optimizer, None) for the schedule of lr_scheduler_type."
         )
-    if classes := [each.__name__ for each in optimizers if isinstance(each, type)]:
+    if classes := [value.__name__ for value in optimizers if isinstance(value, type)]:
         raise InvalidSetup(
-            f"optimizers takes objects, and {classes[0]} is a class: pass optimizer_cls_and_kwargs=(class, keywords) "
-            "for an optimizer that the Trainer makes."
+            f"optimizers accepts objects, but {classes[0]} is a class: pass optimizer_cls_and_kwargs=(class, kwargs), "
+            "and the Trainer creates the optimizer."
         )
     return optimizers[0], optimizers[1]
 
 
-def _class_and_keywords(given: Any) -> tuple[Any, dict[str, Any]]:
-    if not isinstance(given, (tuple, list)) or len(given) != 2 or not isinstance(given[1], dict):
+def _check_class_and_kwargs(value: Any) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(value, (tuple, list)) or len(value) != 2 or not isinstance(value[1], dict):
         raise InvalidSetup(
-            f"optimizer_cls_and_kwargs is {reprlib.repr(given)}, and should be a pair: class, dict of keywords."
+            f"optimizer_cls_and_kwargs is {reprlib.repr(value)}, but must be a pair: (class, dict of kwargs)."
         )
-    return given[0], dict(given[1])
+    return value[0], dict(value[1])
 
 
 class ModelSetup(Component):
-    """Sets up the model that the script passes, or that `model_init` makes, with its optimizer and its schedule."""
+    """Sets up the model, from the script or from `model_init`, with its optimizer and scheduler."""
 
     def __init__(self, components: Components) -> None:
         super().__init__(components)
         #: Attributes of the Trainer that are derived from its model, with the values that we set.
-        self._inferred: dict[str, Any] = {}
+        self._inferred_values: dict[str, Any] = {}
 
     def seed(self) -> None:
         """Seed all random generators from the arguments."""
@@ -79,17 +79,20 @@ class ModelSetup(Component):
         self.components.strategy.seed(args.seed)
 
     def call_model_init(self, trial: Any) -> nn.Module:
-        """A new model from `model_init`, which gets the trial if it takes an argument."""
-        make = self.trainer.model_init
-        assert make is not None
-        if isinstance(make, nn.Module):
+        """A new model from `model_init`, which receives the trial if it accepts an argument."""
+        model_init = self.trainer.model_init
+        assert model_init is not None
+        if isinstance(model_init, nn.Module):
             raise InvalidSetup(
-                f"model_init is a {type(make).__name__}, and should be a function that makes one: pass it as model."
+                f"model_init is a {type(model_init).__name__}, but must be a function that returns one: pass it "
+                "as model."
             )
-        count = number_of_arguments(make)
+        count = number_of_arguments(model_init)
         if count > 1:
-            raise InvalidSetup(f"model_init must take no argument or one, the trial; it takes {count}.")
-        model = make(trial) if count else make()
+            raise InvalidSetup(
+                f"model_init must accept no argument, or only the trial, but it accepts {count} arguments."
+            )
+        model = model_init(trial) if count else model_init()
         if model is None:
             raise InvalidSetup("model_init returned None: it must return the model.")
         return model
@@ -104,8 +107,8 @@ class ModelSetup(Component):
     def align_special_tokens(self) -> None:
         """Set the processing class's special tokens in the model's configs, as the followed release does."""
         policy = self.components.policy
-        tokenizes = peers.has_special_tokens(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
-        if policy.aligns_special_tokens and tokenizes:
+        has_tokens = peers.has_special_tokens(self.trainer.processing_class) and hasattr(self.trainer.model, "config")
+        if policy.aligns_special_tokens and has_tokens:
             inspection.align_special_tokens(
                 self.components.unwrapped_model,
                 self.trainer.processing_class,
@@ -120,15 +123,17 @@ class ModelSetup(Component):
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
         self.set_inferred(self._inspect(model))
-        sharded = self.trainer.is_distributed_loading_by_transformers
-        further = ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if sharded else ()
-        refuse_uncalled(type(self.trainer), "_build_accelerator_args", *further)
+        is_sharded = self.trainer.is_distributed_loading_by_transformers
+        sharding_methods = (
+            ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
+        )
+        refuse_uncalled(type(self.trainer), "_build_accelerator_args", *sharding_methods)
         if self.trainer.place_model_on_device:
-            self._check_given_optimizer()
+            self._check_script_optimizer()
             self.trainer._move_model_to_device(model, self.trainer.args.device)
 
     def move(self, model: nn.Module, device: Any) -> None:
-        """Move the model, unless it is on several devices already."""
+        """Move the model, unless it is already on several devices."""
         if getattr(model, "hf_device_map", None) is None:
             self.components.strategy.move(model, device)
 
@@ -150,35 +155,39 @@ class ModelSetup(Component):
         }
 
     def _needs_shifted_smoothing(self, model: nn.Module) -> bool:
-        """Whether label smoothing shifts the labels of a model that transformers does not know to be causal."""
+        """Whether label smoothing shifts the labels of a model that transformers does not class as causal."""
         if not self.trainer.args.label_smoothing_factor or peers.is_causal_lm(peers.unwrap_peft(model)):
             return False
         return inspection.smoothing_shifts_labels(model)
 
     def set_inferred(self, values: dict[str, Any]) -> None:
-        """Set attributes by name, except those that a subclass or the script has changed since we set them."""
-        known = vars(self.trainer)
+        """Set attributes by name, except those that a subclass or the script has changed."""
+        attributes = vars(self.trainer)
         for name, value in values.items():
-            if name not in self._inferred or (name in known and _is_same(known[name], self._inferred[name])):
+            if name not in self._inferred_values or (
+                name in attributes and _is_same(attributes[name], self._inferred_values[name])
+            ):
                 setattr(self.trainer, name, value)
             # Scripts extend lists in place.
-            self._inferred[name] = list(value) if isinstance(value, list) else value
+            self._inferred_values[name] = list(value) if isinstance(value, list) else value
 
-    def _check_given_optimizer(self) -> None:
-        """Warn if the optimizer belongs to another model; refuse one whose parameters a move to XLA would replace."""
+    def _check_script_optimizer(self) -> None:
+        """Warn about the optimizer of another model; refuse parameters that a move to XLA would replace."""
         if self.trainer.optimizer is None:
             return
-        held = [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
-        if not set(map(id, self.trainer.model.parameters())) & set(map(id, held)):
-            logger.warning("optimizers passes an optimizer that has no parameter of the model, and may not train it.")
-        if self.trainer.args.device.type == "xla" and any(parameter.device.type != "xla" for parameter in held):
+        parameters = [parameter for group in self.trainer.optimizer.param_groups for parameter in group["params"]]
+        if not set(map(id, self.trainer.model.parameters())) & set(map(id, parameters)):
+            logger.warning(
+                "The optimizer passed in optimizers has no parameter of the model, so it may not train the model."
+            )
+        if self.trainer.args.device.type == "xla" and any(parameter.device.type != "xla" for parameter in parameters):
             raise InvalidArgument(
-                "optimizers holds parameters on the CPU, and a model that moves to an XLA device gets new ones: move "
-                "it with model.to(args.device) before the optimizer is made, or pass optimizer_cls_and_kwargs."
+                "optimizers holds parameters on the CPU, but a move to an XLA device replaces them: call "
+                "model.to(args.device) before you create the optimizer, or pass optimizer_cls_and_kwargs."
             )
 
     def _make_label_smoother(self) -> LabelSmoother | None:
-        """The label smoother, if the arguments ask for one."""
+        """The label smoother, or None if the arguments do not enable it."""
         if self.trainer.args.label_smoothing_factor == 0:
             return None
         if getattr(getattr(self.trainer.model, "config", None), "problem_type", None) == "multi_label_classification":
@@ -197,37 +206,39 @@ class ModelSetup(Component):
     def create_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """A new optimizer for the model's parameters."""
         args = self.trainer.args
-        decayed = self.trainer.get_decay_parameter_names(model)
+        decayed_names = self.trainer.get_decay_parameter_names(model)
         if self.trainer.optimizer_cls_and_kwargs is not None:
-            kind, kwargs = _class_and_keywords(self.trainer.optimizer_cls_and_kwargs)
+            kind, kwargs = _check_class_and_kwargs(self.trainer.optimizer_cls_and_kwargs)
         else:
             kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, args, model=model)
-        is_factory = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))  # since v5.0
+        # Since v5.0, get_optimizer_cls_and_kwargs may return a factory.
+        is_factory = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
         # GaLore, LOMO and layer-wise optimizers bring their own parameter groups.
-        own = [name for name in ("params", "model", "optimizer_dict") if name in kwargs]
+        group_arguments = [name for name in ("params", "model", "optimizer_dict") if name in kwargs]
         if args.param_groups:
-            if is_factory or own:
-                given = self.trainer.optimizer_cls_and_kwargs is not None
+            if is_factory or group_arguments:
+                is_from_script = self.trainer.optimizer_cls_and_kwargs is not None
+                source = "optimizer_cls_and_kwargs" if is_from_script else f"optim={as_text(args.optim)!r}"
                 raise InvalidArgument(
-                    f"param_groups: {'optimizer_cls_and_kwargs' if given else f'optim={as_text(args.optim)!r}'} makes "
-                    "its own groups of parameters: use another, such as optim='adamw_torch', or leave param_groups out."
+                    f"param_groups: {source} creates its own parameter groups: use another optimizer, such as "
+                    "optim='adamw_torch', or remove param_groups."
                 )
-            return self._create_with_groups(model, decayed, kind, kwargs)
+            return self._create_grouped_optimizer(model, decayed_names, kind, kwargs)
         optimizer: torch.optim.Optimizer
         if is_factory:
             optimizer = kind()(model, **kwargs)
             return optimizer
-        groups: Any = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay)
-        for name in own:
+        groups: Any = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
+        for name in group_arguments:
             groups = kwargs.pop(name)
         optimizer = kind(groups, **kwargs)
         trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
         return optimizer
 
-    def _create_with_groups(
-        self, model: nn.Module, decayed: list[str], kind: Any, kwargs: dict[str, Any]
+    def _create_grouped_optimizer(
+        self, model: nn.Module, decayed_names: list[str], kind: Any, kwargs: dict[str, Any]
     ) -> torch.optim.Optimizer:
-        """A new optimizer with the named groups of `param_groups`; logs what each group holds.
+        """A new optimizer with the named groups of `param_groups`. Logs the contents of each group.
 
         Raises:
             InvalidArgument: for entries that do not fit the model or the optimizer; one error lists them all.
@@ -235,16 +246,16 @@ class ModelSetup(Component):
         args = self.trainer.args
         entries: Any = args.param_groups
         rate = kwargs.get("lr") or args.learning_rate
-        chosen = param_groups.select_groups(model, decayed, entries, rate, args.weight_decay)
-        groups = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay, chosen.groups)
+        selection = param_groups.select_groups(model, decayed_names, entries, rate, args.weight_decay)
+        groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay, selection.groups)
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
         optimizer: torch.optim.Optimizer = kind(groups, **kwargs)
-        if problems := [*chosen.problems, *param_groups.find_unknown_keys(entries, optimizer)]:
+        if problems := [*selection.problems, *param_groups.find_unknown_keys(entries, optimizer)]:
             raise InvalidArgument("\n".join(problems))
-        plain = trainer_optimizer.parameter_groups(model, decayed, args.weight_decay)
-        order = [names[id(parameter)] for group in plain for parameter in group["params"]]
+        plain_groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
+        order = [names[id(parameter)] for group in plain_groups for parameter in group["params"]]
         setattr(optimizer, NAMES_WITHOUT_GROUPS, order)
         trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
         if self.trainer.is_world_process_zero():
@@ -253,28 +264,28 @@ class ModelSetup(Component):
         return optimizer
 
     def _check_groups(self, *, freezes: bool) -> None:
-        """Refuse `param_groups` for an optimizer whose groups are others.
+        """Refuse `param_groups` for an optimizer that has other groups.
 
         Args:
-            freezes: whether a callback unfreezes the model gradually, and adds groups.
+            freezes: whether a callback unfreezes the model gradually, which adds groups.
         """
         groups = self.components.require_optimizer().param_groups
         if not self.trainer.args.param_groups:
             return
         if any("param_names" not in group for group in groups):
             raise InvalidArgument(
-                "param_groups is for the optimizer that the Trainer makes, but this one is the script's, from "
-                "optimizers or create_optimizer: give its groups their settings there, or pass "
+                "param_groups is for the optimizer that the Trainer creates, but this one is the script's, from "
+                "optimizers or create_optimizer: set the options of its groups there, or pass "
                 "optimizer_cls_and_kwargs."
             )
         if freezes:
             raise InvalidArgument(
-                "param_groups: a callback that unfreezes gradually (BackboneFinetuning) adds its own groups: leave out "
-                "one of both."
+                "param_groups: a callback that unfreezes gradually (BackboneFinetuning) adds its own groups: use only "
+                "one of them."
             )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any) -> Any:
-        """A new schedule over `num_training_steps` optimizer steps."""
+        """A new scheduler for `num_training_steps` optimizer steps."""
         args = self.trainer.args
         self.run.has_created_scheduler = True
         return get_scheduler(
@@ -287,15 +298,15 @@ class ModelSetup(Component):
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters that weight decay applies to."""
-        known = self.components.strategy.decay_parameter_names(model)
-        return self.components.policy.decay_parameter_names(model) if known is None else known
+        names = self.components.strategy.decay_parameter_names(model)
+        return self.components.policy.decay_parameter_names(model) if names is None else names
 
     def find_group(self, param: Any) -> Any:
-        """The parameter group that holds `param`; for None, the parameters of each group."""
+        """The parameter group that contains `param`, or for None the parameters of each group."""
         groups = self.components.require_optimizer().param_groups
         if param is None:
             return [group["params"] for group in groups]
-        return next((group for group in groups if any(param is held for held in group["params"])), None)
+        return next((group for group in groups if any(param is member for member in group["params"])), None)
 
     def learning_rate(self) -> float:
         """The learning rate to log: that of the first parameter group."""
@@ -308,14 +319,15 @@ class ModelSetup(Component):
     # ---- Before a run or an evaluation -------------------------------------------------------------------------
 
     def prepare_for_training(self, max_steps: int, folder: str | None) -> nn.Module:
-        """Prepare the model, and make optimizer and schedule for it; returns the model to train.
+        """Prepare the model, its optimizer and its scheduler, and return the model to train.
 
         Args:
             max_steps: optimizer steps of the run.
             folder: the checkpoint that the run resumes from, if any.
         """
         trainer = self.trainer
-        if self.run.has_created_scheduler:  # it was made for the length of the previous run
+        # That scheduler has the length of the previous run.
+        if self.run.has_created_scheduler:
             trainer.lr_scheduler = None
             self.run.has_created_scheduler = False
 
@@ -326,27 +338,28 @@ class ModelSetup(Component):
         with self._preserve_flos_count():
             self.components.strategy.prepare_model(trainer, load)
         freezes = self.components.engine.freeze_before_training(trainer.model)
-        # As in v4. v5 calls only the two other methods, so scripts for v5 override one of those.
-        apart = self.components.policy.calls_create_scheduler
-        others = apart and is_overridden(trainer, "create_optimizer", "create_scheduler")
-        makes_both = not others and is_overridden(trainer, "create_optimizer_and_scheduler")
+        # v4 calls create_optimizer_and_scheduler. v5 calls only the two others, so scripts for v5 override those.
+        calls_separately = self.components.policy.calls_create_scheduler
+        overrides_separate_methods = calls_separately and is_overridden(trainer, "create_optimizer", "create_scheduler")
+        makes_both = not overrides_separate_methods and is_overridden(trainer, "create_optimizer_and_scheduler")
         self.components.strategy.prepare_optimizer(trainer, max_steps, folder, makes_both=makes_both)
         self._check_groups(freezes=freezes)
         if not trainer.args.save_only_model:
             self.components.strategy.check_saving(trainer.model, self.components.require_optimizer())
         if freezes and not any(parameter.requires_grad for parameter in trainer.model.parameters()):
             raise UnsupportedArgument(
-                "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trained parameters: with "
-                "adapters, write a BaseFinetuning that freezes the layers you choose."
+                "A callback that unfreezes gradually (BackboneFinetuning) has frozen all trainable parameters: with "
+                "adapters, write a BaseFinetuning callback that freezes the layers that you choose."
             )
-        if freezes:  # Lightning adds unfrozen groups without weight_decay, so they get torch's default
+        # Lightning adds unfrozen groups without weight_decay, so that they get torch's default.
+        if freezes:
             self.components.require_optimizer().defaults["weight_decay"] = trainer.args.weight_decay
         handler = trainer.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = trainer.model, trainer.optimizer, trainer.lr_scheduler
         return trainer.model_wrapped
 
     def prepare_for_evaluation(self) -> None:
-        """Shard the model if the arguments ask for it, and give all ranks the same buffers."""
+        """Shard the model if the arguments require it, and synchronize its buffers between ranks."""
         with self._preserve_flos_count():
             self.components.strategy.prepare_evaluation(self.trainer)
 
@@ -361,29 +374,30 @@ class ModelSetup(Component):
         self.components.steps.flos_per_token = (self.trainer.model, per_token)
 
     def check_accumulation(self, steps: int) -> None:
-        """Raise if accumulation steps changed under a strategy that fixes them.
+        """Raise if the accumulation steps changed, but the strategy fixes them.
 
         Raises:
             InvalidArgument: the error names both numbers.
         """
         strategy = self.components.strategy
-        planned = self.components.engine.plan.accumulate_grad_batches
-        if strategy.has_fixed_accumulation and steps != planned:
+        planned_steps = self.components.engine.plan.accumulate_grad_batches
+        if strategy.has_fixed_accumulation and steps != planned_steps:
             raise InvalidArgument(
                 f"gradient_accumulation_steps was changed to {steps} in a run with {strategy.argument}, whose "
-                f"configuration has {planned}: change it before the Trainer is made."
+                f"configuration has {planned_steps}: change it before you create the Trainer."
             )
 
     def finds_unused_parameters(self) -> bool:
-        """Default for DDP's `find_unused_parameters`."""
+        """The default of DDP's `find_unused_parameters`."""
         model = self.trainer.model
         if not peers.is_transformers_model(model):
             return True
-        renamed = hasattr(model, "is_activation_checkpointing")  # in v5.23
-        checkpoints = model.is_activation_checkpointing if renamed else model.is_gradient_checkpointing
-        return not (checkpoints or self.trainer.args.activation_checkpointing)
+        # transformers v5.23 renamed the attribute.
+        has_new_name = hasattr(model, "is_activation_checkpointing")
+        is_checkpointing = model.is_activation_checkpointing if has_new_name else model.is_gradient_checkpointing
+        return not (is_checkpointing or self.trainer.args.activation_checkpointing)
 
 
-def _is_same(value: Any, before: Any) -> bool:
-    """Whether two values are equal; for arrays and tensors, which compare element by element, by identity."""
-    return value is before or (type(value) is type(before) and (value == before) is True)
+def _is_same(value: Any, previous_value: Any) -> bool:
+    """Whether two values are equal. Arrays and tensors, which compare element by element, must be identical."""
+    return value is previous_value or (type(value) is type(previous_value) and (value == previous_value) is True)

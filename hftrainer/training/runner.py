@@ -277,7 +277,7 @@ class TrainingRunner(Component):
             raise UnsupportedArgument(
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
-        self.components.loaders.warn_of_other_loader(dataloader)
+        self.components.loaders.warn_of_custom_loader(dataloader)
         planned_schedule = self.planner.plan(args, dataloader)
         skipped_samples = self.run.skipped_samples
         schedule = planned_schedule if skipped_samples is None else skipped_samples.extend(planned_schedule)

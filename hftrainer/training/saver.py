@@ -46,13 +46,19 @@ class CheckpointSaver(Component):
         if size == 1:
             return {}
         if self.trainer.args.save_only_model:
-            self.trainer.accelerator.processes.barrier()  # wait for files that overrides on other ranks write
+            # Overrides on other ranks may write files.
+            self.trainer.accelerator.processes.barrier()
             return {}
-        own: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
+        own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own[names.progress_name(rank, size)] = vars(self.progress_of(self.run.loop))
-        of_all = self.trainer.accelerator.processes.gather_objects([own])
-        return {name: state for other, states in enumerate(of_all) if other != rank for name, state in states.items()}
+            own_files[names.progress_name(rank, size)] = vars(self.progress_of(self.run.loop))
+        files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
+        return {
+            name: state
+            for other_rank, files in enumerate(files_by_rank)
+            if other_rank != rank
+            for name, state in files.items()
+        }
 
     def _write_files(self, folder: str, files_of_other_ranks: Mapping[str, Any]) -> None:
         """Write everything that a run needs to resume."""
@@ -60,11 +66,11 @@ class CheckpointSaver(Component):
         components = self.components
         components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
         components.strategy.write_full_states(folder, components.checkpoint_writer.call)
-        uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_beside()
+        uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
         if uses_thread:
             with components.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
-        with components.engine.saving(trainer.model) as (_, kept):
+        with components.engine.saving(trainer.model) as (_, callback_state):
             trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not uses_thread:
@@ -74,28 +80,32 @@ class CheckpointSaver(Component):
             self.save_progress(folder)
             for name, state in files_of_other_ranks.items():
                 torch.save(state, os.path.join(folder, name))
-            if kept:
-                components.checkpoint_writer.save(kept, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
+            if callback_state:
+                components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
         elif components.strategy.shards and peers.is_peft(components.unwrapped_model):
             self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
 
-    def _can_write_optimizer_beside(self) -> bool:
-        """Whether another thread can write the optimizer's state in parallel with the weights; waits for the device."""
+    def _can_write_optimizer_in_parallel(self) -> bool:
+        """Whether a thread can write the optimizer's state in parallel with the weights. Waits for the device."""
         if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
-            return False  # an override expects the files that transformers writes before it
+            # An override expects the files that transformers writes before it.
+            return False
         kind = self.trainer.args.device.type
         if kind == "cuda":
-            torch.cuda.synchronize()  # the other thread may use another stream
-        return kind in ("cpu", "cuda", "xla")  # XLA's states are copied to the CPU first
+            # The thread may use another stream.
+            torch.cuda.synchronize()
+        # XLA's states are copied to the CPU before they are written.
+        return kind in ("cpu", "cuda", "xla")
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with only the fields of the followed release."""
         path = os.path.join(folder, names.TRAINER_STATE_NAME)
         self.trainer.state.save_to_json(path)
-        if not self.components.policy.records_best_step:  # releases without this field cannot read a file that has it
+        # Releases without this field cannot read a file that has it.
+        if not self.components.policy.records_best_step:
             drop_from_json(path, "best_global_step")
         self.components.storage.upload_files()
 
@@ -106,8 +116,8 @@ class CheckpointSaver(Component):
             return
         if best is None:
             logger.warning(
-                "load_best_model_at_end has no effect: no evaluation gave a number for metric_for_best_model=%r. "
-                "The last model is kept.",
+                "load_best_model_at_end has no effect: no evaluation returned a number for "
+                "metric_for_best_model=%r. The Trainer keeps the last model.",
                 self.trainer.args.metric_for_best_model,
             )
             return
@@ -115,10 +125,10 @@ class CheckpointSaver(Component):
         if reason is None:
             self.trainer._load_best_model()
         else:
-            logger.error("The best model cannot be loaded, and the last one is kept: %s.", reason)
+            logger.error("The best model cannot be loaded, so the Trainer keeps the last one: %s.", reason)
 
     def wait(self) -> None:
-        """Wait for a background checkpoint; afterwards all ranks know whether it was written."""
+        """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.components.checkpoint_writer
         from_main = self.trainer.accelerator.processes.from_main
         if writer.in_background:
@@ -138,13 +148,15 @@ class CheckpointSaver(Component):
         self.wait()
 
     def last_checkpoint(self) -> str | None:
-        """The newest whole checkpoint of the run; None in a process that writes none."""
+        """The newest complete checkpoint of the run; None in a process that writes no checkpoints."""
         return [self.run.resumed_from, *self.run.checkpoints_written][-1] if self.trainer.args.should_save else None
 
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
-        asked = getattr(self.trainer.args, "save_on_interrupt", True) or self.trainer.args.enable_jit_checkpoint
-        return asked and (self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint)
+        is_enabled = getattr(self.trainer.args, "save_on_interrupt", True) or self.trainer.args.enable_jit_checkpoint
+        return is_enabled and (
+            self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint
+        )
 
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""
@@ -152,10 +164,10 @@ class CheckpointSaver(Component):
         state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
 
         def announce() -> None:
-            # The next checkpoint may be due already, if this one was written in the background.
-            due = trainer.control.should_save
+            # If this checkpoint was written in the background, the next one may be due already.
+            should_save = trainer.control.should_save
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
-            trainer.control.should_save |= due
+            trainer.control.should_save |= should_save
 
         trainer.control.should_save = False
         self.components.checkpoint_writer.call_when_complete(announce)
@@ -173,7 +185,7 @@ class CheckpointSaver(Component):
             torch.save(vars(self.progress_of(self.run.loop)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
-        """Load the weights of a checkpoint into the model, sharded or not; with `best`, at the end of a run."""
+        """Load a checkpoint's weights into the model, sharded or not; with `best`, at the end of a run."""
         load = self.components.strategy.load_best if best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.unwrapped_model)
         incompatible = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
@@ -182,19 +194,23 @@ class CheckpointSaver(Component):
 
     def load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
-        if not self.components.strategy.shards:  # a sharded model loads its shards later
+        # A sharded model loads its shards later.
+        if not self.components.strategy.shards:
             try:
                 self.trainer._load_from_checkpoint(folder)
-            except RuntimeError as error:  # torch's, of other shapes
-                add_note(error, f"This happened while the weights of {folder} were loaded: is it the same model?")
+            # torch raises it for weights of other shapes.
+            except RuntimeError as error:
+                add_note(
+                    error, f"This happened while loading the weights of {folder}: check that the model is the same."
+                )
                 raise
-        finds = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
-        if finds or not self.components.policy.resumes_with_batch_size_of_arguments:
+        finds_batch_size = self.trainer.args.auto_find_batch_size or self.components.engine.finds_batch_size
+        if finds_batch_size or not self.components.policy.resumes_with_batch_size_of_arguments:
             state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
             self.run.train_batch_size = state.train_batch_size or self.run.train_batch_size
 
     def load_progress(self, folder: str | None, schedule: TrainingSchedule) -> RunProgress | None:
-        """The progress in a checkpoint, if we wrote it; logs a warning about changed arguments."""
+        """The progress in a checkpoint, or None if we did not write it. Warns about changed arguments."""
         if folder is None:
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
@@ -212,11 +228,11 @@ class CheckpointSaver(Component):
             "max_steps": schedule.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "accelerator_config": self.components.resolved.accelerator_config.data_settings(),
-            "mixture": mixture.settings_of(self.components),
+            "mixture": mixture.collect_settings(self.components),
         }
 
     def progress_of(self, loop: TrainingLoop) -> RunProgress:
-        """The progress for a checkpoint written now, besides the trainer's state."""
+        """The current progress for a checkpoint, in addition to the trainer's state."""
         window = loop.micro_batches.window
         return RunProgress(
             settings=self.position_settings(loop.schedule),
@@ -244,18 +260,20 @@ class CheckpointSaver(Component):
 
     @contextlib.contextmanager
     def weights_to_save(self, folder: str, *, internal: bool) -> Iterator[dict[str, Any] | None]:
-        """Yields the keywords for `Trainer._save`; None if this process writes no model."""
+        """Yields the keyword arguments for `Trainer._save`; None if this process writes no model."""
         strategy = self.components.strategy
         model = peers.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_parts:
-            # transformers writes nothing else then; with 'dcp' there are the model's other files.
+            # transformers writes nothing else in this case; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
             return
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
             # Callbacks such as ModelPruning may rename the model's weights.
-            own = self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
-            with own as (weights, _):
+            saved_weights = (
+                self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
+            )
+            with saved_weights as (weights, _):
                 yield {} if weights is None else {"state_dict": weights}
         else:
             yield None
@@ -267,21 +285,23 @@ class CheckpointSaver(Component):
 
         Args:
             folder: the folder to write to.
-            weights: the full weights; None reads them from the model; empty if they stay in shards.
+            weights: the full weights; None to read them from the model; empty if they are saved as shards.
         """
         os.makedirs(folder, exist_ok=True)
         model = self.components.unwrapped_model
         logger.info("Saving the model to %s.", final_folder(folder))
         safe = bool(legacy.value(self.trainer.args, "save_safetensors"))
         write = functools.partial(save_weights, model, folder, safe=safe)
-        on_device = self.trainer.args.device.type == "xla"  # torch writes files from CPU memory
-        if weights == {}:  # they stay in parts
+        # torch writes files from CPU memory.
+        needs_copy = self.trainer.args.device.type == "xla"
+        if weights == {}:
             save_configs(model, folder)
-        elif peers.is_peft(model):  # adapters are small, so they are not written in the background
-            write(self.components.strategy.to_cpu(model.state_dict()) if on_device else weights)
+        elif peers.is_peft(model):
+            # Adapters are small, so this process does not write them in the background.
+            write(self.components.strategy.to_cpu(model.state_dict()) if needs_copy else weights)
         else:
-            if (self.components.checkpoint_writer.defers_writes or on_device) and weights is None:
-                # Pass the weights, so that the writer copies them: training changes the model's own meanwhile.
+            if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
+                # Pass the weights, so that the writer copies them before training changes the model.
                 weights = peers.unwrap_compiled(self.trainer.model).state_dict()
             self.components.checkpoint_writer.call(
                 write,
@@ -299,7 +319,7 @@ class CheckpointSaver(Component):
 
     @contextlib.contextmanager
     def checkpoint(self, trial: Any) -> Iterator[Callable[[], None]]:
-        """Write the checkpoint of this step, completely or not at all; yields the same as `_write_on_all_ranks`.
+        """Write the checkpoint of this step atomically. Yields the same as `_write_on_all_ranks`.
 
         Args:
             trial: the hyperparameter trial, if any.
@@ -307,16 +327,16 @@ class CheckpointSaver(Component):
         state = self.trainer.state
         self.trainer.store_flos()
         self.wait()
-        self.components.storage.wait_for_room()
+        self.components.storage.wait_for_space()
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        there = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
-        if state.best_global_step == state.global_step or there:
+        is_best_on_disk = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        if state.best_global_step == state.global_step or is_best_on_disk:
             state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        rotate = self._rotation(run_dir, path)
+        rotate = self._make_rotation(run_dir, path)
 
         def on_written() -> None:
             self.run.checkpoints_written.append(path)
@@ -335,17 +355,18 @@ class CheckpointSaver(Component):
             self.components.checkpoint_writer.call_when_complete(
                 functools.partial(self.trainer._push_from_checkpoint, path)
             )
-        if is_overridden(self.trainer, "_save_checkpoint"):  # the override may write into the folder after this returns
+        # The override may write into the folder after this method returns.
+        if is_overridden(self.trainer, "_save_checkpoint"):
             self.wait()
 
     @contextlib.contextmanager
     def _write_on_all_ranks(
         self, path: str, on_written: Callable[[], None], on_failure: Callable[[], None]
     ) -> Iterator[Callable[[], None]]:
-        """Write a checkpoint on all ranks, which know afterwards whether it failed.
+        """Write a checkpoint on all ranks, and notify them whether it failed.
 
         Args:
-            path: its folder.
+            path: the folder of the checkpoint.
             on_written: called when it is complete; see `CheckpointWriter.checkpoint`.
             on_failure: called if the storage fails.
 
@@ -356,32 +377,36 @@ class CheckpointSaver(Component):
         writer = self.components.checkpoint_writer
         strategy = self.components.strategy
         processes = trainer.accelerator.processes
-        others = self._gather_files_of_other_ranks()
+        other_files = self._gather_files_of_other_ranks()
         # Staging folders are named after their writer. If each node has a writer, use that of the nearest lower rank.
-        staged = str(staging_folder(path)) if trainer.args.should_save else None
-        folders = processes.gather_objects([staged])
+        staging_path = str(staging_folder(path)) if trainer.args.should_save else None
+        folders = processes.gather_objects([staging_path])
         strategy.gather(trainer.model, None if trainer.args.save_only_model else self.components.require_optimizer)
         try:
             if trainer.args.should_save:
                 with writer.checkpoint(path, on_complete=on_written, on_failure=on_failure) as folder:
-                    yield (lambda: None) if folder is None else functools.partial(self._write_files, folder, others)
+                    yield (
+                        (lambda: None) if folder is None else functools.partial(self._write_files, folder, other_files)
+                    )
             else:
-                staged = next(filter(None, folders[processes.rank :: -1]))
-                # Overrides may gather weights.
-                trainer.save_model(staged, **accepted_by(trainer.save_model, {"_internal_call": True}))
+                staging_path = next(filter(None, folders[processes.rank :: -1]))
+                # Overrides may gather weights on all ranks.
+                trainer.save_model(staging_path, **accepted_by(trainer.save_model, {"_internal_call": True}))
                 with writer.report_part_errors(path):
-                    strategy.write_parts(staged, writer.write_part)
+                    strategy.write_parts(staging_path, writer.write_part)
                 yield lambda: None
         finally:
             strategy.finish()
         writer.has_failed = any(processes.gather_objects([writer.has_failed]))
 
-    def _rotation(self, run_dir: str, path: str) -> Callable[[], None]:
+    def _make_rotation(self, run_dir: str, path: str) -> Callable[[], None]:
         """A function that deletes checkpoints beyond `save_total_limit`, for use once `path` is written."""
         # Keep the checkpoint from which a restart with smaller batches resumes.
-        needed = [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
+        needed_checkpoints = (
+            [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
+        )
         best = self.trainer.state.best_model_checkpoint
-        upload = self.components.storage.uploading(path, [best, *needed])
+        upload = self.components.storage.make_upload(path, [best, *needed_checkpoints])
 
         def rotate_as_overridden() -> None:
             self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
@@ -391,4 +416,4 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
             return rotate_as_overridden
         limit = self.trainer.args.save_total_limit
-        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed])
+        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed_checkpoints])

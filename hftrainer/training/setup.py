@@ -1,4 +1,4 @@
-"""Builds a Trainer from its arguments: checks, engine, accelerator, callbacks; applies changes of the arguments."""
+"""Sets up what depends on a Trainer's arguments: checks, engine, accelerator and callbacks."""
 
 from __future__ import annotations
 
@@ -105,18 +105,19 @@ class TrainerSetup(Component):
         set_tf32(trainer.args)
         self.apply_arguments()
         trainer.create_accelerator_and_postprocess()
-        if trainer.model is not None:  # None if the trial makes its model afterwards, as until v5.2
+        # Until v5.2, a trial makes its model afterwards.
+        if trainer.model is not None:
             self.components.model_setup.set_model(trainer.model)
 
     def resolve_arguments(self) -> None:
-        """Parse the arguments again, for a new Trainer or a new trial."""
+        """Resolve the arguments, for a new Trainer or a new trial."""
         args = self.trainer.args
         resolved = self.components.resolved = ResolvedArguments(args)
         if isinstance(args, TrainingArguments):
             args._resolved = resolved
 
     def default_collator(self) -> Callable[[list[Any]], Any]:
-        """The default collator."""
+        """The default collator, which pads if the processing class can."""
         if peers.can_pad(self.trainer.processing_class):
             return DataCollatorWithPadding(self.trainer.processing_class)
         return default_data_collator
@@ -141,8 +142,8 @@ class TrainerSetup(Component):
                 os.makedirs(str(args.output_dir), exist_ok=True)
             except (FileExistsError, NotADirectoryError):
                 raise NotAFolder(
-                    f"output_dir={args.output_dir!r}: a file has this name, or that of a folder above: give the name "
-                    "of a folder, which may be new."
+                    f"output_dir={args.output_dir!r}: this path, or one of its parents, is a file. Pass the path of "
+                    "a folder, which need not exist."
                 ) from None
         self.components.announce("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
@@ -150,7 +151,7 @@ class TrainerSetup(Component):
             config.use_cache = args.use_cache
 
     def init_callbacks(self, callbacks: list[Any], trackers: list[Any]) -> None:
-        """Make the handler with all callbacks, and the initial state."""
+        """Create the callback handler, the control and the initial state."""
         trainer = self.trainer
         defaults = swap.current_value("transformers.trainer", "DEFAULT_CALLBACKS", DEFAULT_CALLBACKS)
         trainer.callback_handler = CallbackHandler(
@@ -171,40 +172,42 @@ class TrainerSetup(Component):
         )
 
     def add_callback(self, callback: Any) -> None:
-        """Add a Trainer or Lightning callback. A Lightning progress bar replaces the Trainer's own."""
+        """Add a Trainer or Lightning callback. A Lightning progress bar replaces the Trainer's."""
         handler = self.trainer.callback_handler
-        of_lightning = self.components.lightning_callbacks
-        if _is_of_lightning(callback):
-            of_lightning.append(make_callback(callback))
-            warn_of_misspelt_events(type(of_lightning[-1]), adapter().HOOKS, HOOK_BY_EVENT)
+        lightning_callbacks = self.components.lightning_callbacks
+        if _is_lightning_callback(callback):
+            lightning_callbacks.append(make_callback(callback))
+            warn_of_misspelt_events(type(lightning_callbacks[-1]), adapter().HOOKS, HOOK_BY_EVENT)
         else:
             handler.add_callback(callback)
-            added = handler.callbacks[-1]
-            if isinstance(added, ReportingCallback):
+            new_callback = handler.callbacks[-1]
+            if isinstance(new_callback, ReportingCallback):
                 run_folder = functools.partial(_run_dir, self.trainer, self.run)
-                added.attach(self.trainer.save_model, run_folder, self.components.log_folder())
-        if adapter().has_progress_bar(of_lightning) and handler.remove_progress_bars():
+                new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder())
+        if adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
-                "Lightning's progress bar replaces the Trainer's own. Its log lines are in "
-                "state.log_history; disable_tqdm=True prints them too."
+                "Lightning's progress bar replaces the Trainer's. The log lines are in "
+                "state.log_history; disable_tqdm=True also prints them."
             )
 
     def pop_callback(self, callback: Any) -> Any:
         """Remove a callback of either kind, and return it."""
-        known = self.trainer.callback_handler.callbacks
-        return pop_matching(self.components.lightning_callbacks if _is_of_lightning(callback) else known, callback)
+        trainer_callbacks = self.trainer.callback_handler.callbacks
+        return pop_matching(
+            self.components.lightning_callbacks if _is_lightning_callback(callback) else trainer_callbacks, callback
+        )
 
     def build_engine(self) -> None:
         """Build the engine from the arguments, and the Trainer's `accelerator` over it.
 
         Raises:
-            UnsupportedArgument: for unsupported arguments, all in one error.
+            UnsupportedArgument: for unsupported arguments; one error lists them all.
         """
         trainer = self.trainer
         components = self.components
         refuse_rewritten(trainer)
         self._check_supported()
-        components.strategy = strategy = self._connect()
+        components.strategy = strategy = self._connect_processes()
         plan = strategy.plan
         components.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
@@ -239,11 +242,12 @@ class TrainerSetup(Component):
         if (args.log_level if args.should_log else args.log_level_replica) != "passive":
             level = args.get_process_log_level()
             # Our logger then follows transformers' level, which a script may change.
-            followed = peers.set_verbosity(level)
-            ours = logging.getLogger("hftrainer")
-            ours.setLevel(logging.NOTSET if followed else level)
+            is_transformers_level_set = peers.set_verbosity(level)
+            our_logger = logging.getLogger("hftrainer")
+            our_logger.setLevel(logging.NOTSET if is_transformers_level_set else level)
             if not args.should_log and args.log_level_replica == ARGUMENTS["log_level_replica"].default:
-                ours.setLevel(logging.ERROR)  # the main process logs what all processes would log
+                # The main process logs the messages that all processes would log.
+                our_logger.setLevel(logging.ERROR)
 
     def apply_arguments(self) -> None:
         """Set everything that depends on the arguments; called again for each trial."""
@@ -260,42 +264,43 @@ class TrainerSetup(Component):
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
     def apply_changes_from(self, args: TrainingArguments) -> None:
-        """Use the values of `args`, which may be another object than the Trainer's arguments."""
+        """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
         components, is_custom = self.components, is_overridden(self.trainer, "get_train_dataloader")
         apply_argument_changes(components.engine, args, components.policy, has_custom_loader=is_custom)
 
     def apply_changes(self) -> None:
-        """Apply to the next run the arguments that the script has changed since the Trainer was made."""
+        """Apply the arguments that the script changed after it created the Trainer."""
         trainer = self.trainer
         refuse_rewritten(trainer)
         if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
         self.apply_changes_from(trainer.args)
-        # Another Trainer may have been made since.
+        # Another Trainer may have replaced accelerate's state.
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         self._apply_changeable_arguments()
-        if trainer.args.push_to_hub:  # the script may have set it since
+        # The script may have set push_to_hub after it created the Trainer.
+        if trainer.args.push_to_hub:
             trainer.accelerator.processes.from_main(
                 lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
 
     def _check_supported(self) -> None:
-        """Raise for unsupported arguments; warn about overridden ones and those without effect."""
+        """Raise for unsupported arguments, and warn about those that have no effect."""
         resolved = self.components.resolved
         resolved.model = self.trainer.model
-        if found := check_supported(resolved, has_custom_optimizer=self.trainer.optimizer is not None):
-            raise UnsupportedArgument("\n".join(found))
-        for sentence in find_unused_settings(resolved):
-            logger.warning(sentence)
-        if (older := describe_older_release(resolved.readable_config)) is not None:
-            log_once(logger, older, logging.WARNING)
+        if problems := check_supported(resolved, has_custom_optimizer=self.trainer.optimizer is not None):
+            raise UnsupportedArgument("\n".join(problems))
+        for message in find_unused_settings(resolved):
+            logger.warning(message)
+        if (notice := describe_older_release(resolved.readable_config)) is not None:
+            log_once(logger, notice, logging.WARNING)
         if resolved.accelerator_config.non_blocking and not self.trainer.args.dataloader_pin_memory:
             logger.warning(
                 "accelerator_config['non_blocking']=True has no effect with dataloader_pin_memory=False: only batches "
-                "in page-locked memory are copied during computation."
+                "in page-locked memory are copied asynchronously."
             )
 
-    def _connect(self) -> Strategy:
+    def _connect_processes(self) -> Strategy:
         """Start the other processes unless a launcher did, join the process group, and select the strategy."""
         args = self.trainer.args
         resolved = self.components.resolved
@@ -314,18 +319,20 @@ class TrainerSetup(Component):
         return strategy
 
     def validate_args(self) -> None:
-        """Raise for invalid arguments. The script may have changed them since their construction."""
+        """Raise for invalid arguments. The script may have changed them after their construction."""
         args = self.trainer.args
         resolved = self.components.resolved
-        set_accumulation_steps(resolved)  # DeepSpeed's configuration needs the accumulation steps
+        # DeepSpeed's configuration needs the accumulation steps.
+        set_accumulation_steps(resolved)
         is_ours = isinstance(args, TrainingArguments)
-        if is_ours and (texts := list(check_types(args))):
-            raise WrongObject("\n".join(texts))
-        if found := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
-            raise InvalidArgument("\n".join(found))
+        if is_ours and (messages := list(check_types(args))):
+            raise WrongObject("\n".join(messages))
+        if problems := check_values(resolved) if is_ours else list(check_accelerator_config(resolved)):
+            raise InvalidArgument("\n".join(problems))
         if args.eval_strategy != "no" and self.trainer.eval_dataset is None:
             raise InvalidArgument(
-                f"eval_strategy={as_text(args.eval_strategy)!r} needs an eval_dataset: pass one, or set it to 'no'."
+                f"eval_strategy={as_text(args.eval_strategy)!r} needs an eval_dataset: pass one, or set "
+                "eval_strategy='no'."
             )
         self._check_optimizer()
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
@@ -333,18 +340,21 @@ class TrainerSetup(Component):
         self._check_data()
 
     def _check_optimizer(self) -> None:
-        """Check that only one of several arguments sets the optimizer."""
+        """Check that only one argument sets the optimizer."""
         trainer = self.trainer
         args = trainer.args
-        chosen = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
+        optimizer_arguments = {
+            "optimizers": trainer.optimizer,
+            "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs,
+        }
         default = TrainingArguments.__dataclass_fields__["optim"].default
-        for name, given in chosen.items():
-            if given is not None and as_text(args.optim) not in (default, "adamw_torch"):
+        for name, value in optimizer_arguments.items():
+            if value is not None and as_text(args.optim) not in (default, "adamw_torch"):
                 raise InvalidArgument(
                     f"optim={as_text(args.optim)!r} and {name} both set the optimizer: use only one of them."
                 )
         if trainer.optimizer is not None:
-            _warn_of_ignored(args, trainer.optimizer)
+            _warn_of_ignored_arguments(args, trainer.optimizer)
         if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
             raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
         if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
@@ -362,8 +372,8 @@ class TrainerSetup(Component):
             raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
         if not self.trainer.args.eval_do_concat_batches:
             raise InvalidArgument(
-                "eval_memmap_dir writes one file for all batches, and eval_do_concat_batches=False needs one each: "
-                "use only one of them."
+                "eval_memmap_dir writes one file for all batches, but eval_do_concat_batches=False needs one per "
+                "batch: use only one of them."
             )
 
     def _check_data(self) -> None:
@@ -371,10 +381,10 @@ class TrainerSetup(Component):
         trainer = self.trainer
         args = trainer.args
         if args.max_steps > 0 and args.num_train_epochs > 0:
-            logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
+            logger.info("max_steps=%d overrides num_train_epochs.", args.max_steps)
         is_mixture = isinstance(trainer.train_dataset, (MixtureDataset, MixtureStream))
-        weighs = args.mixture_weights is not None or args.mixture_temperature != 1
-        if weighs and trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
+        has_weights = args.mixture_weights is not None or args.mixture_temperature != 1
+        if has_weights and trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
             raise InvalidArgument(
                 "mixture_weights and mixture_temperature need several sources: pass train_dataset={'code': ..., "
                 "'chat': ...}, or set mixture_column to the column that names the source of each sample."
@@ -392,7 +402,7 @@ class TrainerSetup(Component):
             )
         if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
             name = trainer.data_collator.__name__
-            raise InvalidArgument(f"data_collator is the class {name}: pass an object, {name}(...).")
+            raise InvalidArgument(f"data_collator is the class {name}: pass an instance, {name}(...).")
         if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
             check_dataset(trainer.train_dataset, "training")
             raise InvalidArgument(
@@ -401,8 +411,8 @@ class TrainerSetup(Component):
             )
 
 
-def _is_of_lightning(callback: Any) -> bool:
-    """Whether a callback is one of Lightning's, rather than one of the Trainer's own.
+def _is_lightning_callback(callback: Any) -> bool:
+    """Whether a callback is Lightning's rather than the Trainer's.
 
     Raises:
         InvalidArgument: for a logger.
@@ -414,12 +424,12 @@ def _is_of_lightning(callback: Any) -> bool:
 
 
 def one_processing_class(processing_class: Any, tokenizer: Any) -> Any:
-    """The processing class, which may be given by its old name `tokenizer` (until v5.0)."""
+    """The processing class, which scripts may also pass by its old name `tokenizer` (until v5.0)."""
     if tokenizer is None:
         return processing_class
     if processing_class is not None and processing_class is not tokenizer:
         raise InvalidArgument(
-            "tokenizer and processing_class differ, but mean the same argument: pass only processing_class."
+            "tokenizer is the old name of processing_class, but their values differ: pass only processing_class."
         )
     warnings.warn("Trainer(tokenizer=...) is now Trainer(processing_class=...)", FutureWarning, stacklevel=3)
     return tokenizer
@@ -432,10 +442,10 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
         WrongObject: for a class, a string or a dict in place of one of them.
     """
     if isinstance(args, type):
-        raise WrongObject(f"args is the class {args.__name__}: pass an object, {args.__name__}('folder', ...).")
+        raise WrongObject(f"args is the class {args.__name__}: pass an instance, {args.__name__}('folder', ...).")
     if isinstance(args, (str, os.PathLike, Mapping)):
-        how = "**args" if isinstance(args, Mapping) else repr(str(args))
-        raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({how}).")
+        arguments = "**args" if isinstance(args, Mapping) else repr(str(args))
+        raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({arguments}).")
     if isinstance(args, nn.Module):
         raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
     if not isinstance(args, (TrainingArguments, type(None))) and not hasattr(args, "should_log"):
@@ -443,27 +453,30 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
     if isinstance(model, type):
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
     if isinstance(model, str):
-        raise WrongObject(f"model={model!r}: load it first, as with AutoModel.from_pretrained({model!r}).")
+        raise WrongObject(f"model={model!r}: load it first, for example with AutoModel.from_pretrained({model!r}).")
     if model is not None and not hasattr(model, "children"):
         raise WrongObject(f"model is a {_full_name(model)}: pass a torch.nn.Module.")
     if isinstance(processing_class, str):
-        how = f"AutoTokenizer.from_pretrained({processing_class!r})"
-        raise WrongObject(f"processing_class={processing_class!r}: load it first, as with {how}.")
+        call = f"AutoTokenizer.from_pretrained({processing_class!r})"
+        raise WrongObject(f"processing_class={processing_class!r}: load it first, for example with {call}.")
 
 
 def _full_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
-def _warn_of_ignored(args: TrainingArguments, optimizer: Any) -> None:
-    """Log a warning about optimizer arguments that differ from the settings of the script's own optimizer."""
+def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:
+    """Warn about optimizer arguments that differ from the settings of the script's optimizer."""
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
         value = changed_arguments(args, [name]).get(name)
         groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]
-        held = {float(group.get(f"initial_{key}", group[key])) for group in groups}
-        if value is not None and value not in held:
+        optimizer_values = {float(group.get(f"initial_{key}", group[key])) for group in groups}
+        if value is not None and value not in optimizer_values:
             logger.warning(
-                "%s=%s has no effect: optimizers passes an optimizer, which has %s.", name, value, sorted(held)
+                "%s=%s has no effect: the optimizer passed in optimizers has %s.",
+                name,
+                value,
+                sorted(optimizer_values),
             )
 
 
@@ -473,27 +486,32 @@ def _run_dir(trainer: Trainer, run: Run) -> str:
 
 
 def check_consistency(args: Any, processes: Processes) -> None:
-    """Compare the arguments of all ranks (a collective call). Fields of a subclass may differ.
+    """Check in a collective call that all ranks have the same arguments. Fields of a subclass may differ.
 
     Raises:
         InvalidArgument: on every rank, with each argument that differs and the ranks that have each value.
     """
     if not processes.several:
         return
-    compared = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
+    names = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
     texts = {}
-    for name in [field.name for field in dataclasses.fields(args) if field.name in compared]:
+    for name in [field.name for field in dataclasses.fields(args) if field.name in names]:
         value = getattr(args, name)
         text = repr(value.value if isinstance(value, enum.Enum) else value)
-        texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)  # processes have objects at different addresses
-    of_all: list[dict[str, str]] = processes.gather_objects([texts])
-    found = []
+        # The addresses of objects differ between processes.
+        texts[name] = re.sub(r" at 0x[0-9a-f]+", "", text)
+    texts_by_rank: list[dict[str, str]] = processes.gather_objects([texts])
+    problems = []
     for name in texts:
         ranks: dict[str, list[str]] = {}
-        for rank, values in enumerate(of_all):
+        for rank, values in enumerate(texts_by_rank):
             ranks.setdefault(values.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
-            differing = "; ".join(f"{value} in rank {', '.join(having)}" for value, having in ranks.items())
-            found.append(f"{name} is {differing}.")
-    if found:
-        raise InvalidArgument("\n".join(["The arguments differ between ranks; they must be the same on all:", *found]))
+            values_and_ranks = "; ".join(
+                f"{value} in rank {', '.join(ranks_of_value)}" for value, ranks_of_value in ranks.items()
+            )
+            problems.append(f"{name} is {values_and_ranks}.")
+    if problems:
+        raise InvalidArgument(
+            "\n".join(["The arguments differ between ranks; they must be the same on all:", *problems])
+        )

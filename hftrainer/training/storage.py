@@ -1,4 +1,4 @@
-"""The storage of a Trainer: its output folder at a URL, with `storage_url`."""
+"""Mirrors the output folder of a Trainer at `storage_url`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 def run_folder(trainer: Trainer, trial: Any) -> str:
-    """The folder of the run, or of the trial. An override is not called for it, since it may count its calls."""
-    is_replaced = is_overridden(trainer, "_get_output_dir")
-    return str(trainer.args.output_dir) if is_replaced else trainer._get_output_dir(trial)
+    """The folder of the run, or of the trial. It does not call an override, which may count its calls."""
+    has_override = is_overridden(trainer, "_get_output_dir")
+    return str(trainer.args.output_dir) if has_override else trainer._get_output_dir(trial)
 
 
 class Storage(Component):
@@ -45,10 +45,10 @@ class Storage(Component):
         return {**vars(self), "mirror": None}
 
     def open(self) -> None:
-        """Make the mirror, for a new Trainer or a copy.
+        """Create the mirror, for a new Trainer or a copy.
 
         Raises:
-            InvalidArgument, MissingPackage: if no package for the URL's kind of storage is known, or installed.
+            InvalidArgument, MissingPackage: if no package for the URL's protocol is known or installed.
         """
         args = self.trainer.args
         if (url := getattr(args, "storage_url", None)) is not None:
@@ -60,11 +60,11 @@ class Storage(Component):
         from hftrainer.storage.mirror import Mirror  # imports fsspec
         from hftrainer.storage.remote import RemoteFolder
 
-        stops = self.components.checkpoint_writer.stop_on_error
-        return Mirror(RemoteFolder(url), local, self.trainer.args.keep_local, stop_on_error=stops)
+        stop_on_error = self.components.checkpoint_writer.stop_on_error
+        return Mirror(RemoteFolder(url), local, self.trainer.args.keep_local, stop_on_error=stop_on_error)
 
     def place(self, trial: Any) -> RunPlace:
-        """Where the run of a trial, or of none, keeps its checkpoints."""
+        """Where a run, or the run of a trial, keeps its checkpoints."""
         folder = os.path.abspath(run_folder(self.trainer, trial))
         if self.mirror is None:
             return RunPlace(folder, folder)
@@ -72,93 +72,101 @@ class Storage(Component):
 
     # ---- A run -------------------------------------------------------------------------------------------------
 
-    def fetch(self, wanted: str | bool | None) -> str | bool | None:
-        """Bring the checkpoint to resume from to the disk of this node, before it is looked for there.
+    def fetch(self, checkpoint: str | bool | None) -> str | bool | None:
+        """Download the checkpoint to resume from to the disk of this node.
 
         Args:
-            wanted: the value of `resume_from_checkpoint`.
+            checkpoint: the value of `resume_from_checkpoint`.
 
         Returns:
-            The same, or the local folder of a URL.
+            The value, or the local folder of a checkpoint at a URL.
 
         Raises:
             StorageError: if the URL cannot be read or written.
             CheckpointNotFound: for a URL without a checkpoint.
         """
-        url = wanted if isinstance(wanted, str) and "://" in wanted and not wanted.endswith(".ckpt") else None
+        url = (
+            checkpoint
+            if isinstance(checkpoint, str) and "://" in checkpoint and not checkpoint.endswith(".ckpt")
+            else None
+        )
         mirror, run_dir = self.mirror, str(self.trainer.args.output_dir)
         if mirror is not None:
-            self._on_main(lambda: mirror.begin(run_dir, resumes=bool(wanted)))
+            self._run_on_main(lambda: mirror.begin(run_dir, resumes=bool(checkpoint)))
         if url is not None:
             return self._fetch_url(url)
-        if mirror is None or not wanted:
-            return wanted
+        if mirror is None or not checkpoint:
+            return checkpoint
 
         def choose() -> str | None:
-            if wanted is True or wanted == "auto":
+            if checkpoint is True or checkpoint == "auto":
                 return mirror.fetch_newest(run_dir)
-            path = os.fspath(wanted)
+            path = os.fspath(checkpoint)
             return os.path.relpath(path, run_dir) if not os.path.isdir(path) and mirror.holds(path) else None
 
-        name = self._on_main(choose)
+        name = self._run_on_main(choose)
         if name is not None:
             return self._fetch_on_each_node(mirror, name)
-        if wanted is True:
+        if checkpoint is True:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint=True: there is no whole checkpoint, neither in {run_dir} nor at "
-                f"{mirror.remote.url}. Train without it first, or pass 'auto' to start from the beginning."
+                f"resume_from_checkpoint=True: neither {run_dir} nor {mirror.remote.url} has a complete "
+                "checkpoint. Train without it first, or pass 'auto' to start from the beginning."
             )
-        return None if wanted == "auto" else wanted
+        return None if checkpoint == "auto" else checkpoint
 
     def _fetch_url(self, url: str) -> str:
-        """Fetch the checkpoint at a URL; returns its local folder."""
+        """Fetch the checkpoint at a URL, and return its local folder."""
         check_url("resume_from_checkpoint", url)
         parent, _, name = url.rstrip("/").rpartition("/")
         if not name.startswith(f"{names.PREFIX_CHECKPOINT_DIR}-"):
             raise CheckpointNotFound(
-                f"resume_from_checkpoint={url!r}: give the URL of a checkpoint-xxx folder, or True for the newest at "
+                f"resume_from_checkpoint={url!r}: pass the URL of a checkpoint-xxx folder, or True for the newest at "
                 "storage_url."
             )
-        own = self.mirror
-        is_own = own is not None and own.remote.url == parent
-        mirror = own if own is not None and is_own else self._make_mirror(parent, staging_folder_of(parent))
+        own_mirror = self.mirror
+        is_own = own_mirror is not None and own_mirror.remote.url == parent
+        mirror = (
+            own_mirror if own_mirror is not None and is_own else self._make_mirror(parent, staging_folder_of(parent))
+        )
 
         def fetch() -> None:
             if not mirror.holds(str(mirror.local / name)):
                 raise CheckpointNotFound(f"Can't find a valid checkpoint at {url}: it has no {names.MANIFEST_NAME}.")
             mirror.fetch(name)
 
-        self._on_main(fetch)
+        self._run_on_main(fetch)
         return self._fetch_on_each_node(mirror, name)
 
     def _fetch_on_each_node(self, mirror: Mirror, name: str) -> str:
-        """Fetch a checkpoint that the main process has, and the best one that it names; returns its local folder."""
+        """Fetch a checkpoint and the best one that it names on each node, and return its local folder."""
         trainer = self.trainer
         folder = str(mirror.local / name)
 
         def begin() -> None:
             if mirror is self.mirror and not mirror.is_uploaded(name):
-                # A process that was killed has written it, but not uploaded it.
+                # A process that was killed wrote the checkpoint, but did not upload it.
                 mirror.add(folder, None, [])
-                if trainer.args.world_size > 1:  # other nodes may need it
+                # Other nodes may need it.
+                if trainer.args.world_size > 1:
                     mirror.wait()
             self._fetch_best(mirror, name)
 
-        self._on_main(begin)
-        error = None
+        self._run_on_main(begin)
+        message = None
         if trainer.is_local_process_zero() and not trainer.is_world_process_zero():
             try:
                 mirror.fetch(name)
                 self._fetch_best(mirror, name)
-            except Exception as caught:  # all ranks raise it: the others would wait
-                error = f"{type(caught).__name__}: {caught}"
-        if errors := [each for each in trainer.accelerator.processes.gather_objects([error]) if each is not None]:
-            raise CheckpointNotFound(f"{mirror.remote.url}/{name} cannot be fetched on each node: {errors[0]}")
+            # All ranks must raise it, since the others would wait.
+            except Exception as error:
+                message = f"{type(error).__name__}: {error}"
+        if messages := [text for text in trainer.accelerator.processes.gather_objects([message]) if text is not None]:
+            raise CheckpointNotFound(f"{mirror.remote.url}/{name} cannot be fetched on each node: {messages[0]}")
         return folder
 
     @staticmethod
     def _fetch_best(mirror: Mirror, name: str) -> None:
-        """Fetch the best checkpoint that another one names, if it is at the URL; a damaged one is left out."""
+        """Fetch the best checkpoint that another one names, if it is at the URL and intact."""
         state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
         best = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
         path = mirror.local / best
@@ -167,34 +175,35 @@ class Storage(Component):
         try:
             mirror.fetch(best)
         except DamagedCheckpoint as error:
-            logger.warning("The best checkpoint is left out: %s", error)
+            logger.warning("The best checkpoint was not fetched: %s", error)
 
-    def _on_main(self, act: Callable[[], T]) -> T:
-        """The result of `act` in the main process, however long it takes."""
-        found: list[T] = []
+    def _run_on_main(self, action: Callable[[], T]) -> T:
+        """The result of `action` in the main process, which may take any time."""
+        results: list[T] = []
         processes = self.trainer.accelerator.processes
-        processes.run_on_main(lambda: found.append(act()))
-        result: T = processes.from_main(lambda: found[0])
+        processes.run_on_main(lambda: results.append(action()))
+        result: T = processes.from_main(lambda: results[0])
         return result
 
-    def wait_for_room(self) -> None:
-        """Before a save, wait until there is room for another checkpoint on the local disk."""
+    def wait_for_space(self) -> None:
+        """Wait until the local disk has space for another checkpoint."""
         if (mirror := self.mirror) is not None:
             self.trainer.accelerator.processes.run_on_main(mirror.wait_for_local_space)
 
-    def uploading(self, checkpoint: str, keep: Sequence[str | None]) -> Callable[[], None] | None:
-        """A function that uploads a checkpoint once it is written, and deletes older ones; None without a URL."""
+    def make_upload(self, checkpoint: str, keep: Sequence[str | None]) -> Callable[[], None] | None:
+        """A function that uploads a complete checkpoint and deletes older ones; None without a URL."""
         mirror, limit = self.mirror, self.trainer.args.save_total_limit
         if mirror is None or not self.trainer.is_world_process_zero():
             return None
-        kept = [path for path in keep if path is not None]
-        return lambda: mirror.add(checkpoint, limit, kept)
+        paths_to_keep = [path for path in keep if path is not None]
+        return lambda: mirror.add(checkpoint, limit, paths_to_keep)
 
     def discard(self, checkpoints: Sequence[str]) -> None:
-        """Delete the checkpoints of an attempt that begins again with smaller batches."""
+        """Delete the checkpoints of an attempt that restarts with smaller batches."""
         if self.mirror is not None:
             self.mirror.discard(checkpoints)
-        for folder in filter(os.path.isdir, checkpoints):  # rotation may have deleted some
+        # Rotation may have deleted some checkpoints.
+        for folder in filter(os.path.isdir, checkpoints):
             shutil.rmtree(folder)
 
     def finish(self, run_dir: str, best: str | None) -> None:
@@ -202,7 +211,7 @@ class Storage(Component):
 
         Args:
             run_dir: the run's folder.
-            best: the only checkpoint to keep there, if any.
+            best: the only checkpoint to keep in this folder, if any.
         """
         if (mirror := self.mirror) is None:
             return
@@ -216,14 +225,15 @@ class Storage(Component):
         self.trainer.accelerator.processes.run_on_main(finish)
 
     def finish_after_error(self) -> None:
-        """Wait for the uploads when a run ends with an error, also that of an interrupted run's last checkpoint."""
+        """Wait for the uploads of a run that ends with an error or an interruption."""
         if self.mirror is not None and self.trainer.is_world_process_zero():
             try:
                 self.mirror.finish()
-            except CheckpointNotWritten:  # logged; the run's own error is raised
+            except CheckpointNotWritten:
+                # The mirror has logged it, and the caller raises the run's error.
                 return
 
     def upload_files(self) -> None:
-        """Upload files that a method of the Trainer has written; during a run they follow with a checkpoint."""
+        """Upload files that a method of the Trainer wrote; during a run, a checkpoint uploads them."""
         if self.mirror is not None and self.trainer.is_world_process_zero() and not self.trainer.is_in_train:
             self.mirror.upload_files()

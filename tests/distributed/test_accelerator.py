@@ -58,7 +58,7 @@ def test_reduce(found):
 
 def test_names_that_are_elsewhere_say_where(found):
     assert "train(resume_from_checkpoint=...)" in found[0]["elsewhere"]
-    assert "ask is_main_process" in found[0]["decorator"]
+    assert "check is_main_process" in found[0]["decorator"]
 
 
 def test_no_sync_in_a_training_step(found):

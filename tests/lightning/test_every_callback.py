@@ -459,7 +459,7 @@ def test_refusals_say_why(tmp_path, make, settings, words):
 
 def test_checkpoints_after_evaluations_that_the_run_lacks(tmp_path, caplog):
     trained(tmp_path, of.ModelCheckpoint(), max_steps=2)
-    assert caplog.text.count("ModelCheckpoint saves after evaluations, and the run has none: set eval_strategy") == 1
+    assert caplog.text.count("ModelCheckpoint saves after evaluations, but the run has none: set eval_strategy") == 1
     caplog.clear()
     for saving in (of.ModelCheckpoint(every_n_train_steps=1), of.ModelCheckpoint(save_on_train_epoch_end=True)):
         trained(tmp_path, saving, max_steps=2)

@@ -109,13 +109,13 @@ def given_optimizer():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"trainer": given_optimizer}, "param_groups is for the optimizer that the Trainer makes"),
+        ({"trainer": given_optimizer}, "param_groups is for the optimizer that the Trainer creates"),
         ({"trainer": relative_adafactor}, "relative_step=True computes the learning rates"),
         (
             {"optim": "galore_adamw", "optim_target_modules": ["q_proj"], "optim_args": "rank=4"},
-            "optim='galore_adamw' makes its own groups",
+            "optim='galore_adamw' creates its own parameter groups",
         ),
-        ({"optim": "lomo"}, "optim='lomo' makes its own groups"),
+        ({"optim": "lomo"}, "optim='lomo' creates its own parameter groups"),
     ],
 )
 def test_optimizers_that_take_no_groups(tmp_path, settings, message):

@@ -267,7 +267,7 @@ def test_best_model_that_a_callback_changes(tmp_path, caplog):
         settings = {**BEST, "learning_rate": 1.0, "save_total_limit": 1}
         trainer = finished(make_trainer(tmp_path / name, callbacks=[OnSave(change)], **settings))
         assert trainer.state.best_global_step < 9
-        assert ("The best model cannot be loaded, and the last one is kept" in caplog.text) == (name == "cut")
+        assert ("The best model cannot be loaded, so the Trainer keeps the last one" in caplog.text) == (name == "cut")
         loaded[name] = weights_of(trainer)
     assert_same_weights(loaded["converted"], loaded["plain"])
     with pytest.raises(AssertionError):

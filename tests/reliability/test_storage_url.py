@@ -97,7 +97,7 @@ def test_a_url_as_output_dir(tmp_path, monkeypatch, undisturbed):
     assert_same_end(elsewhere, undisturbed)
     with pytest.raises(CheckpointNotFound, match="checkpoint-5: it has no hftrainer_manifest"):
         finished(make_trainer(tmp_path / "b"), f"{FAULTY}/checkpoint-5")
-    with pytest.raises(CheckpointNotFound, match="give the URL of a checkpoint-xxx folder"):
+    with pytest.raises(CheckpointNotFound, match="pass the URL of a checkpoint-xxx folder"):
         finished(make_trainer(tmp_path / "b"), FAULTY)
 
 

@@ -144,7 +144,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (
             InvalidArgument,
             {"tokenizer": object(), "processing_class": object()},
-            "processing_class differ, but mean the same",
+            "tokenizer is the old name of processing_class",
         ),
         (TypeError, {"callbacks": TrainerCallback()}, "callbacks=.*: give a list"),
         *(
@@ -162,16 +162,16 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (InvalidArgument, {"data_collator": [1]}, "data_collator must be callable, got list.*as train_dataset="),
         (WrongObject, {"args": {"max_steps": 2}}, r"args is a dict: pass TrainingArguments\(\*\*args\)"),
         (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
-        (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an object"),
+        (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an instance"),
         (WrongObject, {"args": MODEL}, r"args is a model, Plain: pass the model first, as Trainer\(model, args\)"),
         (WrongObject, {"args": LightningTrainer}, r"args is a lightning\.\S+\.Trainer: pass TrainingArguments\('fold"),
         (WrongObject, {"model": LightningTrainer}, r"model is a lightning\.\S+\.Trainer: pass a torch\.nn\.Module"),
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
-        (WrongObject, {"model": "a-model"}, r"load it first, as with AutoModel\.from_pretrained\('a-model'\)"),
+        (WrongObject, {"model": "a-model"}, r"load it first, for example with AutoModel\.from_pretrained\('a-model'\)"),
         (
             WrongObject,
             {"processing_class": "a-model"},
-            r"load it first, as with AutoTokenizer\.from_pretrained\('a-mod",
+            r"load it first, for example with AutoTokenizer\.from_pretrained\('a-mod",
         ),
         (
             InvalidArgument,
@@ -195,8 +195,11 @@ def test_what_a_trainer_is_given(make_args, kind, given, message):
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ([1], r"eval_dataset='valud': Trainer has no evaluation set of that name, its own is a list\. Pass a dataset"),
-        (None, "its own is a NoneType"),
+        (
+            [1],
+            r"'valud': Trainer has no evaluation dataset of that name, its eval_dataset is a list\. Pass a dataset",
+        ),
+        (None, "its eval_dataset is a NoneType"),
         ({"valid": [1], "other": [1]}, "it has 'valid', 'other'; did you mean 'valid'"),
     ],
 )
@@ -267,9 +270,12 @@ METRICS = {
         ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
         (
             {"train_dataset": LightningDataModule(), "settings": {"max_steps": -1}},
-            "of a LightningDataModule, the datasets inside",
+            "for a LightningDataModule, pass its datasets",
         ),
-        ({"train_dataset": LightningDataModule()}, "is a LightningDataModule: .*; of a LightningDataModule, the data"),
+        (
+            {"train_dataset": LightningDataModule()},
+            "is a LightningDataModule: .*; for a LightningDataModule, pass its data",
+        ),
         (
             {"train_dataset": [{"text": "a", "labels": 0}]},
             "has no 'x', which Plain.forward needs; the samples have tex",
@@ -513,7 +519,7 @@ def test_a_best_metric_of_one_element(make_args, value):
 def test_an_output_dir_that_is_a_file(tmp_path, name):
     (tmp_path / "file").touch()
     args = TrainingArguments(str(tmp_path / name), use_cpu=True)
-    with pytest.raises(FileExistsError, match=r"output_dir=.*: a file has this name, or that of a folder above"):
+    with pytest.raises(FileExistsError, match=r"output_dir=.*: this path, or one of its parents, is a file"):
         Trainer(make_plain(), args)
 
 

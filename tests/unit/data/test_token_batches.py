@@ -233,7 +233,7 @@ def test_a_loader_of_the_script(tmp_path: Any, caplog: Any, how: str) -> None:
     run = Own(llama(), args, train_dataset=samples(), data_collator=pad)
     run.how = how
     if how == "batches of batches":
-        with pytest.raises(InvalidArgument, match=r"whole batches, with tokens_per_batch.* as batch_sampler"):
+        with pytest.raises(InvalidArgument, match=r"yields batches, with tokens_per_batch.* as batch_sampler"):
             run.train()
         return
     run.train()

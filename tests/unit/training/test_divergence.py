@@ -214,7 +214,7 @@ class Own(Trainer):
     ("settings", "said"),
     [
         ({"trainer_class": Own}, "on_divergence='rollback' needs Trainer.train"),
-        ({"callbacks": [OnExceptionCheckpoint(".")]}, "would save the state that on_divergence='rollback' leaves"),
+        ({"callbacks": [OnExceptionCheckpoint(".")]}, "would save the state that on_divergence='rollback' discards"),
     ],
 )
 def test_what_a_script_cannot_have_beside_it(tmp_path, settings, said):
