@@ -285,7 +285,7 @@ REFUSED = [
     ("kubeflow with transformers", InvalidArgument, "KUBEFLOW_TRAINER_SERVER_URL"),
     ({"trainer": {"loggers": [True]}}, InvalidArgument, r"loggers contains True \(bool\)"),
     ({"trainer": {"loggers": [Recorder]}}, InvalidArgument, r"loggers contains <class .*Recorder'> \(ABCMeta\)"),
-    ({"trainer": {"loggers": True}}, InvalidArgument, r"loggers=True \(bool\): give a list"),
+    ({"trainer": {"loggers": True}}, InvalidArgument, r"loggers=True \(bool\): pass a list"),
     ({"trainer": {"callbacks": [Recorder()]}}, InvalidArgument, r"Recorder is a Lightning logger, .*loggers="),
     ({"lightning_config": {"logger": Recorder()}}, UnsupportedArgument, r"use report_to or Trainer\(loggers="),
 ]
