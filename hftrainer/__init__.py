@@ -9,8 +9,8 @@ from typing import Any
 
 from hftrainer.compat.messages import connect as _connect_messages
 
-#: Public name → the module that defines it, from the imports that type checkers read. Names are imported when first
-#: used, so that `import hftrainer` is cheap.
+#: Public name → the module that defines it, read from `__init__.pyi`. A name is imported at first use, so that
+#: `import hftrainer` is cheap.
 _EXPORTS = {
     alias.name: statement.module
     for statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body

@@ -17,7 +17,7 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> Parser:
-    """The parser with all subcommands; each sets `execute`, which takes its own parser and the parsed options."""
+    """The parser with all subcommands; each sets `execute`, a function of its parser and the parsed options."""
     parser = Parser(
         prog="python -m hftrainer", description="The Hugging Face Trainer API, with PyTorch Lightning as its engine."
     )
@@ -35,25 +35,27 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command-line arguments; default `sys.argv[1:]`.
     """
     parser = make_parser()
-    first = next(iter(sys.argv[1:] if words is None else words), "")
-    if not first:
+    command = next(iter(sys.argv[1:] if words is None else words), "")
+    if not command:
         parser.print_help()
         return
-    if hint := suggest(first, COMMANDS) if first not in COMMANDS and not first.startswith("-") else "":
-        parser.error(f"{first!r} is not a command{hint}")
+    if hint := suggest(command, COMMANDS) if command not in COMMANDS and not command.startswith("-") else "":
+        parser.error(f"{command!r} is not a command{hint}")
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
-        # Options of a script are unknown here: argparse returns those before the first value apart from the rest.
+        # This parser does not know the script's options: argparse returns those before the first value separately.
         options.words = remaining + options.words
     elif remaining:
-        known = [name for action in options.parser._actions for name in action.option_strings]
-        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{suggest(remaining[0], known)}")
+        names = [name for action in options.parser._actions for name in action.option_strings]
+        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{suggest(remaining[0], names)}")
     try:
         options.execute(options.parser, options)
-    except BrokenPipeError:  # what reads the output, such as `head`, has ended
+    # The process that reads the output, such as `head`, has ended.
+    except BrokenPipeError:
         if options.command == "run":
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        # Python flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Finds the first layer whose numbers become inf or nan."""
+"""`DebugUnderflowOverflow` finds the first layer with inf or nan values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from hftrainer.arguments.choices import DebugOption as DebugOption
 
 
 class DebugUnderflowOverflow:
-    """Watches every layer's weights, inputs and outputs, and stops at the first inf or nan: `debug=underflow_overflow`.
+    """Raises at the first inf or nan in a layer's weights, inputs or outputs.
+
+    The argument `debug=underflow_overflow` enables it.
 
     Args:
-        model: the model to watch.
-        max_frames_to_save: number of last layers shown in the error.
+        model: the model to check.
+        max_frames_to_save: number of layers that the error shows.
 
     Raises:
-        ValueError: in the forward pass where it happens; names the layer, and shows the smallest and largest absolute
-            values of the layers before it.
+        ValueError: in the forward pass with an inf or nan; names the layer, and shows the smallest and largest absolute
+            values of the last layers.
     """
 
     def __init__(self, model: nn.Module, max_frames_to_save: int = 21) -> None:
@@ -37,23 +39,23 @@ class DebugUnderflowOverflow:
         tensors: list[tuple[str, torch.Tensor]] = [*module.named_parameters(recurse=False)]
         tensors += _leaves("input", inputs) + _leaves("output", outputs)
         lines = [f"{self.names[module]} ({type(module).__name__})"]
-        wrong = []
+        problems = []
         for name, tensor in tensors:
-            sizes = tensor.detach().float().abs()
-            lines.append(f"  {sizes.min():9.2e} {sizes.max():9.2e}  {name}" if sizes.numel() else f"  empty  {name}")
-            if not sizes.isfinite().all():
-                wrong.append(f"{name} has {'nan' if sizes.isnan().any() else 'inf'}")
+            values = tensor.detach().float().abs()
+            lines.append(f"  {values.min():9.2e} {values.max():9.2e}  {name}" if values.numel() else f"  empty  {name}")
+            if not values.isfinite().all():
+                problems.append(f"{name} has {'nan' if values.isnan().any() else 'inf'}")
         self.frames.append("\n".join(lines))
-        if wrong:
-            shown = "\n".join(self.frames)
+        if problems:
+            frames = "\n".join(self.frames)
             raise ValueError(
-                f"{self.names[module]} ({type(module).__name__}): {', '.join(wrong)}. The smallest and largest "
-                f"absolute values of the last layers:\n{shown}"
+                f"{self.names[module]} ({type(module).__name__}): {', '.join(problems)}. The smallest and largest "
+                f"absolute values of the last layers:\n{frames}"
             )
 
 
 def _leaves(name: str, data: Any) -> list[tuple[str, torch.Tensor]]:
-    """The floating-point tensors in nested containers, each with the path to it."""
+    """The floating-point tensors in nested containers, each with its path."""
     if isinstance(data, torch.Tensor):
         return [(name, data)] if data.is_floating_point() else []
     items: Any = ()

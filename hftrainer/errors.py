@@ -1,6 +1,6 @@
-"""Errors for users. Each message says what was given, what is allowed, and what to do.
+"""Errors for users. Each message contains the value, the allowed values, and the remedy.
 
-Each class also derives from the one that transformers raises in the same situation, since scripts catch that one.
+Each class also derives from the class that transformers raises in that case, since scripts catch it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import difflib
 import pickle
 from collections.abc import Iterable
 
-#: A name that users of other libraries give → ours, which is spelled quite differently.
-_MEANT: dict[str, str] = {
+#: A name in other libraries → our name, which is too different for `difflib`.
+_SYNONYMS: dict[str, str] = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "adam": "adamw_torch",
     "adamw": "adamw_torch",
@@ -27,10 +27,11 @@ _MEANT: dict[str, str] = {
 
 
 def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of a sentence about an unknown name: the known one that is probably meant, or else `otherwise`."""
+    """The end of an error about an unknown name: the probable name, or else `otherwise`."""
     choices, text = list(known), str(name)
-    near = [_MEANT[text]] if _MEANT.get(text) in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]!r}?" if near else otherwise
+    synonym = _SYNONYMS.get(text)
+    matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.7)
+    return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 
 class InvalidArgument(ValueError):
@@ -70,27 +71,26 @@ class MissingMonitoredMetric(InvalidArgument, AssertionError):
 
 
 class NotACallback(TypeError, AttributeError):
-    """An object is given as a callback but handles none of the events."""
+    """An object passed as a callback handles no event."""
 
 
 class UnsupportedArgument(ValueError):
-    """An argument is known but not supported; the message has the reason and what to use instead."""
+    """An argument is known but not supported; the message has the reason and an alternative."""
 
 
 class UnknownArgument(TypeError):
-    """An argument is unknown in all releases."""
+    """No release has an argument with this name."""
 
 
 class MissingPackage(ImportError, ValueError, RuntimeError):
     """A feature needs a library that is not installed; the message has the command to install it.
 
-    transformers raises one of the three, depending on the library: ImportError for optimizers, ValueError for some of
-    them, and RuntimeError for trackers and search backends.
+    transformers raises ImportError or ValueError for optimizers, and RuntimeError for trackers and search backends.
     """
 
 
 def unless_absent(error: Exception) -> Exception | None:
-    """The cause of a MissingPackage: none if the package is absent, which the message says itself."""
+    """The cause of a MissingPackage; None if the package is absent, as the message already says so."""
     return None if isinstance(error, ModuleNotFoundError) else error
 
 
@@ -99,11 +99,11 @@ class RanksLost(RuntimeError):
 
 
 class CheckpointNotFound(ValueError):
-    """No checkpoint to resume from was found."""
+    """The checkpoint to resume from does not exist."""
 
 
 class InvalidConfig(ValueError):
-    """The configuration in an argument cannot be read, or contradicts itself."""
+    """The configuration in an argument is unreadable or contradictory."""
 
 
 class CheckpointNotWritten(RuntimeError):
@@ -111,11 +111,11 @@ class CheckpointNotWritten(RuntimeError):
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is truncated or modified."""
+    """A checkpoint file is truncated or modified."""
 
 
 class UnsafeCheckpoint(ValueError, pickle.UnpicklingError):
-    """A file of a checkpoint has objects that only unpickling could read; the message explains how to allow them."""
+    """A checkpoint file has objects that require unpickling; the message explains how to allow them."""
 
 
 class HubError(RuntimeError):
@@ -127,16 +127,16 @@ class StorageError(RuntimeError):
 
 
 class TrainingDiverged(RuntimeError):
-    """Training diverges, and `on_divergence` does not let it go on; the message names the step and its samples."""
+    """Training diverged, and `on_divergence` stops it; the message names the step and its samples."""
 
 
 class SearchFailed(RuntimeError):
-    """A hyperparameter search has not completed any trial; the message lists how they ended."""
+    """A hyperparameter search completed no trial; the message lists how the trials ended."""
 
 
 class _PlainKeyError(KeyError):
     def __str__(self) -> str:
-        """The plain message; KeyError would quote it."""
+        """The message without quotes, which KeyError would add."""
         return str(self.args[0])
 
 
@@ -145,13 +145,13 @@ class MetricNotFound(_PlainKeyError, ValueError):
 
 
 class RemovedColumn(_PlainKeyError):
-    """A collator or a loss reads a column that `remove_unused_columns` has removed."""
+    """A collator or a loss reads a column that `remove_unused_columns` removed."""
 
 
 class UnknownDataset(_PlainKeyError, InvalidArgument, TypeError):
-    """The name of an evaluation set that the Trainer does not have."""
+    """The Trainer has no evaluation dataset with this name."""
 
 
-# The names until 0.1, which scripts may catch.
+# Names until 0.1, which scripts may use.
 WrongConfig = InvalidConfig
 MissingFollowedMetric = MissingMonitoredMetric

@@ -1,4 +1,4 @@
-"""`HfArgumentParser`: dataclasses from the command line, for users without transformers."""
+"""`HfArgumentParser` builds dataclasses from the command line; it does not need transformers."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from hftrainer.parallel.config_files import parse_bool, read_mapping
 
 
 def string_to_bool(value: str | bool) -> bool:
-    """Convert `true`, `yes`, `t`, `y`, `1` and their opposites, in upper or lower case."""
+    """Convert `true`, `yes`, `t`, `y`, `1` or their opposites, in any case, to a boolean."""
     if (flag := parse_bool(value)) is None:
         raise argparse.ArgumentTypeError(f"{value!r} is neither true nor false: write true or false")
     return flag
 
 
-#: Lines of a usage that is not printed with an error.
+#: Number of lines from which an error does not print the usage.
 _LONG_USAGE = 24
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows each option in one spelling, and long lists of choices in its text, which is wrapped."""
+    """Shows one spelling of each option, and appends long lists of choices to its help text."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        shown = copy.copy(action)
-        shown.option_strings = [each for each in action.option_strings if "-" not in each[2:]] or action.option_strings
+        copied = copy.copy(action)
+        names = [name for name in action.option_strings if "-" not in name[2:]]
+        copied.option_strings = names or action.option_strings
         if self._is_long(action):
-            shown.metavar = "NAME"
-        return super()._format_action_invocation(shown)
+            copied.metavar = "NAME"
+        return super()._format_action_invocation(copied)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text = super()._get_help_string(action)
@@ -54,13 +55,13 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 class HfArgumentParser(argparse.ArgumentParser):
     """A parser whose options are the fields of dataclasses.
 
-    A field `a_name` becomes `--a_name` and `--a-name`. A boolean whose default is True also gets `--no_a_name`; a list
-    takes several values; the choices of enumerations and literals are their values. The field's metadata may hold
-    `help`, `aliases` and other keywords of `add_argument`.
+    A field `a_name` becomes `--a_name` and `--a-name`. A boolean whose default is True also has `--no_a_name`. A list
+    accepts several values. The choices of an enumeration or a literal are its values. The field's metadata may contain
+    `help`, `aliases` and other arguments of `add_argument`.
 
     Args:
-        dataclass_types: one or several dataclasses, in the order of the results, or None.
-        kwargs: keywords of `argparse.ArgumentParser`.
+        dataclass_types: one or more dataclasses, in the order of the results, or None.
+        kwargs: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, dataclass_types: Any = (), **kwargs: Any) -> None:
@@ -71,7 +72,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             self._add_dataclass(kind)
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2; without a long usage, after which nobody would see the message."""
+        """Exit with status 2. A long usage is not printed, since it would hide the message."""
         if self.format_usage().count("\n") < _LONG_USAGE:
             super().error(message)
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -87,23 +88,23 @@ class HfArgumentParser(argparse.ArgumentParser):
         """Parse the command line into an instance of each dataclass.
 
         Args:
-            args: the arguments; default `sys.argv[1:]`.
-            return_remaining_strings: also return the words that do not belong to an option, instead of raising.
-            look_for_args_file: read the words of a file with the script's name and the suffix `.args` first.
-            args_filename: a file whose words are read first.
-            args_file_flag: an option that names such a file.
+            args: the command-line arguments; default `sys.argv[1:]`.
+            return_remaining_strings: whether to return unrecognized arguments too, instead of raising ValueError.
+            look_for_args_file: whether to first read a file with the script's name and the suffix `.args`.
+            args_filename: a file of arguments that is read first.
+            args_file_flag: an option whose value is such a file.
         """
         words = list(sys.argv[1:] if args is None else args)
         files = [Path(args_filename)] if args_filename else []
         if not args_filename and look_for_args_file and sys.argv and sys.argv[0]:
             files = [Path(sys.argv[0]).with_suffix(".args")]
         if args_file_flag:
-            own = argparse.ArgumentParser(add_help=False)
-            own.add_argument(args_file_flag, type=str, action="append")
-            found, words = own.parse_known_args(args=words)
-            files += [Path(name) for name in vars(found)[args_file_flag.lstrip("-").replace("-", "_")] or []]
-        first = [word for path in files if path.exists() for word in path.read_text().split()]
-        namespace, remaining = self.parse_known_args(args=first + words)
+            file_parser = argparse.ArgumentParser(add_help=False)
+            file_parser.add_argument(args_file_flag, type=str, action="append")
+            file_options, words = file_parser.parse_known_args(args=words)
+            files += [Path(name) for name in vars(file_options)[args_file_flag.lstrip("-").replace("-", "_")] or []]
+        file_words = [word for path in files if path.exists() for word in path.read_text().split()]
+        namespace, remaining = self.parse_known_args(args=file_words + words)
         objects = [self._build_dataclass(kind, namespace) for kind in self.dataclass_types]
         if vars(namespace):
             objects.append(namespace)
@@ -120,21 +121,21 @@ class HfArgumentParser(argparse.ArgumentParser):
         Raises:
             InvalidArgument: for keys that are not fields, unless `allow_extra_keys`.
         """
-        unused = set(args)
+        extra_keys = set(args)
         objects = []
         for kind in self.dataclass_types:
             names = {field.name for field in dataclasses.fields(kind) if field.init} | _find_hidden_fields(kind).keys()
-            unused -= names
+            extra_keys -= names
             objects.append(kind(**{name: value for name, value in args.items() if name in names}))
-        if unused and not allow_extra_keys:
-            raise InvalidArgument(f"No dataclass has a field {', '.join(map(repr, sorted(unused)))}.")
+        if extra_keys and not allow_extra_keys:
+            raise InvalidArgument(f"No dataclass has a field {', '.join(map(repr, sorted(extra_keys)))}.")
         return (*objects,)
 
     def parse_json_file(self, json_file: str | os.PathLike[str], allow_extra_keys: bool = False) -> tuple[Any, ...]:
         """Parse a JSON file into an instance of each dataclass.
 
         Raises:
-            InvalidArgument: if it is not JSON, or holds anything but keys and values; as for `parse_dict`.
+            InvalidArgument: if the file is not a JSON object, or as for `parse_dict`.
         """
         return self.parse_dict(read_mapping(json_file, "JSON"), allow_extra_keys)
 
@@ -162,7 +163,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
 
 def _find_hidden_fields(kind: Any) -> dict[str, Any]:
-    """Arguments of training that `install()` accepts, though the installed release lacks them."""
+    """Training arguments that `install()` accepts although the installed release lacks them."""
     hidden = legacy.HIDDEN_FIELDS if issubclass(kind, OldArguments) else {}
     return {name: field for name, field in hidden.items() if name not in kind.__dataclass_fields__}
 
@@ -174,7 +175,7 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
     aliases = [aliases] if isinstance(aliases, str) else aliases
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     value_type = _value_type(hint)
-    plain = dict(settings)
+    flag_settings = dict(settings)
     if value_type is bool:
         settings.setdefault("type", string_to_bool)
         settings |= {"nargs": "?", "const": True}
@@ -182,7 +183,7 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
     elif choices := _choices(value_type):
         settings |= {"choices": choices, "type": _make_choice_converter(choices)}
     elif _is_json(hint):
-        settings["type"] = _json_object
+        settings["type"] = _parse_json_object
     elif typing.get_origin(value_type) is list or value_type is list:
         settings |= {"nargs": "+", "type": next(iter(typing.get_args(value_type)), str)}
         if settings["type"] is Any:
@@ -193,37 +194,37 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
     settings |= override
     group.add_argument(*options, *aliases, **settings)
     if value_type is bool and default is True:
-        plain |= {"action": "store_false", "default": True, "dest": field.name, **override}
-        group.add_argument(f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", **plain)
+        flag_settings |= {"action": "store_false", "default": True, "dest": field.name, **override}
+        group.add_argument(f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", **flag_settings)
 
 
 def _is_json(hint: Any) -> bool:
-    """Whether a field holds only a dict; if it may also hold text, the arguments parse the text themselves."""
+    """Whether a field accepts only a dict; if it also accepts text, the training arguments parse the text."""
     is_union = typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)
-    members = [each for each in (typing.get_args(hint) if is_union else [hint]) if each is not type(None)]
+    members = [member for member in (typing.get_args(hint) if is_union else [hint]) if member is not type(None)]
     return len(members) == 1 and dict in (members[0], typing.get_origin(members[0]))
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _parse_json_object(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise argparse.ArgumentTypeError(f"""{text!r} is not an object in JSON, as '{{"key": 1}}' is""")
+        raise argparse.ArgumentTypeError(f"""{text!r} is not a JSON object such as '{{"key": 1}}'""")
     return values
 
 
 def _value_type(hint: Any) -> Any:
     """The type to which a command-line value is converted.
 
-    For `X | str` it is X. For a union with None it is the second member, or the first if the second is None, as in
-    transformers. JSON and values of any type stay strings.
+    For `X | str`, it is X. For a union with None, it is the second member, or the first if the second is None, as in
+    transformers. JSON and values of any type remain strings.
     """
     if not (typing.get_origin(hint) is Union or isinstance(hint, types.UnionType)):
         return str if typing.get_origin(hint) is dict or hint in (dict, Any) else hint
-    first, second, *others = typing.get_args(hint)
-    members = (first, second, *others)
+    members = typing.get_args(hint)
+    first, second = members[:2]
     if type(None) not in members:
         return _value_type(first if second is str else second)
     if bool in members and len(members) > 2:
@@ -240,6 +241,6 @@ def _choices(value_type: Any) -> list[Any]:
 
 
 def _make_choice_converter(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """Convert a word to its choice, which may be a number."""
-    spelled = {str(choice): choice for choice in choices}
-    return lambda word: spelled.get(word, word)
+    """A function that converts a word to its choice, which may be a number."""
+    choice_of_word = {str(choice): choice for choice in choices}
+    return lambda word: choice_of_word.get(word, word)

@@ -1,4 +1,4 @@
-"""`Trainer.hyperparameter_search`: the table of search backends, and setting the arguments of a trial."""
+"""The implementation of `Trainer.hyperparameter_search`: search backends, and arguments of a trial."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 
-#: The search libraries. The first is the default.
+#: Name → class of a search backend. The first is the default.
 ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] = {
     HPSearchBackend.OPTUNA: OptunaSearch,
     HPSearchBackend.RAY: load("ray", "search").RaySearch,
@@ -30,7 +30,7 @@ ALL_HYPERPARAMETER_SEARCH_BACKENDS: dict[HPSearchBackend, type[SearchBackend]] =
 def make_backend(
     backend: str | HPSearchBackend | None, components: Components
 ) -> tuple[HPSearchBackend, SearchBackend]:
-    """The backend's name, and a new search backend.
+    """The name of the search backend, and a new instance.
 
     Raises:
         InvalidArgument: for an unknown name.
@@ -40,12 +40,12 @@ def make_backend(
     if backend == HPSearchBackend.SIGOPT:
         raise UnsupportedArgument("backend='sigopt': SigOpt's service was shut down. Use backend='optuna'.")
     name = HPSearchBackend(backend if backend is not None else next(iter(ALL_HYPERPARAMETER_SEARCH_BACKENDS)))
-    kind = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
-    if not kind.is_available():
+    backend_class = ALL_HYPERPARAMETER_SEARCH_BACKENDS[name]
+    if not backend_class.is_available():
         raise MissingPackage(
-            f"backend={name.value!r} needs a package that is not installed: pip install {kind.install}"
+            f"backend={name.value!r} needs a package that is not installed: pip install {backend_class.install}"
         )
-    return name, kind(components)
+    return name, backend_class(components)
 
 
 def search(
@@ -58,27 +58,27 @@ def search(
     hp_name: Any,
     **kwargs: Any,
 ) -> BestRun | list[BestRun]:
-    """See `Trainer.hyperparameter_search`. Restores the training arguments after the search."""
+    """Implements `Trainer.hyperparameter_search`. Restores the training arguments after the search."""
     trainer = components.trainer
-    name, found = make_backend(backend, components)
+    name, search_backend = make_backend(backend, components)
     if trainer.model_init is None:
         raise InvalidSetup(
-            "hyperparameter_search trains a new model in each trial: give Trainer a model_init, which creates it, "
-            "instead of a model."
+            "hyperparameter_search trains a new model in each trial: pass Trainer a model_init, which creates "
+            "the model, instead of a model."
         )
-    for option, given in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
-        if given is not None and not (callable(given) and takes(given, None)):
-            what = "an evaluation's metrics" if option == "compute_objective" else "the trial"
-            raise InvalidArgument(f"{option}={given!r}: pass a function of one argument, {what}.")
+    for option, function in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
+        if function is not None and not (callable(function) and takes(function, None)):
+            argument = "an evaluation's metrics" if option == "compute_objective" else "the trial"
+            raise InvalidArgument(f"{option}={function!r}: pass a function of one argument, {argument}.")
     if name == HPSearchBackend.RAY:
         refuse_uncalled(type(trainer), "_tune_save_checkpoint")
-    trainer.hp_space = hp_space if hp_space is not None else found.default_hp_space
+    trainer.hp_space = hp_space if hp_space is not None else search_backend.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name
-    trainer.hp_search_backend, components.search = name, found
+    trainer.hp_search_backend, components.search = name, search_backend
     components.arguments_before_search = dict(vars(trainer.args))
     try:
-        return found.run(trainer, n_trials, direction, **kwargs)
+        return search_backend.run(trainer, n_trials, direction, **kwargs)
     finally:
         trainer.hp_search_backend = components.search = None
         _restore_arguments(components)
@@ -89,7 +89,8 @@ def search(
 def set_trial_arguments(components: Components, trial: Any) -> None:
     """Set the trial's arguments, and reset all others to their values before the search."""
     trainer = components.trainer
-    if components.search is None:  # `train(trial=...)` outside a search
+    # `train(trial=...)` outside a search.
+    if components.search is None:
         params = hyperparameters(trial)
     else:
         params = components.search.hyperparameters(trainer, trial)
@@ -99,7 +100,7 @@ def set_trial_arguments(components: Components, trial: Any) -> None:
 
 
 def _restore_arguments(components: Components) -> None:
-    before = components.arguments_before_search
-    assert before is not None
+    arguments = components.arguments_before_search
+    assert arguments is not None
     vars(components.trainer.args).clear()
-    vars(components.trainer.args).update(before)
+    vars(components.trainer.args).update(arguments)

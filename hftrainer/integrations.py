@@ -1,4 +1,4 @@
-"""`report_to` and `loggers`: the trackers that a run is written to."""
+"""Implements `report_to` and `loggers`: selects the trackers and loggers of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hftrainer.reporting.tracker_callbacks import (
     TensorBoardCallback as TensorBoardCallback,
     WandbCallback as WandbCallback,
 )
-from hftrainer.reporting.tracking import TABLE, ReportingCallback as ReportingCallback  # 'csv', the script's loggers
+from hftrainer.reporting.tracking import TABLE, ReportingCallback as ReportingCallback
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Integration:
-    """A tracker that `report_to` may name.
+    """A tracker that `report_to` can select.
 
     Attributes:
-        modules: modules that must be importable; alternatives are separated by '|'.
+        modules: modules that must be importable; '|' separates alternatives.
         install: the package to install.
-        has_lightning_logger: whether a Lightning logger writes to it; otherwise transformers' callback does.
-        in_all: whether `report_to='all'` includes it, when it is installed.
+        has_lightning_logger: whether a Lightning logger writes to the tracker; otherwise transformers' callback does.
+        in_all: whether `report_to='all'` includes the tracker if it is installed.
         switch: an environment variable that disables the tracker.
     """
 
@@ -61,9 +61,9 @@ INTEGRATIONS = {
     "flyte": Integration(("flytekit",), "flytekit", in_all=False),
     "csv": Integration((), "", has_lightning_logger=True, in_all=False),
 }
-#: Set by Kubeflow in its jobs; without it there is no server to report to.
+#: Kubeflow sets this variable in its jobs. Without it, we have no server to report to.
 KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
-#: The values of COMET_MODE besides unset and 'disabled'; the last two are from v4.
+#: The values of COMET_MODE other than 'disabled'; '' means unset, and the last two are from v4.
 COMET_MODES = ("", "get_or_create", "create", "get", "online", "offline")
 _NEPTUNE = (
     "report_to='neptune' is not supported: Neptune's service has ended, and Lightning has removed its logger. "
@@ -71,32 +71,34 @@ _NEPTUNE = (
 )
 
 
-def chosen(report_to: str | Sequence[str] | None) -> list[str]:
-    """The names of the trackers that `report_to` selects, in order, without those that the environment disables.
+def select_trackers(report_to: str | Sequence[str] | None) -> list[str]:
+    """The names of the trackers that `report_to` selects and the environment does not disable, in order.
 
     Raises:
         InvalidArgument: for an unknown name.
         UnsupportedArgument: for Neptune.
         MissingPackage: for a tracker whose package is not installed.
     """
-    given = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    if wrong := [name for name in given if not isinstance(name, str)]:
-        raise InvalidArgument(f"report_to={wrong[0]!r}: give 'all', 'none', the name of a tracker, or a list of them.")
-    if len(given) > 1 and (alone := {"all", "none"} & set(given)):
-        raise InvalidArgument(f"report_to={given!r}: {min(alone)!r} cannot be combined with other names.")
-    if given == ["all"]:
-        return [name for name, kind in INTEGRATIONS.items() if kind.in_all and _is_available(name)]
-    names = [{"comet": "comet_ml"}.get(name, name) for name in given if name != "none"]
+    values = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if invalid := [name for name in values if not isinstance(name, str)]:
+        raise InvalidArgument(
+            f"report_to={invalid[0]!r}: pass 'all', 'none', the name of a tracker, or a list of names."
+        )
+    if len(values) > 1 and (exclusive := {"all", "none"} & set(values)):
+        raise InvalidArgument(f"report_to={values!r}: {min(exclusive)!r} cannot be combined with other names.")
+    if values == ["all"]:
+        return [name for name, tracker in INTEGRATIONS.items() if tracker.in_all and _is_available(name)]
+    names = [{"comet": "comet_ml"}.get(name, name) for name in values if name != "none"]
     for name in names:
         _check(name)
-    return [name for name in dict.fromkeys(names) if not _is_switched_off(name)]
+    return [name for name in dict.fromkeys(names) if not _is_disabled(name)]
 
 
 def add_kubeflow_tracker(args: TrainingArguments) -> None:
-    """Add Kubeflow to the trackers in `args.report_to`: its jobs always report to it."""
-    given = list(args.report_to or [])
-    if not {"kubeflow", "all"} & {*given} and _is_available("kubeflow"):
-        args.report_to = [*given, "kubeflow"]
+    """Add Kubeflow to `args.report_to` in a Kubeflow job, which always reports to it."""
+    trackers = list(args.report_to or [])
+    if not {"kubeflow", "all"} & {*trackers} and _is_available("kubeflow"):
+        args.report_to = [*trackers, "kubeflow"]
 
 
 def _check(name: str) -> None:
@@ -104,34 +106,34 @@ def _check(name: str) -> None:
         raise UnsupportedArgument(_NEPTUNE)
     if name not in INTEGRATIONS:
         raise InvalidArgument(
-            f"report_to={name!r} is not a tracker{suggest(name, INTEGRATIONS, '.')} Known are 'all', 'none', "
+            f"report_to={name!r} is not a tracker{suggest(name, INTEGRATIONS, '.')} Valid names: 'all', 'none', "
             f"{', '.join(map(repr, INTEGRATIONS))}."
         )
-    if _is_switched_off(name):
+    if _is_disabled(name):
         return
     if name == "comet_ml" and _comet_mode() not in COMET_MODES:
         raise InvalidArgument(f"COMET_MODE={_comet_mode()!r} must be one of {', '.join(map(repr, COMET_MODES[1:]))}.")
     missing = missing_packages(name)
     if missing:
-        by = "" if INTEGRATIONS[name].has_lightning_logger else ", which uses transformers' own callback,"
-        raise MissingPackage(f"report_to={name!r}{by} needs a package that is not installed: pip install {missing}")
+        reason = "" if INTEGRATIONS[name].has_lightning_logger else ", which uses transformers' callback,"
+        raise MissingPackage(f"report_to={name!r}{reason} needs a package that is not installed: pip install {missing}")
     if name == "kubeflow" and KUBEFLOW not in os.environ:
         raise InvalidArgument(f"report_to='kubeflow' needs {KUBEFLOW}, which Kubeflow's training jobs set.")
-    if not _is_written_to(name):
+    if not _has_callback(name):
         raise MissingPackage(
-            f"report_to={name!r} uses transformers' own callback, which the installed release does not "
+            f"report_to={name!r} uses transformers' callback, which the installed release does not "
             "have: pip install --upgrade transformers"
         )
 
 
 def missing_packages(name: str) -> str:
-    """The packages to install for a tracker; empty when all are installed."""
-    kind = INTEGRATIONS[name]
-    there = all(any(map(_is_installed, module.split("|"))) for module in kind.modules)
-    needed = [] if there else [kind.install]
-    if not kind.has_lightning_logger and not _is_installed("transformers"):
-        needed.append("transformers")
-    return " ".join(needed)
+    """The missing packages of a tracker, separated by spaces; empty if none is missing."""
+    tracker = INTEGRATIONS[name]
+    is_complete = all(any(map(_is_installed, module.split("|"))) for module in tracker.modules)
+    packages = [] if is_complete else [tracker.install]
+    if not tracker.has_lightning_logger and not _is_installed("transformers"):
+        packages.append("transformers")
+    return " ".join(packages)
 
 
 def _is_installed(module: str) -> bool:
@@ -139,7 +141,7 @@ def _is_installed(module: str) -> bool:
     return (not parent or _is_installed(parent)) and importlib.util.find_spec(module) is not None
 
 
-def _is_switched_off(name: str) -> bool:
+def _is_disabled(name: str) -> bool:
     switch = INTEGRATIONS[name].switch
     if name == "comet_ml" and _comet_mode() == "disabled":
         return True
@@ -151,22 +153,24 @@ def _comet_mode() -> str:
 
 
 def _is_available(name: str) -> bool:
-    """Whether 'all' includes a tracker."""
+    """Whether `report_to='all'` can use a tracker."""
     if name == "kubeflow" and KUBEFLOW not in os.environ:
         return False
-    if missing_packages(name) or _is_switched_off(name):
+    if missing_packages(name) or _is_disabled(name):
         return False
-    if name == "azure_ml":  # skipped if MLflow is used, which writes to Azure too
+    # MLflow also writes to Azure.
+    if name == "azure_ml":
         return not _is_available("mlflow")
     if name == "comet_ml":
         from comet_ml.config import get_config  # type: ignore[attr-defined]
 
-        return get_config("comet.api_key") is not None  # without a key it would prompt for one
-    return _is_written_to(name)
+        # Without a key, Comet would prompt for one.
+        return get_config("comet.api_key") is not None
+    return _has_callback(name)
 
 
-def _is_written_to(name: str) -> bool:
-    """Whether a tracker has a callback, ours or that of the installed transformers."""
+def _has_callback(name: str) -> bool:
+    """Whether we or the installed transformers have a callback for a tracker."""
     if INTEGRATIONS[name].has_lightning_logger:
         return True
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -175,36 +179,36 @@ def _is_written_to(name: str) -> bool:
 
 
 def callback_classes(names: Sequence[str]) -> list[Any]:
-    """The callback classes for trackers, in order: ours where a Lightning logger writes, else transformers'."""
-    ours = {kind.name: kind for kind in tracker_callbacks.CALLBACKS}
-    found = []
+    """The callback classes of trackers, in order: ours for Lightning loggers, otherwise transformers'."""
+    callbacks = {callback.name: callback for callback in tracker_callbacks.CALLBACKS}
+    classes = []
     for name in names:
-        if name in ours:
-            found.append(ours[name])
+        if name in callbacks:
+            classes.append(callbacks[name])
         elif not INTEGRATIONS[name].has_lightning_logger:
             from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
-            found += get_reporting_integration_callbacks([name])
-    return found
+            classes += get_reporting_integration_callbacks([name])
+    return classes
 
 
 def further_loggers(names: Sequence[str], loggers: Any, args: TrainingArguments) -> list[Any]:
-    """The loggers for a `ReportingCallback`: the table of 'csv', and the script's loggers; on the main process only.
+    """The loggers of `ReportingCallback`, in the main process: the table of 'csv', then the script's loggers.
 
     Args:
-        names: names of trackers.
+        names: the names of the trackers.
         loggers: the script's `loggers`.
-        args: the run's arguments.
+        args: the training arguments.
 
     Raises:
         InvalidArgument: for an object in `loggers` that is not a Lightning logger.
     """
     if loggers is not None and not isinstance(loggers, (list, tuple)):
-        raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): give a list of Lightning loggers.")
-    for each in loggers or ():
-        if isinstance(each, type) or not adapter().is_lightning_logger(each):
+        raise InvalidArgument(f"loggers={loggers!r} ({type(loggers).__name__}): pass a list of Lightning loggers.")
+    for item in loggers or ():
+        if isinstance(item, type) or not adapter().is_lightning_logger(item):
             raise InvalidArgument(
-                f"loggers holds {each!r} ({type(each).__name__}): give instances of Lightning's loggers, such as "
+                f"loggers contains {item!r} ({type(item).__name__}): pass instances of Lightning's loggers, such as "
                 "lightning.pytorch.loggers.CSVLogger('logs'), or name a tracker in report_to."
             )
     tables = [name for name in names if name == TABLE]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 GENERATED = "generated_from_trainer"
 _COMMENT = "<!-- The Trainer generated this card from the run. Complete it, then remove this comment. -->"
 _TO_BE_WRITTEN = "_Not written yet._"
-#: Module → its name in a card.
+#: Module → name of the library in a card.
 _FRAMEWORKS = {
     "lightning": "Lightning",
     "torch": "Pytorch",
@@ -45,22 +45,22 @@ class TrainingSummary:
 
     Attributes:
         model_name: the heading, and the name in the model index.
-        language: ISO codes of the data's languages, such as 'en'. The Hub checks them when the card is uploaded.
-        license: an identifier of the Hub, such as 'apache-2.0'. The Hub checks it too.
+        language: ISO codes of the data's languages, such as 'en'; the Hub checks them when the card is uploaded.
+        license: an identifier of the Hub, such as 'apache-2.0'; the Hub checks it in the same way.
         tags: tags of the model on the Hub.
         finetuned_from: the repository of the pretrained model.
         tasks: identifiers such as 'text-classification'.
-        dataset: the names of the datasets; by default their tags.
+        dataset: the names of the datasets; default their tags.
         dataset_tags: the identifiers of the datasets on the Hub.
-        dataset_args: for each tag the arguments with which the dataset was loaded.
-        dataset_metadata: for each tag a dict with any of 'config', 'split' and 'revision'.
+        dataset_args: for each tag, the arguments that loaded the dataset.
+        dataset_metadata: for each tag, a dict with any of 'config', 'split' and 'revision'.
         eval_results: title → value, such as `{"Accuracy": 0.9}`.
-        eval_lines: a row for each evaluation, as column → value.
+        eval_lines: one row (column → value) per evaluation.
         hyperparameters: name → value.
-        source: with 'trainer', a comment in the card says that it was generated.
+        source: 'trainer' adds a comment that the Trainer generated the card.
         library_name: the library that loads the model; None for a plain torch model.
         model_class: the name of the model's class.
-        samples: name of a dataset → its number of samples.
+        samples: dataset name → number of samples.
         plot: the path of the plot of the training run, relative to the card.
 
     Raises:
@@ -105,10 +105,10 @@ class TrainingSummary:
         dataset: str | list[str] | None = None,
         dataset_args: Any = None,
     ) -> TrainingSummary:
-        """The summary of a run. The arguments are attributes of the class; by default they are taken from the Trainer.
+        """The summary of a run. The arguments are the class's attributes; their defaults come from the Trainer.
 
-        The default licence is that of the pretrained model, according to the Hub. It is left out in offline mode, and
-        if the Hub does not answer within five seconds.
+        The default licence is the pretrained model's on the Hub. It is omitted in offline mode, or if the Hub does not
+        answer within five seconds.
 
         Raises:
             InvalidArgument: for values of a wrong type.
@@ -141,29 +141,29 @@ class TrainingSummary:
         return summary
 
     def _fill_in_datasets(self, dataset: Any) -> None:
-        """Describe the datasets that were used, unless the user has described them."""
-        if found := contents.datasets_of(dataset):
+        """Describe the datasets of the run, unless the user described them."""
+        if datasets := contents.datasets_of(dataset):
             if self.dataset_metadata is None:
-                self.dataset_metadata = [{"config": one.config, "split": one.split} for one in found]
+                self.dataset_metadata = [{"config": source.config, "split": source.split} for source in datasets]
             if self.dataset_tags is None:
-                self.dataset_tags = [one.tag for one in found]
+                self.dataset_tags = [source.tag for source in datasets]
             if self.dataset_args is None:
-                self.dataset_args = [one.config for one in found]
+                self.dataset_args = [source.config for source in datasets]
         if self.dataset is None:
             self.dataset = self.dataset_tags
 
     def create_model_index(self, metric_mapping: dict[str, str]) -> list[dict[str, Any]]:
-        """The `model-index` of the Hub: the results for each task and dataset.
+        """The Hub's `model-index`: the results for each task and dataset.
 
         Args:
-            metric_mapping: tag → title of the results to include.
+            metric_mapping: tag → title, for the results to include.
         """
         from huggingface_hub.repocard_data import eval_results_to_model_index
 
         return eval_results_to_model_index(self.model_name, list(self._eval_results(metric_mapping)))
 
     def _eval_results(self, metrics: dict[str, str]) -> Iterator[EvalResult]:
-        """Each metric for each task and dataset, without infinite and NaN values, which the Hub refuses."""
+        """Each metric for each task and dataset, without infinite and NaN values, which the Hub rejects."""
         from huggingface_hub import EvalResult
 
         columns = (self.dataset_tags, self.dataset, self.dataset_args, self.dataset_metadata)
@@ -180,14 +180,14 @@ class TrainingSummary:
                         dataset_type=tag,
                         dataset_name=name or tag,
                         dataset_args=arguments,
-                        **{f"dataset_{key}": given for key, given in (metadata or {}).items()},
+                        **{f"dataset_{key}": entry for key, entry in (metadata or {}).items()},
                         metric_type=metric,
                         metric_name=title,
                         metric_value=value,
                     )
 
     def create_metadata(self) -> dict[str, Any]:
-        """The metadata at the top of the card, which the Hub uses for its search."""
+        """The metadata at the top of the card, which the Hub's search uses."""
         return dict(self._card_data().to_dict())
 
     def _card_data(self) -> ModelCardData:
@@ -227,30 +227,30 @@ class TrainingSummary:
         return "\n\n".join(parts) + "\n"
 
     def _base_model(self) -> str | None:
-        """The pretrained model, if that is a valid repository name; the Hub refuses a card with any other."""
+        """The pretrained model, if it is a valid repository name; the Hub rejects other names."""
         return self.finetuned_from if self.finetuned_from and contents.is_repo_id(self.finetuned_from) else None
 
     def _introduction(self) -> str:
         model = f"{'An adapter for a' if self.library_name == 'peft' else 'A'} model"
         model += f" of class `{self.model_class}`" if self.model_class else ""
-        how = "trained"
+        origin = "trained"
         if base := self.finetuned_from:
             link = f"[{base}](https://huggingface.co/{base})" if self._base_model() else f"`{base}`"
-            how = f"fine-tuned from {link}"
+            origin = f"fine-tuned from {link}"
         names = _as_list(self.dataset)
         data = f" on {', '.join(names[:-1])}{' and ' if names[1:] else ''}{names[-1]}" if names else ""
-        return f"{model}, {how}{data}."
+        return f"{model}, {origin}{data}."
 
 
-def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **given: Any) -> None:
-    """Write the card of a run and a plot of its metrics into the output folder, on the main process.
+def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **kwargs: Any) -> None:
+    """Write the card of a run and a plot of its metrics to the output folder, in the main process.
 
-    An existing card is replaced; its tags are kept, and so are the model's.
+    The card replaces an existing card, but keeps its tags and those of the model.
 
     Args:
         trainer: the Trainer.
-        tags: tags besides `generated_from_trainer`.
-        given: the other keywords of `TrainingSummary.from_trainer`.
+        tags: tags in addition to `generated_from_trainer`.
+        kwargs: the other arguments of `TrainingSummary.from_trainer`.
 
     Raises:
         InvalidArgument: for values of a wrong type.
@@ -258,9 +258,9 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
     if not trainer.is_world_process_zero():
         return
     folder, model = Path(str(trainer.args.output_dir)), trainer._hftrainer.unwrapped_model
-    summary = TrainingSummary.from_trainer(trainer, tags=tags, **given)
-    kept = [*(getattr(model, "model_tags", None) or []), *read_tags(folder / CARD_NAME)]
-    summary.tags = list(dict.fromkeys([*_as_list(tags), *kept, GENERATED]))
+    summary = TrainingSummary.from_trainer(trainer, tags=tags, **kwargs)
+    existing_tags = [*(getattr(model, "model_tags", None) or []), *read_tags(folder / CARD_NAME)]
+    summary.tags = list(dict.fromkeys([*_as_list(tags), *existing_tags, GENERATED]))
     folder.mkdir(parents=True, exist_ok=True)
     summary.plot = draw_plot(trainer.state, folder, force=not trainer.is_in_train)
     card = summary.to_model_card()
@@ -273,21 +273,21 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **g
 def _check_types(summary: TrainingSummary) -> None:
     for name in ("model_name", "license", "finetuned_from"):
         if not isinstance(value := getattr(summary, name), (str, type(None))):
-            raise InvalidArgument(f"{name}={value!r}: give a string.")
+            raise InvalidArgument(f"{name}={value!r}: pass a string.")
     for name in ("language", "tags", "tasks", "dataset", "dataset_tags"):
         value = getattr(summary, name)
         if not isinstance(value, (str, list, tuple, type(None))) or not all(isinstance(v, str) for v in value or ()):
-            raise InvalidArgument(f"{name}={value!r}: give a string or a list of strings.")
+            raise InvalidArgument(f"{name}={value!r}: pass a string or a list of strings.")
 
 
 def _check_dataset_metadata(summary: TrainingSummary) -> None:
     tags = _as_list(summary.dataset_tags)
     for name in ("dataset_args", "dataset_metadata"):
         if tags and len(values := _as_list(getattr(summary, name))) > len(tags):
-            raise InvalidArgument(f"{name}={values!r}: there are more values than in dataset_tags={tags!r}.")
+            raise InvalidArgument(f"{name}={values!r}: more values than dataset_tags={tags!r}. Pass one value per tag.")
     for metadata in _as_list(summary.dataset_metadata):
         if not isinstance(metadata, dict):
-            raise InvalidArgument(f"dataset_metadata={metadata!r}: give a dict or a list of dicts.")
+            raise InvalidArgument(f"dataset_metadata={metadata!r}: pass a dict or a list of dicts.")
         for key in metadata:
             if key not in _DATASET_METADATA:
                 hint = suggest(key, _DATASET_METADATA, f"; allowed keys: {', '.join(_DATASET_METADATA)}.")
@@ -306,13 +306,15 @@ def _bullets(values: dict[str, Any] | None) -> str:
 
 def _count_samples(trainer: Trainer) -> dict[str, int]:
     evaluation = trainer.eval_dataset
-    several = isinstance(evaluation, dict)
-    named = {f"evaluation, {name}": one for name, one in evaluation.items()} if several else {"evaluation": evaluation}
-    data = {"training": trainer.train_dataset, **named}
-    return {name: len(one) for name, one in data.items() if one is not None and has_length(one)}
+    has_names = isinstance(evaluation, dict)
+    sets = (
+        {f"evaluation, {name}": data for name, data in evaluation.items()} if has_names else {"evaluation": evaluation}
+    )
+    datasets = {"training": trainer.train_dataset, **sets}
+    return {name: len(data) for name, data in datasets.items() if data is not None and has_length(data)}
 
 
 def _versions() -> dict[str, str]:
-    """The versions of the libraries that have been imported. PEFT adds its own version."""
-    found = {name: sys.modules[module].__version__ for module, name in _FRAMEWORKS.items() if sys.modules.get(module)}
-    return {"hftrainer": __version__, **found}
+    """The versions of the imported libraries; PEFT adds its version itself."""
+    versions = {name: sys.modules[key].__version__ for key, name in _FRAMEWORKS.items() if sys.modules.get(key)}
+    return {"hftrainer": __version__, **versions}

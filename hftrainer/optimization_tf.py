@@ -1,6 +1,6 @@
-"""Optimizer and schedule of `TFTrainer`, with the names and arguments of transformers 4; they need no TensorFlow.
+"""Optimizer and schedules of `TFTrainer`, with the names and arguments of transformers 4.
 
-They only hold settings; `hftrainer_tensorflow.optimizers` builds a torch optimizer from them.
+They do not need TensorFlow: `hftrainer_tensorflow.optimizers` builds a torch optimizer from their settings.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 
 from hftrainer.errors import UnknownKey
 
-#: Names of the parameters that are not decayed.
-NOT_DECAYED = ("LayerNorm", "layer_norm", "bias")
-#: Settings by which a Keras optimizer clips gradients.
+#: Parameters with these names have no weight decay.
+NO_DECAY_NAMES = ("LayerNorm", "layer_norm", "bias")
+#: The settings of gradient clipping in Keras optimizers.
 CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 
 class PolynomialDecay:
-    """Decays from one learning rate to another, then stays constant.
+    """A schedule that decays from one learning rate to another, then stays constant.
 
     Args:
         initial_learning_rate: the rate at step 0.
-        decay_steps: optimizer steps until the end.
-        end_learning_rate: the rate from then on.
+        decay_steps: optimizer steps of the decay.
+        end_learning_rate: the rate after the decay.
         power: 1 is linear.
     """
 
@@ -39,9 +39,9 @@ class PolynomialDecay:
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` optimizer steps."""
-        done = min(step, self.decay_steps) / self.decay_steps if self.decay_steps else 1.0
-        left: float = (1 - done) ** self.power
-        return (self.initial_learning_rate - self.end_learning_rate) * left + self.end_learning_rate
+        progress = min(step, self.decay_steps) / self.decay_steps if self.decay_steps else 1.0
+        factor: float = (1 - progress) ** self.power
+        return (self.initial_learning_rate - self.end_learning_rate) * factor + self.end_learning_rate
 
     def get_config(self) -> dict[str, Any]:
         """The arguments."""
@@ -49,11 +49,11 @@ class PolynomialDecay:
 
 
 class WarmUp:
-    """Rises from 0 to a learning rate, then follows another schedule.
+    """A schedule that rises from 0 to a learning rate, then follows another schedule.
 
     Args:
         initial_learning_rate: the rate at the end of the warm-up.
-        decay_schedule_fn: the schedule afterwards; its steps are counted from the end of the warm-up.
+        decay_schedule_fn: the schedule after the warm-up; its step 0 is the end of the warm-up.
         warmup_steps: optimizer steps of the warm-up.
         power: 1 is linear.
     """
@@ -81,21 +81,21 @@ class WarmUp:
 
 
 class AdamWeightDecay:
-    """Adam as Keras computes it, with decoupled weight decay.
+    """Keras's Adam, with decoupled weight decay.
 
     Args:
-        learning_rate: a rate, or a schedule: a function of the number of optimizer steps that are done.
+        learning_rate: a rate, or a schedule: a function of the number of completed optimizer steps.
         beta_1: decay of the first moment.
         beta_2: decay of the second moment.
-        epsilon: added to the root of the second moment before its bias is corrected.
-        amsgrad: use the largest second moment so far.
-        weight_decay_rate: the decay, times the learning rate.
-        include_in_weight_decay: regular expressions for names of torch parameters that are decayed in any case.
-        exclude_from_weight_decay: regular expressions for names of parameters that are not decayed.
+        epsilon: added to the square root of the second moment, before bias correction.
+        amsgrad: whether to use the maximum of the second moment over all steps.
+        weight_decay_rate: the decay, multiplied by the learning rate.
+        include_in_weight_decay: regular expressions for names of torch parameters with weight decay in any case.
+        exclude_from_weight_decay: regular expressions for names of parameters without weight decay.
         clipping: `clipnorm` (of each parameter), `clipvalue` or `global_clipnorm`; None does not clip.
 
     Raises:
-        UnknownKey: for any other keyword.
+        UnknownKey: for any other keyword argument.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class AdamWeightDecay:
         **clipping: float | None,
     ) -> None:
         if unknown := sorted(clipping.keys() - set(CLIPPING)):
-            raise UnknownKey(f"AdamWeightDecay has no argument {', '.join(unknown)}; it takes {', '.join(CLIPPING)}.")
+            raise UnknownKey(f"AdamWeightDecay has no argument {', '.join(unknown)}; use {', '.join(CLIPPING)}.")
         self.learning_rate, self.beta_1, self.beta_2, self.epsilon = learning_rate, beta_1, beta_2, epsilon
         self.amsgrad, self.weight_decay_rate, self.name = amsgrad, weight_decay_rate, name
         self._include_in_weight_decay, self._exclude_from_weight_decay = (
@@ -140,21 +140,21 @@ def create_optimizer(
     power: float = 1.0,
     include_in_weight_decay: list[str] | None = None,
 ) -> tuple[AdamWeightDecay, Callable[[int], Any]]:
-    """An optimizer for `TFTrainer(optimizers=...)`, and its schedule: a linear warm-up, then polynomial decay.
+    """An optimizer for `TFTrainer(optimizers=...)`, and its schedule: warm-up, then polynomial decay.
 
     Args:
-        init_lr: the learning rate at the end of the warm-up.
-        num_train_steps: optimizer steps of the run, warm-up included.
+        init_lr: the learning rate at the end of the linear warm-up.
+        num_train_steps: optimizer steps of the run, including the warm-up.
         num_warmup_steps: optimizer steps of the warm-up.
         min_lr_ratio: the rate at the end, divided by `init_lr`.
         adam_beta1: decay of the first moment.
         adam_beta2: decay of the second moment.
         adam_epsilon: see `AdamWeightDecay`.
-        adam_clipnorm: largest norm of the gradient of each parameter.
-        adam_global_clipnorm: largest norm of all gradients together.
-        weight_decay_rate: decay of all parameters but biases and layer normalizations.
-        power: of the decay of the learning rate.
-        include_in_weight_decay: regular expressions for names of torch parameters that are decayed in any case.
+        adam_clipnorm: maximum norm of each parameter's gradient.
+        adam_global_clipnorm: maximum norm of all gradients together.
+        weight_decay_rate: weight decay of all parameters except biases and layer normalizations.
+        power: power of the learning-rate decay.
+        include_in_weight_decay: regular expressions for names of torch parameters with weight decay in any case.
     """
     schedule: Callable[[int], Any] = PolynomialDecay(
         init_lr, num_train_steps - num_warmup_steps, init_lr * min_lr_ratio, power
@@ -168,7 +168,7 @@ def create_optimizer(
         adam_epsilon,
         weight_decay_rate=weight_decay_rate,
         include_in_weight_decay=include_in_weight_decay,
-        exclude_from_weight_decay=list(NOT_DECAYED),
+        exclude_from_weight_decay=list(NO_DECAY_NAMES),
         clipnorm=adam_clipnorm,
         global_clipnorm=adam_global_clipnorm,
     )

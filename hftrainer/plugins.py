@@ -1,4 +1,4 @@
-"""The table of adapters: packages beside this one, imported only by this module, when they are needed."""
+"""The table of adapters: separate packages that only this module imports, at first use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Plugin(NamedTuple):
     """An adapter.
 
     Attributes:
-        package: the name of its package.
-        extra: the extra of hftrainer that installs what it needs; empty for none.
-        shares: whether, for a plan, its strategy distributes the model over the processes.
+        package: the adapter's package.
+        extra: the extra of hftrainer that installs the adapter's dependencies; empty without dependencies.
+        shares: a function: whether the adapter's strategy distributes the model over processes, for a plan.
     """
 
     package: str
@@ -40,7 +40,7 @@ def load(name: str, module: str = "") -> Any:
     """The package of an adapter, or one of its modules.
 
     Raises:
-        MissingPackage: if what it needs is not installed.
+        MissingPackage: if a dependency is not installed.
     """
     plugin = PLUGINS[name]
     try:
@@ -56,5 +56,6 @@ def load(name: str, module: str = "") -> Any:
 @functools.cache
 def adapter() -> Any:
     """The module `hftrainer_lightning.engine`, which is the API of the adapter for Lightning."""
-    load("lightning").import_lightning()  # takes seconds
+    # The import takes seconds.
+    load("lightning").import_lightning()
     return load("lightning", "engine")

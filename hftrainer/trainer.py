@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Scripts import these from here.
+# Scripts import these names from this module.
 TRAINER_STATE_NAME, TRAINING_ARGS_NAME = names.TRAINER_STATE_NAME, names.TRAINING_ARGS_NAME
 OPTIMIZER_NAME, SCHEDULER_NAME, SCALER_NAME = names.OPTIMIZER_NAME, names.SCHEDULER_NAME, names.SCALER_NAME
 PREFIX_CHECKPOINT_DIR = names.PREFIX_CHECKPOINT_DIR
@@ -69,46 +69,47 @@ class Trainer(EarlierMethods):
     """Trains, evaluates and predicts with a model, as `transformers.Trainer` does, on PyTorch Lightning.
 
     Args:
-        model: a transformers model, a PEFT model, or any `nn.Module` whose `forward` takes the batch's keys as
-            keywords and returns the loss first (a tuple) or under 'loss' (a mapping).
-        args: the settings; by default those of `TrainingArguments("tmp_trainer")`.
-        data_collator: makes a batch of a list of samples. Default: `DataCollatorWithPadding` with a tokenizer or
-            sequence feature extractor as `processing_class`, else `default_data_collator`.
-        train_dataset: map-style, iterable, or `datasets.Dataset`; or a dict, source → dataset, see `mixture_weights`.
-        eval_dataset: as `train_dataset`, or a dict by name; the metrics' names then contain the set's name.
-        processing_class: tokenizer or processor, saved with the model (named `tokenizer` before v4.46).
-        model_init: makes the model; takes a hyperparameter trial or nothing. Each `train()` calls it again.
-        compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss. The model's inputs then lack the labels.
+        model: a transformers model, a PEFT model, or any `nn.Module` whose `forward` accepts the batch's keys as
+            keyword arguments and returns a tuple with the loss first, or a mapping with the key 'loss'.
+        args: the training arguments; default `TrainingArguments("tmp_trainer")`.
+        data_collator: builds a batch from a list of samples. Default: `DataCollatorWithPadding` if `processing_class`
+            is a tokenizer or sequence feature extractor, else `default_data_collator`.
+        train_dataset: a map-style, iterable or `datasets.Dataset`, or a dict source → dataset (see `mixture_weights`).
+        eval_dataset: a dataset, or a dict of name → dataset; metric names then contain the dataset's name.
+        processing_class: the tokenizer or processor, saved with the model; named `tokenizer` before v4.46.
+        model_init: creates the model, from a hyperparameter trial or without arguments. Each `train()` calls it.
+        compute_loss_func: `(outputs, labels, num_items_in_batch=...)` → loss. The model's inputs then have no labels.
         compute_metrics: `EvalPrediction` → dict of metrics; or a torchmetrics `Metric`, a `MetricCollection`, a dict of
-            these, or `TorchMetrics` around them, updated batch by batch on the device.
+            these, or a `TorchMetrics` that wraps them, updated with each batch on the device.
         callbacks: Trainer callbacks and Lightning callbacks, as classes or instances.
-        optimizers: `(optimizer, scheduler)`, either None.
-        optimizer_cls_and_kwargs: `(class, keywords)`; overrides `args.optim`.
-        preprocess_logits_for_metrics: `(logits, labels)` → the values to keep, batch by batch.
-        loggers: Lightning loggers, besides those that `report_to` names; they get the hyperparameters once, and each
-            log line with names such as `train/loss`, at the optimizer step.
+        optimizers: `(optimizer, scheduler)`; each may be None.
+        optimizer_cls_and_kwargs: `(class, keyword arguments)`; overrides `args.optim`.
+        preprocess_logits_for_metrics: `(logits, labels)` → the predictions to keep; called for each batch.
+        loggers: Lightning loggers, in addition to those of `report_to`. They receive the hyperparameters once, and each
+            log line at its optimizer step, with names such as `train/loss`.
 
     Attributes:
         model: the user's model.
         model_wrapped: the outermost wrapper around the model, or the model itself.
         is_in_train: whether `train()` is running.
-        gather_function: gathers an evaluation's results from all ranks; reset to `accelerator.gather_for_metrics`
-            after each. With `accelerator.gather`, an incomplete last batch counts as a full one in the loss.
-        loss_is_scaled_for_ga: set it in a subclass to say whether its loss is already scaled for accumulation.
+        gather_function: gathers an evaluation's results from all ranks. Each evaluation resets it to
+            `accelerator.gather_for_metrics`. With `accelerator.gather`, the loss counts an incomplete batch as full.
+        loss_is_scaled_for_ga: whether a subclass already scales its loss for gradient accumulation.
         hp_study: the study of the last hyperparameter search.
-        hub_model_id: the repository for uploads; None before we open it, and on other ranks.
+        hub_model_id: the repository for uploads; None before it is opened, and on ranks other than 0.
 
     Raises:
         InvalidArgument: for arguments that contradict each other.
         UnsupportedArgument: for unsupported settings, all in one error.
         MissingPackage: for a tracker whose package is not installed.
-        HubError: with push_to_hub, when its repository cannot be written to.
-        UnknownArgument: for another keyword; suggests the nearest.
+        HubError: with push_to_hub, if the repository is not writable.
+        UnknownArgument: for an unknown keyword argument; the message suggests the nearest name.
     """
 
     loss_is_scaled_for_ga: bool | None = None
-    model_preparation_time: float  # seconds; set by an evaluation without training
-    # The components set these, most of them during construction.
+    # Seconds; an evaluation without training sets it.
+    model_preparation_time: float
+    # The components set these attributes, mostly during construction.
     model: nn.Module
     model_wrapped: nn.Module
     accelerator: Any
@@ -133,7 +134,8 @@ class Trainer(EarlierMethods):
     current_flos = RunAttribute("flos")
     current_gradient_accumulation_steps = RunAttribute("accumulation")
     neftune_noise_alpha: float | None
-    neftune_hook_handle: Any  # the NEFTune hook of a run; kept after the hook is removed
+    # The NEFTune hook of a run; remains set after the hook is removed.
+    neftune_hook_handle: Any
     hp_name: Callable[[Any], str] | None
     hp_search_backend: HPSearchBackend | None
     hp_space: Callable[[Any], dict[str, Any]]
@@ -181,7 +183,7 @@ class Trainer(EarlierMethods):
             self._hftrainer = components = Components(self, optimizers)
             if args is None:
                 args = TrainingArguments("tmp_trainer")
-                logger.info("Trainer was given no args: output_dir is %s.", args.output_dir)
+                logger.info("No args passed to Trainer: output_dir is %s.", args.output_dir)
             add_missing_fields(args, TrainingArguments)
             self.args = args
             components.setup.resolve_arguments()
@@ -201,19 +203,21 @@ class Trainer(EarlierMethods):
             self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
             self.data_collator = data_collator if data_collator is not None else components.setup.default_collator()
             if (model is None) == (model_init is None):
-                given = "neither" if model is None else "both"
-                raise InvalidSetup(f"Trainer needs either a model or a model_init; it got {given}.")
+                problem = "neither" if model is None else "both"
+                raise InvalidSetup(f"Trainer needs either a model or a model_init, but got {problem}.")
             self._validate_args()
             integrations.add_kubeflow_tracker(self.args)
-            reports = integrations.chosen(self.args.report_to)
+            reports = integrations.select_trackers(self.args.report_to)
             further_loggers = integrations.further_loggers(reports, loggers, self.args)
-            self.model = model  # type: ignore[assignment]  # None until model_init is called
+            # None until model_init is called.
+            self.model = model  # type: ignore[assignment]
             self.create_accelerator_and_postprocess()
-            components.model_setup.seed()  # after the engine is built: importing its libraries draws random numbers
+            # Building the engine imports libraries that draw random numbers.
+            components.model_setup.seed()
             components.model_setup.set_model(model if model is not None else self.call_model_init())
             components.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
-                raise TypeError(f"callbacks={callbacks!r}: give a list of callbacks.")
+                raise TypeError(f"callbacks={callbacks!r}: pass a list of callbacks.")
             trackers = integrations.callback_classes(reports)
             components.setup.init_callbacks([*trackers, *(callbacks or [])], further_loggers)
             components.setup.end_init()
@@ -229,29 +233,29 @@ class Trainer(EarlierMethods):
     # ---- Construction ------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
-        """Refuse invalid arguments before anything is built; the script may have changed them since it made them."""
+        """Check the arguments, which the script may have changed, before building anything."""
         self._hftrainer.setup.validate_args()
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Build the engine from the arguments, and `self.accelerator` on top of it."""
+        """Build the engine from the arguments, and `self.accelerator` from the engine."""
         self._hftrainer.setup.build_engine()
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move the model, unless it is on several devices already."""
+        """Move the model to a device, unless it already spans several devices."""
         self._hftrainer.model_setup.move(model, device)
 
     @functools.cached_property
     def _hftrainer(self) -> Components:
-        """The private parts; made here when a subclass calls methods before `super().__init__()`."""
+        """The internal components; created here if a subclass calls methods before `super().__init__()`."""
         return Components(self)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """A new model from `model_init`, which gets the trial if it takes an argument."""
+        """A new model from `model_init`, which receives the trial if it accepts an argument."""
         return self._hftrainer.model_setup.call_model_init(trial)
 
     @property
     def tokenizer(self) -> Any:
-        """Old name of `processing_class` (before v4.46), or the value that was assigned to `tokenizer`."""
+        """Old name of `processing_class` (before v4.46), or the value assigned to `tokenizer`."""
         if "tokenizer" in vars(self):
             return vars(self)["tokenizer"]
         warnings.warn("Trainer.tokenizer is now Trainer.processing_class", FutureWarning, stacklevel=2)
@@ -259,7 +263,7 @@ class Trainer(EarlierMethods):
 
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:
-        # A normal attribute, as in v5: subclasses set it, some before they call __init__.
+        # As in v5, this is a normal attribute: some subclasses set it before they call __init__.
         vars(self)["tokenizer"] = value
 
     @overridable_property
@@ -274,20 +278,20 @@ class Trainer(EarlierMethods):
 
     @overridable_property
     def loggers(self) -> list[Any]:
-        """The Lightning loggers that this process writes to, from `report_to` and `loggers`; this opens their runs."""
+        """The Lightning loggers of this process, from `report_to` and `loggers`. Reading them opens their runs."""
         return self._hftrainer.loggers()
 
     @overridable_property
     def hp_study(self) -> Any:
-        """The study of the last hyperparameter search with Optuna, in the main process; None before."""
+        """The Optuna study of the last hyperparameter search, in the main process; otherwise None."""
         return self._hftrainer.hp_study
 
     # ---- Callbacks ---------------------------------------------------------------------------------------------
 
     def add_callback(self, callback: Any) -> None:
-        """Add a Trainer callback or a Lightning callback, given as a class or as an instance.
+        """Add a Trainer or Lightning callback, as a class or an instance.
 
-        A Lightning progress bar replaces the Trainer's own, in any order of adding.
+        A Lightning progress bar replaces the Trainer's, in whichever order they are added.
         """
         self._hftrainer.setup.add_callback(callback)
 
@@ -302,7 +306,7 @@ class Trainer(EarlierMethods):
     # ---- Data --------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        """The training loader: batches in the order of `_get_train_sampler`, on the device."""
+        """The training loader: batches on the device, in the order of `_get_train_sampler`."""
         if self.train_dataset is None:
             raise InvalidArgument("Training needs a train_dataset: pass one to Trainer.")
         return self._get_dataloader(
@@ -313,12 +317,12 @@ class Trainer(EarlierMethods):
         """The evaluation loader.
 
         Args:
-            eval_dataset: a dataset, or the name of one in Trainer's dict; default Trainer's own.
+            eval_dataset: a dataset, or a name in the Trainer's dict; default the Trainer's `eval_dataset`.
         """
         return self._hftrainer.loaders.evaluation_loader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """The loader for `predict`: in the order of the dataset, unless a subclass has its own `_get_eval_sampler`."""
+        """The loader for `predict`, in dataset order unless a subclass overrides `_get_eval_sampler`."""
         return self._hftrainer.loaders.test_loader(test_dataset)
 
     def _get_dataloader(
@@ -333,7 +337,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.loaders.make(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
-        """The order of the training samples; None leaves it to the dataset."""
+        """The training sampler; None for a dataset without a length."""
         return self._hftrainer.loaders.training_sampler(self.train_dataset if train_dataset is None else train_dataset)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler | None:
@@ -342,11 +346,11 @@ class Trainer(EarlierMethods):
 
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
-            found = collators.signature_columns(self._hftrainer.unwrapped_model, self.label_names)
-            self._hftrainer.model_setup.set_inferred({"_signature_columns": found})
+            columns = collators.signature_columns(self._hftrainer.unwrapped_model, self.label_names)
+            self._hftrainer.model_setup.set_inferred({"_signature_columns": columns})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
-        """The dataset without the columns that the model does not take."""
+        """The dataset without the columns that the model does not accept."""
         if not self.args.remove_unused_columns:
             return dataset
         return self._hftrainer.loaders.remove_unused_columns(dataset, description)
@@ -354,29 +358,29 @@ class Trainer(EarlierMethods):
     def _get_collator_with_removed_columns(
         self, data_collator: Callable[[list[Any]], Any], description: str | None = None
     ) -> Callable[[list[Any]], Any]:
-        """The collator, in a wrapper that drops keys that the model does not take."""
+        """The collator, wrapped to drop the keys that the model does not accept."""
         if not self.args.remove_unused_columns:
             return data_collator
         return self._hftrainer.loaders.wrap_collator(data_collator, description)
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Number of samples of a loader; estimated from its batches when its dataset has no length."""
+        """Number of samples in a loader, estimated from its batches if its dataset has no length."""
         return self._hftrainer.loaders.num_examples(dataloader)
 
     @staticmethod
     def num_tokens(train_dl: DataLoader, max_steps: int | None = None) -> int:
-        """Number of input tokens in a loader, or in its first batch times `max_steps`; reads the data."""
+        """Number of input tokens in a loader; with `max_steps`, the first batch's tokens times `max_steps`."""
         return number_of_tokens(train_dl, max_steps)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The micro-batches of one optimizer step, and the number of items over which its loss is averaged."""
+        """The micro-batches of one optimizer step, and the number of items that divides its loss."""
         samples = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
         return samples, self._get_num_items_in_batch(samples, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor | int | None:
-        """Number of labels that are not -100, over all micro-batches; None when nothing uses it.
+        """Number of labels that are not -100, over all micro-batches; None if it is not used.
 
         With `average_tokens_across_devices`, the sum over all ranks, except in evaluations.
         """
@@ -387,13 +391,13 @@ class Trainer(EarlierMethods):
         return self._hftrainer.steps.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """The data on the device. For a container, the method calls itself for each item."""
+        """The data on the device; in containers, each item separately."""
         return self._hftrainer.steps.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Make optimizer and scheduler. Override this method, or one of the two below.
+        """Create the optimizer and the scheduler. Override this method, or one of the two that it calls.
 
         Args:
             num_training_steps: optimizer steps of the run.
@@ -402,17 +406,17 @@ class Trainer(EarlierMethods):
         make_scheduler(self, num_training_steps)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimizer, unless it exists. Weight decay excludes biases and normalization layers."""
+        """Create the optimizer, unless it exists. Weight decay excludes biases and normalization layers."""
         if self.optimizer is None:
             self.optimizer = self._hftrainer.model_setup.create_optimizer(self.model if model is None else model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Make the learning-rate scheduler, unless there is one.
+        """Create the learning-rate scheduler, unless it exists.
 
         Args:
             num_training_steps: optimizer steps of the run.
-            optimizer: the optimizer whose learning rates it sets; default the Trainer's.
+            optimizer: the optimizer whose learning rates the scheduler sets; default the Trainer's.
         """
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
@@ -421,7 +425,7 @@ class Trainer(EarlierMethods):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> tuple[Any, Any]:
-        """Class and keywords of the optimizer that the arguments name."""
+        """The class and keyword arguments of the optimizer that `args.optim` selects."""
         return trainer_optimizer.optimizer_cls_and_kwargs(args, model)
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -429,7 +433,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.model_setup.decay_parameter_names(model)
 
     def get_num_trainable_parameters(self) -> int:
-        """Number of trained parameters (elements)."""
+        """Number of elements in the trainable parameters."""
         return get_model_param_count(self.model, trainable_only=True)
 
     def get_learning_rates(self) -> list[float]:
@@ -437,7 +441,7 @@ class Trainer(EarlierMethods):
         return [group["lr"] for group in self._hftrainer.require_optimizer().param_groups]
 
     def get_optimizer_group(self, param: Any = None) -> Any:
-        """The parameter group that holds `param`; without `param`, the parameters of each group."""
+        """The parameter group that contains `param`; without `param`, the parameters of each group."""
         return self._hftrainer.model_setup.find_group(param)
 
     def _get_learning_rate(self) -> float:
@@ -454,32 +458,32 @@ class Trainer(EarlierMethods):
         model_path: str | bool | None = None,
         **unknown: NoReturn,
     ) -> TrainOutput:
-        """Train.
+        """Train the model.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder; True for the newest complete one in `output_dir`; "auto" for
-                the same, or a new run if none exists; a Lightning checkpoint `x.ckpt` of this Trainer;
+            resume_from_checkpoint: a checkpoint folder, or a Lightning checkpoint `x.ckpt` of this Trainer; True for
+                the newest complete checkpoint in `output_dir`; "auto" for the same, or a new run if none exists;
                 "hub:owner/name[@revision]" for `last-checkpoint` in a Hub repository, else its newest checkpoint-xxx.
-            trial: a hyperparameter trial or a dict. `model_init` gets it, and its values replace those of the
+            trial: a hyperparameter trial or a dict. `model_init` receives it, and its values replace those of the
                 arguments.
             ignore_keys_for_eval: the model's outputs that evaluation leaves out.
             model_path: old name of `resume_from_checkpoint` (v4.0 to v4.57). A folder without `trainer_state.json` is
                 ignored: v4.1 scripts pass their pretrained model.
-            unknown: refused; the error suggests the nearest name.
+            unknown: rejected; the error suggests the nearest name.
 
         Returns:
-            Optimizer steps done, mean training loss, and the final metrics.
+            The number of optimizer steps, the mean training loss, and the final metrics.
 
         Raises:
-            CheckpointNotFound: when there is nothing to resume from.
+            CheckpointNotFound: if the checkpoint to resume from does not exist.
         """
         refuse_unknown("train()", Trainer.train, unknown)
         if model_path is not None:
             resume_from_checkpoint = resume.resume_path_from_model_path(model_path, resume_from_checkpoint)
         self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
-            with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as unpacked:
-                return self.train(convert_ckpt(str(resume_from_checkpoint), unpacked), trial, ignore_keys_for_eval)
+            with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as target:
+                return self.train(convert_ckpt(str(resume_from_checkpoint), target), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         with HideEngineFrames():
             folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
@@ -487,8 +491,8 @@ class Trainer(EarlierMethods):
 
     @overridable_property
     def fit(self) -> NoReturn:
-        """Lightning's name of `train()`; only an error that says so."""
-        raise AttributeError(f"{type(self).__name__} has no method 'fit', as Lightning's Trainer has: call train().")
+        """Lightning's name for `train()`; reading it raises an error that names `train()`."""
+        raise AttributeError(f"{type(self).__name__} has no method 'fit', unlike Lightning's Trainer: call train().")
 
     def _inner_training_loop(
         self,
@@ -508,7 +512,7 @@ class Trainer(EarlierMethods):
 
         Args:
             args: the training arguments.
-            dataloader: the batches.
+            dataloader: the training loader.
             total_train_batch_size: samples per optimizer step over all processes; passed until v5.2.
 
         Returns:
@@ -517,7 +521,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.runner.planner.lengths(args, dataloader, total_train_batch_size)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Samples of an optimizer step, over all ranks with distinct batches."""
+        """Samples per optimizer step, over all ranks with distinct batches."""
         processes = args.world_size // self.get_tp_size() // self.get_cp_size() // self.get_sp_size()
         return self._train_batch_size * self._hftrainer.engine.accumulation_at(0) * processes
 
@@ -530,7 +534,7 @@ class Trainer(EarlierMethods):
         return 1
 
     def get_sp_size(self) -> int:
-        """DeepSpeed's sequence-parallel size: always 1, since it is not supported."""
+        """DeepSpeed's sequence-parallel size: always 1, since sequence parallelism is not supported."""
         return 1
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
@@ -541,18 +545,18 @@ class Trainer(EarlierMethods):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
-        """Prepare the model, and make optimizer and schedule; returns the model to train, and the loader."""
+        """Prepare the model, optimizer and scheduler; returns the model to train, and the loader."""
         model = self._hftrainer.model_setup.prepare_for_training(max_steps, resume_from_checkpoint)
         self.callback_handler.train_dataloader = train_dataloader
         return model, train_dataloader
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """The model, unchanged: Lightning's strategies distribute it. Override it to wrap the model yourself.
+        """The model, unchanged: Lightning's strategies distribute it. Override this method to wrap the model.
 
         Args:
             model: the model.
             training: whether the model will be trained, rather than evaluated.
-            dataloader: the batches of an evaluation.
+            dataloader: the evaluation loader.
         """
         return model
 
@@ -564,7 +568,7 @@ class Trainer(EarlierMethods):
         resume_from_checkpoint: str | None,
         trial: Any,
     ) -> tuple[int, int]:
-        """Make a new state, or load the checkpoint's. Returns epochs done, and micro-batches done in the next."""
+        """Create or load the state. Returns completed epochs, and completed micro-batches of the next epoch."""
         return self._hftrainer.runner.planner.init_state(max_steps, num_train_epochs, resume_from_checkpoint, trial)
 
     def _run_epoch(
@@ -581,14 +585,14 @@ class Trainer(EarlierMethods):
         epochs_trained: int,
         steps_trained_in_current_epoch: int,
     ) -> None:
-        """Run one epoch with Lightning's loop. Overrides may add code before and after it.
+        """Run one epoch with Lightning's loop. Overrides may add code before and after this call.
 
         Raises:
-            UnsupportedArgument: if an argument differs from the planned one.
+            UnsupportedArgument: if an override changed an argument.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         assert self._hftrainer.run.loop is not None
-        self._hftrainer.run.loop.run_epoch(given)
+        self._hftrainer.run.loop.run_epoch(arguments)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -597,36 +601,35 @@ class Trainer(EarlierMethods):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run forward and backward of one micro-batch; returns the detached loss.
+        """Run forward and backward passes of one micro-batch; returns the detached loss.
 
-        An override must run backward itself, by `self.accelerator.backward(loss)`. Training then
-        uses Lightning's manual optimization.
+        An override must call `self.accelerator.backward(loss)`. Training then uses Lightning's manual optimization.
 
         Args:
             model: the model to train.
             inputs: the batch.
-            num_items_in_batch: items in all micro-batches of the optimizer step.
+            num_items_in_batch: number of items in all micro-batches of the optimizer step.
         """
         context, inputs = self._prepare_context_parallel_inputs(model, inputs)
         with context():
             loss = self._hftrainer.steps.loss(model, inputs, num_items_in_batch)
-            fused = self.args.optim in ("lomo", "adalomo")
-            self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if fused else {}))
+            is_fused = self.args.optim in ("lomo", "adalomo")
+            self.accelerator.backward(loss, **({"learning_rate": self._get_learning_rate()} if is_fused else {}))
         return loss.detach()
 
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], contextlib.AbstractContextManager], dict[str, Any]]:
-        """A context for the step, and the batch. The context does nothing, since we do not split sequences."""
+        """An empty context and the unchanged batch, since we do not split sequences."""
         return contextlib.nullcontext, inputs
 
     def log_metric(self, name: str, value: Any) -> None:
-        """Log the mean of a value over the training steps until the next log line; call it from anywhere in a step.
+        """Log the mean of a value over the training steps until the next log line.
 
-        Values given during an evaluation are ignored: `compute_loss` runs there too.
+        Call it anywhere in a step. Values from an evaluation are ignored, since `compute_loss` runs there too.
 
         Args:
-            name: its name in the log line.
+            name: the name in the log line.
             value: a number, or a tensor of shape `()`, which stays on its device until the log line.
 
         Raises:
@@ -641,13 +644,13 @@ class Trainer(EarlierMethods):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """The loss of a batch: `compute_loss_func`'s, or the first of the model's outputs. Override it for your own.
+        """The loss of a batch, from `compute_loss_func` or the model's outputs. Override it to change the loss.
 
         Args:
             model: the model.
-            inputs: the batch; labels are removed from it when `compute_loss_func` gets them.
-            return_outputs: whether to return the model's outputs too.
-            num_items_in_batch: number of items over which the loss is averaged, passed to models that take it.
+            inputs: the batch; labels are removed from it if `compute_loss_func` receives them.
+            return_outputs: whether to also return the model's outputs.
+            num_items_in_batch: number of items that divides the loss, passed to models that accept it.
 
         Returns:
             The loss, or `(loss, outputs)`.
@@ -656,7 +659,7 @@ class Trainer(EarlierMethods):
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Context of `compute_loss`: that of `autocast_smart_context_manager`. Override it for your own."""
+        """The context of `compute_loss`, from `autocast_smart_context_manager`. Override it to change the context."""
         stack = contextlib.ExitStack()
         context = self.autocast_smart_context_manager()
         if not isinstance(context, contextlib.nullcontext):
@@ -664,7 +667,7 @@ class Trainer(EarlierMethods):
         return stack
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> contextlib.AbstractContextManager:
-        """Context of the loss; empty, as in v4.30 and later, since the model's forward pass has its own autocast."""
+        """An empty context, as in v4.30 and later: the model's forward pass has its own autocast."""
         return contextlib.nullcontext()
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -682,21 +685,22 @@ class Trainer(EarlierMethods):
         return self._hftrainer.clip_grad_norm(parameters(model), math.inf)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        """Whether gradients on several device meshes need separate clipping: no, the strategy clips them together."""
-        if self._mixed_mesh_grads is None:  # a subclass may have set it
+        """Whether to clip each device mesh's gradients separately. False: the strategy clips them together."""
+        # A subclass may have set it.
+        if self._mixed_mesh_grads is None:
             self._mixed_mesh_grads = False
         return self._mixed_mesh_grads
 
     def _mixed_mesh_grad_norm(self, model: nn.Module, max_norm: float) -> torch.Tensor:
-        """Clip gradients on several meshes, if a subclass reports such; returns the norm before clipping."""
+        """Clip gradients on several meshes, if a subclass has them; returns the norm before clipping."""
         return self.accelerator.clip_grad_norm_(model.parameters(), max_norm)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Floating-point operations of forward and backward on a batch: 6 per token and parameter; 0 if unknown."""
+        """Forward and backward FLOPs of a batch: 6 per token and parameter; 0 if unknown."""
         return self._hftrainer.steps.floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the input tokens of a micro-batch over all ranks, if an argument asks for it."""
+        """Count the input tokens of a micro-batch over all ranks, if an argument enables it."""
         self._hftrainer.steps.track_tokens(inputs)
 
     def store_flos(self) -> None:
@@ -716,7 +720,7 @@ class Trainer(EarlierMethods):
     ) -> None:
         """Log, save and evaluate as the control flags request.
 
-        Overrides of v4.37 and before do not have `grad_norm`, and pass the others by position.
+        Overrides for v4.37 and earlier lack `grad_norm`, and pass the other arguments by position.
         """
         if isinstance(grad_norm, nn.Module):
             Trainer._maybe_log_save_evaluate(self, tr_loss, None, grad_norm, model, trial, epoch)
@@ -730,7 +734,7 @@ class Trainer(EarlierMethods):
     def _evaluate(
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
-        """Evaluate within training; a metric-driven scheduler steps on the metric."""
+        """Evaluate during training; a metric-driven scheduler then steps."""
         return self._hftrainer.control_actions.evaluate(
             trial, ignore_keys_for_eval, should_step_schedule=not skip_scheduler
         )
@@ -741,13 +745,13 @@ class Trainer(EarlierMethods):
         """Evaluate, log the metrics and return them.
 
         Args:
-            eval_dataset: a dataset, the name of one in Trainer's dict, or a dict of them; default Trainer's own.
+            eval_dataset: a dataset, a name in the Trainer's dict, or such a dict; default the Trainer's `eval_dataset`.
             ignore_keys: the model's outputs to leave out of the predictions.
             metric_key_prefix: prefix of each metric's name, joined by an underscore. Outside training, a prefix that
                 begins with 'test' runs Lightning's test loop instead of its validation loop.
 
         Returns:
-            The loss, the metrics of `compute_metrics`, and run time in seconds with samples and batches per second.
+            The loss, the metrics of `compute_metrics`, the run time in seconds, and samples and batches per second.
         """
         evaluation = self._hftrainer.evaluation
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -767,10 +771,10 @@ class Trainer(EarlierMethods):
     def predict(
         self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
     ) -> PredictionOutput:
-        """Predict, and compute the metrics when there are labels.
+        """Predict, and compute the metrics if the dataset has labels.
 
         Args:
-            test_dataset: the dataset.
+            test_dataset: the dataset to predict.
             ignore_keys: the model's outputs to leave out.
             metric_key_prefix: prefix of each metric's name, joined by an underscore.
 
@@ -791,7 +795,7 @@ class Trainer(EarlierMethods):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The name of `evaluation_loop` until v4.4, used with `use_legacy_prediction_loop` until v4.57."""
+        """The name of `evaluation_loop` until v4.4; `use_legacy_prediction_loop` uses it until v4.57."""
         return self.evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(
@@ -802,13 +806,13 @@ class Trainer(EarlierMethods):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run one pass over a loader, with or without labels, by one of Lightning's loops.
+        """Run one of Lightning's loops once over a loader, with or without labels.
 
         Args:
-            dataloader: the batches.
+            dataloader: the loader.
             description: 'Evaluation' or 'Prediction'; the latter runs Lightning's prediction loop, and returns the
-                predictions even when the metrics are computed batch by batch.
-            prediction_loss_only: whether to drop the predictions; None uses the argument's value.
+                predictions even if the metrics are computed for each batch.
+            prediction_loss_only: whether to drop the predictions; default `args.prediction_loss_only`.
             ignore_keys: the model's outputs to leave out.
             metric_key_prefix: prefix of each metric's name, joined by an underscore.
         """
@@ -819,13 +823,13 @@ class Trainer(EarlierMethods):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Loss, logits and labels of one batch, each None if missing. Override it for your own.
+        """Loss, logits and labels of one batch, each None if missing. Override it to change them.
 
         Args:
             model: the model.
             inputs: the batch.
-            prediction_loss_only: return the loss only.
-            ignore_keys: the model's outputs to leave out; default those that its config names.
+            prediction_loss_only: whether to return only the loss.
+            ignore_keys: the model's outputs to leave out; default those in its config.
         """
         return self._hftrainer.evaluation.step(model, inputs, prediction_loss_only, ignore_keys)
 
@@ -834,15 +838,15 @@ class Trainer(EarlierMethods):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write weights, config, processing class and arguments, so that `from_pretrained` can load them.
 
-        With `push_to_hub`, upload the model too; a failed upload is logged.
+        With `push_to_hub`, also upload the model; a failed upload is logged.
 
         Args:
             output_dir: the folder; default `args.output_dir`.
         """
         folder = output_dir if output_dir is not None else str(self.args.output_dir)
-        with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as keywords:
-            if keywords is not None:
-                self._save(folder, **keywords)
+        with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as arguments:
+            if arguments is not None:
+                self._save(folder, **arguments)
         self._hftrainer.storage.upload_files()
         if self.args.push_to_hub and not _internal_call:
             try:
@@ -861,10 +865,10 @@ class Trainer(EarlierMethods):
             path: the file, ending in '.ckpt'; `train(resume_from_checkpoint=path)` resumes from it.
 
         Raises:
-            InvalidArgument: for another ending, or before the first `train()`.
+            InvalidArgument: for another suffix, or before the first `train()`.
         """
         if not str(path).endswith(".ckpt"):
-            raise InvalidArgument(f"save_lightning_checkpoint({str(path)!r}): give a file that ends in .ckpt.")
+            raise InvalidArgument(f"save_lightning_checkpoint({str(path)!r}): pass a file name that ends in .ckpt.")
         if not self._hftrainer.engine.save_lightning_checkpoint(str(path)):
             raise InvalidArgument("save_lightning_checkpoint() needs a run: call it after train(), or in a callback.")
 
@@ -874,7 +878,7 @@ class Trainer(EarlierMethods):
             self._hftrainer.saver.write_state(str(self.args.output_dir))
 
     def _get_output_dir(self, trial: Any) -> str:
-        """The folder of the checkpoints: `output_dir`, or a folder in it for each trial of a search."""
+        """The checkpoint folder: `output_dir`, or a subfolder for each trial of a search."""
         if self._hftrainer.search is None or trial is None:
             return str(self.args.output_dir)
         name = self.hp_name(trial) if self.hp_name is not None else f"run-{self._hftrainer.search.run_id(trial)}"
@@ -883,19 +887,19 @@ class Trainer(EarlierMethods):
     def _save_checkpoint(self, model: nn.Module, trial: Any, metrics: dict[str, float] | None = None) -> None:
         """Write `checkpoint-{step}` atomically, and delete checkpoints beyond `save_total_limit`.
 
-        If the storage fails (full, read-only), the checkpoint is skipped, an error is logged, and training continues.
-        Files that an override wrote into that folder beforehand become part of the checkpoint.
+        If the storage fails (full, read-only), we log an error, skip the checkpoint and continue training. Files that
+        an override has already written to the folder become part of the checkpoint.
 
         Args:
             model: the model in training.
             trial: the hyperparameter trial, if any.
-            metrics: of an evaluation, compared for the best model; until v4.46.
+            metrics: an evaluation's metrics, to find the best model; passed until v4.46.
         """
         loop = self._hftrainer.run.loop
         if metrics is not None and (loop is None or metrics is not loop.evaluation_metrics):
             self._determine_best_metric(metrics, trial)
-        with self._hftrainer.saver.checkpoint(trial) as fill:
-            fill()
+        with self._hftrainer.saver.checkpoint(trial) as write_files:
+            write_files()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._hftrainer.saver.save_state_files(self._hftrainer.require_optimizer, output_dir)
@@ -904,7 +908,7 @@ class Trainer(EarlierMethods):
             self._hftrainer.checkpoint_writer.save(self.lr_scheduler.state_dict(), path)
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write the loss scaler's state, with fp16."""
+        """Write the loss scaler's state, if training uses fp16."""
         if self.accelerator.scaler is not None and self._hftrainer.policy.saves_scaler:
             torch.save(self.accelerator.scaler.state_dict(), os.path.join(output_dir, names.SCALER_NAME))
 
@@ -931,12 +935,12 @@ class Trainer(EarlierMethods):
         """Log missing and unexpected weights after loading a checkpoint.
 
         Args:
-            load_result: with `missing_keys` and `unexpected_keys`, as `load_state_dict` returns it.
+            load_result: the result of `load_state_dict`, with `missing_keys` and `unexpected_keys`.
         """
         if load_result.missing_keys:
-            logger.warning("The checkpoint has missing keys, weights of the model: %s", load_result.missing_keys)
+            logger.warning("Weights that the checkpoint lacks (missing keys): %s", load_result.missing_keys)
         if load_result.unexpected_keys:
-            logger.warning("The checkpoint has unexpected keys, not of the model: %s", load_result.unexpected_keys)
+            logger.warning("Weights that the model lacks (unexpected keys): %s", load_result.unexpected_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's and the scheduler's state, if the checkpoint has them."""
@@ -952,7 +956,7 @@ class Trainer(EarlierMethods):
             load_rng_state(os.path.join(checkpoint, name))
 
     def _load_callback_state(self) -> None:
-        """Restore the callbacks' states from `self.state`, with `restore_callback_states_from_checkpoint`."""
+        """Restore the callbacks' states, with `restore_callback_states_from_checkpoint` or after a rollback."""
         if self.args.restore_callback_states_from_checkpoint or self._hftrainer.run.has_rolled_back:
             self.control = resume.restore_callbacks(self.callback_handler, self.control, self.state.stateful_callbacks)
         else:
@@ -976,7 +980,7 @@ class Trainer(EarlierMethods):
             private: whether a new repository is private; default `hub_private_repo`.
 
         Raises:
-            InvalidArgument: for an invalid name of a repository.
+            InvalidArgument: for an invalid repository name.
             HubError: without write access; the error gives the reason.
         """
         if self.is_world_process_zero():
@@ -994,24 +998,24 @@ class Trainer(EarlierMethods):
         dataset: str | list[str] | None = None,
         dataset_args: Any = None,
     ) -> None:
-        """Write `README.md` and `training.png` to the output folder, on the main process.
+        """Write `README.md` and `training.png` to the output folder, in the main process.
 
-        The card lists the origin of model and data, the results, the hyperparameters and the versions. It can be
-        written at any time, during training too. The plot needs `hftrainer[plot]`.
+        The card lists the origins of model and data, the results, the hyperparameters and the versions. Call it at any
+        time, even during training. The plot needs `hftrainer[plot]`.
 
         Args:
-            language: of the data, as ISO codes; the Hub checks them, and the licence, when the card is uploaded.
-            license: such as 'apache-2.0'; default that of the model that training began with, if the Hub has it.
-            tags: added to those of the model, of an existing card, and `generated_from_trainer`.
-            model_name: the heading; default the name of the output folder.
-            finetuned_from: the repository of the model that training began with; default that in its config.
-            tasks: such as 'text-classification'; default by the model's class.
+            language: ISO codes of the data's languages; the Hub checks them and the licence when the card is uploaded.
+            license: an identifier such as 'apache-2.0'; default the pretrained model's, if the Hub has it.
+            tags: tags to add to `generated_from_trainer` and to those of the model and an existing card.
+            model_name: the heading; default the output folder's name.
+            finetuned_from: the repository of the pretrained model; default that in its config.
+            tasks: identifiers such as 'text-classification'; default by the model's class.
             dataset_tags: identifiers of datasets on the Hub; default those of the evaluation or training data.
-            dataset: their names; default the tags.
-            dataset_args: for each tag, the arguments with which it was loaded.
+            dataset: names of the datasets; default their tags.
+            dataset_args: for each tag, the arguments that loaded the dataset.
 
         Raises:
-            InvalidArgument: for values of another type; the error names them.
+            InvalidArgument: for values of a wrong type; the error names them.
         """
         create_model_card(
             self,
@@ -1038,18 +1042,18 @@ class Trainer(EarlierMethods):
         """Save the model in `output_dir`, write its card, and upload the folder without the checkpoints.
 
         Args:
-            commit_message: the message of the commit.
-            blocking: wait for the upload; otherwise return a future. The script must wait for it before it ends.
+            commit_message: the commit message.
+            blocking: whether to wait for the upload, or to return a future, which the script must wait for.
             token: a token with write access; default `hub_token`.
             revision: the branch; default `hub_revision`, or main.
             private: whether a new repository is private; default `hub_private_repo`.
-            **kwargs: for `create_model_card`.
+            **kwargs: arguments of `create_model_card`.
 
         Returns:
-            A `CommitInfo`, or a `Future` of it; None in all processes but the main one.
+            A `CommitInfo`, or a `Future` of it; None outside the main process.
 
         Raises:
-            HubError: when the upload fails; the model is in `output_dir`.
+            HubError: if the upload fails; the model is in `output_dir`.
         """
         return self._hftrainer.hub_uploader.push(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
@@ -1060,7 +1064,7 @@ class Trainer(EarlierMethods):
         self._hftrainer.hub_uploader.push_checkpoint(checkpoint_folder)
 
     def _finish_current_push(self) -> None:
-        """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
+        """Wait for uploads, retry failed uploads, and log which succeeded and which are missing."""
         self._hftrainer.hub_uploader.finish()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
@@ -1077,40 +1081,40 @@ class Trainer(EarlierMethods):
     ) -> BestRun | list[BestRun]:
         """Train a new model for each choice of hyperparameters, and return the best trial.
 
-        Optuna's study stays in `hp_study`, in the main process. With `storage`, `study_name` and `load_if_exists=True`
-        an interrupted search continues, and several processes or machines share one.
+        The main process has Optuna's study in `hp_study`. With `storage`, `study_name` and `load_if_exists=True`,
+        an interrupted search continues, and several processes or machines can share a search.
 
-        Ray trains each trial in its own process, in the working directory of this one, with a copy of this Trainer. An
+        Ray trains each trial in a separate process, with this working directory and a copy of this Trainer. An
         interrupted search continues with `name` and `resume="AUTO"`. Interrupted trials, and those of population-based
         training, resume from the last evaluated step that was saved.
 
         Args:
-            hp_space: trial → the arguments of the trial, as a dict; with Ray None → a dict of Ray's distributions, and
-                with W&B None → the configuration of the sweep. Default: `default_hp_space_optuna`, `_ray`, `_wandb`.
-            compute_objective: metrics of an evaluation → a number, or one for each direction; default
+            hp_space: trial → a dict of the trial's arguments; with Ray, None → a dict of Ray's distributions; with
+                W&B, None → the configuration of the sweep. Default: `default_hp_space_optuna`, `_ray`, `_wandb`.
+            compute_objective: evaluation metrics → a number, or one number per direction; default
                 `default_compute_objective`.
-            n_trials: number of trials in the study at the end, including earlier ones; None with a `timeout`. For
+            n_trials: total number of trials in the study, including earlier trials; may be None with a `timeout`. For
                 'wandb', the number of runs that this process trains.
             direction: 'minimize' or 'maximize'; a list of these for several objectives.
             backend: 'optuna' (default), 'ray' or 'wandb'.
-            hp_name: trial → the name of its folder and of its runs in trackers; default: folder `run-{number}`, and no
-                name in trackers. With Ray the trial is the chosen dict, and the default is `run-{trial_id}` for both.
-            kwargs: keywords of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and of
+            hp_name: trial → the name of its folder and of its tracker runs; default: folder `run-{number}`, and no
+                name in trackers. With Ray the trial is a dict of values, and the default is `run-{trial_id}` for both.
+            kwargs: arguments of `optuna.create_study` (sampler, pruner, storage, study_name, load_if_exists) and
                 `Study.optimize` (timeout in seconds, n_jobs, catch, callbacks, gc_after_trial, show_progress_bar).
-                `n_jobs` processes train trials, all but the first with a pickled copy of the Trainer. With Ray: those
-                of `ray.tune.run`; resources_per_trial defaults to one CPU, and one GPU if the Trainer uses one. With
-                W&B: those of `search.wandb_search.WandbSearch.run`.
+                `n_jobs` processes train trials, all but the first with a pickled copy of the Trainer. With Ray:
+                arguments of `ray.tune.run`; resources_per_trial defaults to one CPU, and one GPU if the Trainer uses
+                it. With W&B: arguments of `search.wandb_search.WandbSearch.run`.
 
         Returns:
-            The best trial (for 'wandb', of those trained here); with several objectives, a list of the Pareto-optimal
+            The best trial (for 'wandb', the best of this process); with several objectives, a list of Pareto-optimal
             trials.
 
         Raises:
-            InvalidArgument: without a `model_init`, and for invalid values.
-            UnknownArgument: for a name in the space that is not an argument.
+            InvalidArgument: without a `model_init`, or for invalid values.
+            UnknownArgument: for a name in `hp_space` that is not an argument.
             UnsupportedArgument: for an unsupported backend.
             MissingPackage: for a backend that is not installed.
-            SearchFailed: when no trial was completed.
+            SearchFailed: if no trial completes.
         """
         try:
             return hyperparameter_search.search(
@@ -1120,7 +1124,7 @@ class Trainer(EarlierMethods):
             self._finish_current_push()
 
     def _hp_search_setup(self, trial: Any) -> None:
-        """Set the arguments of a trial, and rebuild what depends on them."""
+        """Set the arguments of a trial, and rebuild the components that depend on them."""
         self._trial = trial
         if trial is not None:
             hyperparameter_search.set_trial_arguments(self._hftrainer, trial)
@@ -1129,7 +1133,7 @@ class Trainer(EarlierMethods):
         self._hftrainer.setup.rebuild_from_arguments()
 
     def _report_to_hp_search(self, trial: Any, step: int, metrics: dict[str, float]) -> None:
-        """Report an evaluation within a trial to the search, which may end the trial."""
+        """Report a trial's evaluation to the search, which may end the trial."""
         if self._hftrainer.search is not None and trial is not None:
             self.objective = self._hftrainer.search.compute_trial_objective(self, metrics)
             self._hftrainer.search.report(self, trial, step, self.objective, metrics)
@@ -1137,13 +1141,14 @@ class Trainer(EarlierMethods):
     # ---- Logs and metrics --------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add a line to `state.log_history` and call `on_log`. Override it to do more.
+        """Add a line to `state.log_history` and call `on_log`. Override it to extend logging.
 
         Args:
-            logs: the values; the epoch is added to them.
-            start_time: when training began, in seconds.
+            logs: the values of the line, to which we add the epoch.
+            start_time: when training began, from `time.time()`.
         """
-        if self.state.epoch is not None:  # None before training, until v5.2
+        # Until v5.2, it is None before training.
+        if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         logs |= self._hftrainer.steps.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
@@ -1152,26 +1157,26 @@ class Trainer(EarlierMethods):
 
     @staticmethod
     def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Metrics in a readable format."""
+        """The metrics, formatted for display."""
         return metrics_format(metrics)
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Print metrics as a table, on the main process.
+        """Print metrics as a table, in the main process.
 
         Args:
             split: 'train', 'eval' or 'test', for the title.
-            metrics: the metrics.
+            metrics: the metrics to print.
         """
         if self.is_world_process_zero():
             print_table(f"{split} metrics", self.metrics_format(metrics))
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Write metrics to `{split}_results.json`, on the main process.
+        """Write metrics to `{split}_results.json`, in the main process.
 
         Args:
             split: 'train', 'eval', 'test' or 'all'.
-            metrics: the metrics.
-            combined: also merge them into `all_results.json`.
+            metrics: the metrics to write.
+            combined: whether to also merge them into `all_results.json`.
         """
         if self.is_world_process_zero():
             write_metrics(str(self.args.output_dir), split, metrics, combined=combined)
@@ -1180,9 +1185,9 @@ class Trainer(EarlierMethods):
     # ---- Processes ---------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Leave the process group, at the end of a script: operations that need other processes fail afterwards.
+        """Wait for background checkpoints and uploads, then leave the process group.
 
-        First waits for background checkpoints and uploads.
+        Call it at the end of a script: later operations that need other processes fail.
         """
         self._hftrainer.checkpoint_writer.close()
         self._finish_current_push()

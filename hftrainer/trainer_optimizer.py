@@ -24,7 +24,7 @@ from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
 
-_OF_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_ADAM_ARGUMENTS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 #: Module of an optimizer → how to install it.
 INSTALL = {
     "apex.optimizers": "build https://github.com/NVIDIA/apex; optim='adamw_torch_fused' is as fast",
@@ -45,56 +45,57 @@ INSTALL = {
 def parameter_groups(
     model: nn.Module, decayed: list[str], weight_decay: float, selected: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Two groups of the trainable parameters: with weight decay and without; then those that are `selected`.
+    """Groups of trainable parameters: with weight decay, without it, and the `selected` groups.
 
-    If only some layers of a model are sharded over processes, each group is split by device mesh: a fused step cannot
-    take tensors of different meshes.
+    If only some layers of a model are sharded over processes, each group is split by device mesh, since a fused step
+    does not accept tensors of different meshes.
     """
     names = set(decayed)
     trainable = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    taken = {id(parameter) for group in selected or () for parameter in group["params"]}
-    rest = [(decays, parameter) for decays, parameter in trainable if id(parameter) not in taken]
+    selected_ids = {id(parameter) for group in selected or () for parameter in group["params"]}
+    others = [(decays, parameter) for decays, parameter in trainable if id(parameter) not in selected_ids]
     groups: list[dict[str, Any]] = [
-        {"params": [parameter for decays, parameter in rest if decays], "weight_decay": weight_decay},
-        {"params": [parameter for decays, parameter in rest if not decays], "weight_decay": 0.0},
+        {"params": [parameter for decays, parameter in others if decays], "weight_decay": weight_decay},
+        {"params": [parameter for decays, parameter in others if not decays], "weight_decay": 0.0},
     ]
     if selected is not None:
-        named = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected]
-        groups = [group for group in named if group["params"]]  # torch cannot load several empty groups under FSDP
+        named_groups = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected]
+        # Under FSDP, torch cannot load several empty groups.
+        groups = [group for group in named_groups if group["params"]]
     meshes = list(dict.fromkeys(_mesh_of(parameter) for _, parameter in trainable))
     if len(meshes) < 2:
         return groups
-    split = [
+    groups_by_mesh = [
         {**group, "params": [parameter for parameter in group["params"] if _mesh_of(parameter) == mesh]}
         for group in groups
         for mesh in meshes
     ]
-    return [group for group in split if group["params"]]
+    return [group for group in groups_by_mesh if group["params"]]
 
 
 def _mesh_of(parameter: nn.Parameter) -> Any:
-    """The device mesh that a parameter is sharded over; None for a parameter that is not sharded."""
+    """The device mesh over which a parameter is sharded; None without sharding."""
     return getattr(parameter, "device_mesh", None)
 
 
 @dataclass
 class Request:
-    """The inputs for making an optimizer.
+    """The inputs of an optimizer builder.
 
     Attributes:
         name: the optimizer's name.
         args: the training arguments.
         model: the model, for optimizers that select parameters from it.
         options: the options in `optim_args`, by name.
-        asked: the options that were read, so that all others can be rejected.
-        uses_adam: whether the betas and epsilon of the arguments were read.
+        read_options: names of the options that were read, so that others can be rejected.
+        uses_adam: whether the arguments' betas and epsilon were read.
     """
 
     name: str
     args: TrainingArguments
     model: nn.Module | None
     options: dict[str, str]
-    asked: set[str] = field(default_factory=set)
+    read_options: set[str] = field(default_factory=set)
     uses_adam: bool = False
 
     @property
@@ -104,31 +105,31 @@ class Request:
 
     @property
     def adam(self) -> dict[str, Any]:
-        """Learning rate, betas and epsilon."""
+        """The learning rate, betas and epsilon."""
         self.uses_adam = True
         betas = (self.args.adam_beta1, self.args.adam_beta2)
         return {**self.lr, "betas": betas, "eps": self.args.adam_epsilon}
 
     def read(self, **kinds: Any) -> dict[str, Any]:
-        """The options given in `optim_args`, and those with a default, each converted to its type.
+        """The options in `optim_args` and the options with a default, converted to their types.
 
         Args:
-            kinds: option → a function that converts its text; or that function, and a default.
+            kinds: option → a function that converts its text, or a tuple of this function and a default.
 
         Raises:
-            InvalidArgument: for a text that cannot be converted.
+            InvalidArgument: if the function cannot convert the text.
         """
-        self.asked.update(kinds)
+        self.read_options.update(kinds)
         values: dict[str, Any] = {}
         for name, kind in kinds.items():
             convert, *default = kind if isinstance(kind, tuple) else (kind,)
             if name in self.options:
-                values[name] = self._converted(name, convert)
+                values[name] = self._convert(name, convert)
             elif default:
                 (values[name],) = default
         return values
 
-    def _converted(self, name: str, convert: Callable[[str], Any]) -> Any:
+    def _convert(self, name: str, convert: Callable[[str], Any]) -> Any:
         text, value = self.options[name], None
         with contextlib.suppress(ValueError):
             value = parse_bool(text) if convert is bool else convert(text)
@@ -145,7 +146,7 @@ def _load(name: str, module: str, attribute: str) -> Any:
     """A class of another library.
 
     Raises:
-        MissingPackage: when the library is not installed; names the command that installs it.
+        MissingPackage: if the library is not installed; the message has the command to install it.
     """
     try:
         return getattr(importlib.import_module(module), attribute)
@@ -158,36 +159,36 @@ def _load(name: str, module: str, attribute: str) -> Any:
 def _builder(
     module: str, attribute: str, *, has_betas: bool = True, **kinds: Any
 ) -> Callable[[Request], OptimizerSpec]:
-    """A function that returns a class of torch or another library, and its keywords.
+    """A function that returns an optimizer class and its keyword arguments.
 
     Args:
-        module: its module.
-        attribute: its name.
-        has_betas: whether it takes Adam's betas and epsilon, beside the learning rate.
-        kinds: the options in `optim_args`, as `Request.read` takes them.
+        module: the module of the class, in torch or another library.
+        attribute: the name of the class.
+        has_betas: whether the class accepts Adam's betas and epsilon in addition to the learning rate.
+        kinds: the options in `optim_args`, as for `Request.read`.
     """
 
     def make(request: Request) -> OptimizerSpec:
-        keywords = request.adam if has_betas else request.lr
-        return _load(request.name, module, attribute), {**keywords, **request.read(**kinds)}
+        kwargs = request.adam if has_betas else request.lr
+        return _load(request.name, module, attribute), {**kwargs, **request.read(**kinds)}
 
     return make
 
 
 def dtype(name: str) -> torch.dtype | None:
-    """The torch dtype with that name, or None."""
-    found = getattr(torch, name, None)
-    return found if isinstance(found, torch.dtype) else None
+    """The torch dtype with this name, or None."""
+    value = getattr(torch, name, None)
+    return value if isinstance(value, torch.dtype) else None
 
 
 def _adamw_torch_fused(request: Request) -> OptimizerSpec:
-    # For XLA torch has no fused kernel; XLA fuses the whole step.
-    fused = {} if request.args.device.type == "xla" else {"fused": True}
-    return torch.optim.AdamW, {**request.adam, **fused}
+    # Torch has no fused kernel for XLA, which fuses the complete step.
+    kwargs = {} if request.args.device.type == "xla" else {"fused": True}
+    return torch.optim.AdamW, {**request.adam, **kwargs}
 
 
 def _adamw_hf(request: Request) -> OptimizerSpec:
-    """The installed transformers' class under `install()`, for scripts that compare classes; same computation."""
+    """Under `install()`, transformers' equivalent class, for scripts that compare classes; otherwise ours."""
     if swap.is_installed() and "transformers" in sys.modules:
         importlib.import_module("transformers.optimization")
     return swap.current_value("transformers.optimization", "AdamW", AdamW), request.adam
@@ -205,33 +206,33 @@ def _bitsandbytes(request: Request) -> OptimizerSpec:
         del kwargs["is_paged"]
         return _load(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_RMSPROP), **kwargs}
     if "lion" in name:
-        own = {**request.lr, "betas": request.adam["betas"]}
-        return _load(name, "bitsandbytes.optim", "Lion"), {**own, **kwargs}
+        options = {**request.lr, "betas": request.adam["betas"]}
+        return _load(name, "bitsandbytes.optim", "Lion"), {**options, **kwargs}
     if "ademamix" in name:
         beta1, beta2 = request.adam["betas"]
         epsilon = request.args.adam_epsilon
-        own = request.read(
+        options = request.read(
             beta1=(float, beta1), beta2=(float, beta2), beta3=(float, 0.9999), alpha=(float, 5.0), eps=(float, epsilon)
         )
-        own |= {"betas": tuple(own.pop(f"beta{number}") for number in (1, 2, 3))}
-        own |= request.read(t_alpha=int, t_beta3=int)
-        return _load(name, "bitsandbytes.optim", "AdEMAMix"), {**request.lr, **own, **kwargs}
+        options |= {"betas": tuple(options.pop(f"beta{number}") for number in (1, 2, 3))}
+        options |= request.read(t_alpha=int, t_beta3=int)
+        return _load(name, "bitsandbytes.optim", "AdEMAMix"), {**request.lr, **options, **kwargs}
     return _load(name, "bitsandbytes.optim", "AdamW"), {**request.adam, **kwargs}
 
 
 def _galore(request: Request) -> OptimizerSpec:
-    kind = "GaLoreAdafactor" if "adafactor" in request.name else "GaLoreAdamW"
-    kind += "8bit" if "8bit" in request.name else ""
-    own = request.read(rank=(int, 128), update_proj_gap=(int, 200), scale=(float, 0.25), proj_type=(str, "std"))
+    class_name = "GaLoreAdafactor" if "adafactor" in request.name else "GaLoreAdamW"
+    class_name += "8bit" if "8bit" in request.name else ""
+    options = request.read(rank=(int, 128), update_proj_gap=(int, 200), scale=(float, 0.25), proj_type=(str, "std"))
     kwargs = request.lr
     if "adafactor" in request.name:
         kwargs |= {"scale_parameter": False, "relative_step": False}
-    made = _load(request.name, "galore_torch", kind)
-    return low_rank.build(request.name, request.args, request.model, made, own, kwargs)
+    optimizer_class = _load(request.name, "galore_torch", class_name)
+    return low_rank.build(request.name, request.args, request.model, optimizer_class, options, kwargs)
 
 
 def _apollo(request: Request) -> OptimizerSpec:
-    own = request.read(
+    options = request.read(
         rank=(int, 128),
         proj=(str, "random"),
         scale_type=(str, "channel"),
@@ -239,9 +240,9 @@ def _apollo(request: Request) -> OptimizerSpec:
         scale=(float, 1.0),
         proj_type=(str, "std"),
     )
-    own |= {name: request.adam[name] for name in ("betas", "eps")}
-    made = _load(request.name, "apollo_torch", "APOLLOAdamW")
-    return low_rank.build(request.name, request.args, request.model, made, own, request.lr)
+    options |= {name: request.adam[name] for name in ("betas", "eps")}
+    optimizer_class = _load(request.name, "apollo_torch", "APOLLOAdamW")
+    return low_rank.build(request.name, request.args, request.model, optimizer_class, options, request.lr)
 
 
 def _lomo(request: Request) -> OptimizerSpec:
@@ -252,31 +253,31 @@ def _lomo(request: Request) -> OptimizerSpec:
 
 
 def _schedule_free(request: Request) -> OptimizerSpec:
-    kinds = {"radam": "RAdamScheduleFree", "adamw": "AdamWScheduleFree", "sgd": "SGDScheduleFree"}
-    which = request.name.removeprefix("schedule_free_")
-    kwargs = request.lr if which == "sgd" else request.adam
+    class_names = {"radam": "RAdamScheduleFree", "adamw": "AdamWScheduleFree", "sgd": "SGDScheduleFree"}
+    algorithm = request.name.removeprefix("schedule_free_")
+    kwargs = request.lr if algorithm == "sgd" else request.adam
     kwargs["weight_decay"] = request.args.weight_decay
-    if which != "radam":
+    if algorithm != "radam":
         warmup = request.args.warmup_steps
         if 0 < warmup < 1:
             raise InvalidArgument(
-                f"optim={request.name!r} does its own warm-up: set warmup_steps to a number of steps, not {warmup}."
+                f"optim={request.name!r} has a built-in warm-up: set warmup_steps to a number of steps, not {warmup}."
             )
         kwargs["warmup_steps"] = warmup
     kwargs |= request.read(weight_lr_power=(float, 2.0), r=(float, 0.0))
-    return _load(request.name, "schedulefree", kinds[which]), kwargs
+    return _load(request.name, "schedulefree", class_names[algorithm]), kwargs
 
 
 def _stable_adamw(request: Request) -> OptimizerSpec:
     options = request.read(decouple_lr=(bool, False), max_lr=(float, None), kahan_sum=(bool, None))
-    keywords = {**request.adam, "weight_decay": request.args.weight_decay, **options}
-    return _load(request.name, "optimi", "StableAdamW"), keywords
+    kwargs = {**request.adam, "weight_decay": request.args.weight_decay, **options}
+    return _load(request.name, "optimi", "StableAdamW"), kwargs
 
 
 _RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}
 _TORCHAO: dict[str, Any] = {"block_size": (int, 256), "bf16_stochastic_round": (bool, False)}
 
-#: Optimizer name → function that returns its class and keywords.
+#: Optimizer name → function that returns its class and keyword arguments.
 OPTIMIZERS: dict[str, Callable[[Request], OptimizerSpec]] = {
     "adamw_hf": _adamw_hf,
     "adamw_torch": _builder("torch.optim", "AdamW"),
@@ -343,35 +344,36 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
         InvalidArgument: for any other form.
     """
     pairs = [pair for pair in (text or "").replace(" ", "").split(",") if pair]
-    if wrong := [pair for pair in pairs if "=" not in pair]:
-        raise InvalidArgument(f"optim_args={text!r}: {wrong[0]!r} is not name=value; write 'name=value,name=value'.")
+    if invalid := [pair for pair in pairs if "=" not in pair]:
+        raise InvalidArgument(f"optim_args={text!r}: {invalid[0]!r} is not name=value; use 'name=value,name=value'.")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def optimizer_cls_and_kwargs(args: TrainingArguments, model: nn.Module | None = None) -> OptimizerSpec:
-    """Class and keywords of the optimizer that `args.optim` names.
+    """The class and keyword arguments of the optimizer that `args.optim` selects.
 
     Raises:
-        InvalidArgument: for an unknown name, and for unknown options.
-        MissingPackage: when the optimizer's library is not installed.
+        InvalidArgument: for an unknown name or unknown options.
+        MissingPackage: if the optimizer's library is not installed.
     """
     name = OptimizerNames(args.optim).value
     request = Request(name, args, model, parse_optim_args(args.optim_args))
-    made = OPTIMIZERS[name](request)
-    if unknown := sorted(request.options.keys() - request.asked):
-        takes = f"it takes {', '.join(sorted(request.asked))}" if request.asked else "it takes none"
+    spec = OPTIMIZERS[name](request)
+    if unknown := sorted(request.options.keys() - request.read_options):
+        names = ", ".join(sorted(request.read_options))
+        hint = f"allowed: {names}" if names else "it has no options"
         raise InvalidArgument(
-            f"optim_args of optim={name!r}: {', '.join(unknown)} unknown, {takes}. For other keywords of its class, "
+            f"optim_args of optim={name!r}: unknown {', '.join(unknown)}; {hint}. For other arguments of the class, "
             "pass optimizer_cls_and_kwargs to Trainer."
         )
-    if not request.uses_adam and (ignored := changed_arguments(args, _OF_ADAM)):
-        shown = ", ".join(f"{argument}={value}" for argument, value in ignored.items())
-        logger.warning("%s has no effect: optim=%r has no such setting, or takes it in optim_args.", shown, name)
-    return made
+    if not request.uses_adam and (ignored := changed_arguments(args, _ADAM_ARGUMENTS)):
+        arguments = ", ".join(f"{argument}={value}" for argument, value in ignored.items())
+        logger.warning("%s has no effect: optim=%r lacks this setting, or reads it from optim_args.", arguments, name)
+    return spec
 
 
 def use_32bit_embedding_moments(model: nn.Module, kind: Any, kwargs: dict[str, Any]) -> None:
-    """Let bitsandbytes keep 32-bit moments for embeddings, where 8 bits are too few; no effect on other optimizers."""
+    """Use 32-bit moments for embeddings in 8-bit bitsandbytes optimizers; no effect on others."""
     if "bitsandbytes" not in str(kind) or kwargs.get("optim_bits") != 8:
         return
     manager = importlib.import_module("bitsandbytes.optim").GlobalOptimManager.get_instance()

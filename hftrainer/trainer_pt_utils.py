@@ -1,4 +1,4 @@
-"""Utilities for nested outputs, parameter names and readable metrics."""
+"""Utilities for nested outputs, parameter names and the display of metrics."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from hftrainer.errors import InvalidArgument
 from hftrainer.parallel.processes import rebuild_container as rebuild_container
 from hftrainer.releases.policy import get_parameter_names as get_parameter_names
 
-#: The most frequent types first: `isinstance` checks them in this order.
+#: `isinstance` checks these types in order, so the most frequent are first.
 _CONTAINERS = (tuple, dict, list, Mapping)
 
 
 def get_model_param_count(model: nn.Module, trainable_only: bool = False) -> int:
-    """Number of elements of a model's parameters, or of those that are trained; of the whole model with ZeRO-3."""
-    return sum(peers.element_count(each) for each in model.parameters() if each.requires_grad or not trainable_only)
+    """Number of elements in a model's (trainable) parameters, including those that ZeRO-3 partitions."""
+    return sum(peers.element_count(p) for p in model.parameters() if p.requires_grad or not trainable_only)
 
 
 def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
     """Apply `function` to every leaf of nested mappings, lists and tuples."""
-    if isinstance(data, torch.Tensor):  # the common case first: `isinstance(data, Mapping)` is slow
+    # The common case first, since `isinstance(data, Mapping)` is slow.
+    if isinstance(data, torch.Tensor):
         return function(data)
     if isinstance(data, _CONTAINERS):
         return rebuild_container(data, lambda value: nested_apply(function, value))
@@ -36,12 +37,12 @@ def nested_apply(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def nested_detach(tensors: Any) -> Any:
-    """Detach every tensor; other leaves are kept."""
+    """Detach every tensor; other leaves are unchanged."""
     return nested_apply(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, tensors)
 
 
 def nested_numpify(tensors: Any) -> Any:
-    """Convert tensors to NumPy arrays; bfloat16, which NumPy does not have, becomes float32."""
+    """Convert tensors to NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
     return nested_apply(_numpify, tensors)
 
 
@@ -53,7 +54,7 @@ def _numpify(leaf: Any) -> Any:
 
 
 def drop_all_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
-    """The nested outputs with all rows removed; with `lists_of_samples`, lists become empty."""
+    """The nested outputs without rows; with `lists_of_samples`, lists are empty too."""
     if lists_of_samples and isinstance(data, list):
         return []
     if isinstance(data, _CONTAINERS):
@@ -64,7 +65,7 @@ def drop_all_rows(data: Any, *, lists_of_samples: bool = False) -> Any:
 
 
 def find_batch_size(tensors: Any) -> int | None:
-    """First dimension of the first tensor in nested containers, or None."""
+    """The first dimension of the first tensor in nested containers, or None."""
     if isinstance(tensors, (torch.Tensor, np.ndarray)):
         return tensors.shape[0] if tensors.ndim else None
     if not isinstance(tensors, _CONTAINERS):
@@ -75,11 +76,11 @@ def find_batch_size(tensors: Any) -> int | None:
 
 @dataclass
 class LabelSmoother:
-    """Cross entropy with label smoothing: part of each label's probability is spread over all classes.
+    """Cross entropy with label smoothing, which distributes part of each label's probability over all classes.
 
     Attributes:
-        epsilon: the fraction that is spread.
-        ignore_index: label that the loss ignores.
+        epsilon: the distributed fraction.
+        ignore_index: the label that the loss ignores.
     """
 
     epsilon: float = 0.1
@@ -94,35 +95,37 @@ class LabelSmoother:
             model_output: the model's output; its logits have shape `(..., classes)`.
             labels: labels of shape `(...)`.
             shift_labels: whether position `i` predicts label `i + 1`, as in causal language models.
-            num_items_in_batch: divisor; by default the number of labels that count.
+            num_items_in_batch: the divisor of the loss; default the number of labels that are not ignored.
         """
         logits = model_output["logits"] if isinstance(model_output, Mapping) else model_output[0]
         if labels.is_floating_point():
             raise InvalidArgument(
-                f"label_smoothing_factor={self.epsilon} needs a class for each label, and the labels are numbers "
-                f"({labels.dtype}), as in a regression: set it to 0, or make the labels integers."
+                f"label_smoothing_factor={self.epsilon} needs a class for each label, but the labels are "
+                f"{labels.dtype}, as for regression: set it to 0, or convert the labels to integers."
             )
         if shift_labels:
             logits, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
-        negative = -nn.functional.log_softmax(logits, dim=-1)
-        if labels.ndim == negative.ndim - 1:
+        class_losses = -nn.functional.log_softmax(logits, dim=-1)
+        if labels.ndim == class_losses.ndim - 1:
             labels = labels.unsqueeze(-1)
-        ignored = labels.eq(self.ignore_index)
-        own = negative.gather(dim=-1, index=labels.clamp(min=0)).masked_fill(ignored, 0.0)
-        spread = negative.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill(ignored, 0.0)
-        items: Any = ignored.numel() - ignored.long().sum() if num_items_in_batch is None else num_items_in_batch
-        items = items.to(own.device) if isinstance(items, torch.Tensor) else items
-        spread_mean = spread.sum() / (items * negative.shape[-1])
-        loss: torch.Tensor = (1 - self.epsilon) * (own.sum() / items) + self.epsilon * spread_mean
+        ignore_mask = labels.eq(self.ignore_index)
+        label_losses = class_losses.gather(dim=-1, index=labels.clamp(min=0)).masked_fill(ignore_mask, 0.0)
+        loss_sums = class_losses.sum(dim=-1, keepdim=True, dtype=torch.float32).masked_fill(ignore_mask, 0.0)
+        items: Any = (
+            ignore_mask.numel() - ignore_mask.long().sum() if num_items_in_batch is None else num_items_in_batch
+        )
+        items = items.to(label_losses.device) if isinstance(items, torch.Tensor) else items
+        smoothed_loss = loss_sums.sum() / (items * class_losses.shape[-1])
+        loss: torch.Tensor = (1 - self.epsilon) * (label_losses.sum() / items) + self.epsilon * smoothed_loss
         return loss
 
 
 def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics for display: memory in MB, run times as h:mm:ss.cc, FLOs in GF, floats with four decimal places."""
-    return {name: _formatted(name, value) for name, value in metrics.items()}
+    return {name: _format_metric(name, value) for name, value in metrics.items()}
 
 
-def _formatted(name: str, value: Any) -> Any:
+def _format_metric(name: str, value: Any) -> Any:
     if "_mem_" in name:
         return f"{value >> 20}MB"
     if "_runtime" in name:

@@ -19,11 +19,11 @@ from hftrainer.training.steps import extract_loss
 
 @recorded
 class Seq2SeqTrainer(Trainer):
-    """A `Trainer` that can predict with `model.generate`; takes `Seq2SeqTrainingArguments`.
+    """A `Trainer` that can predict with `model.generate`.
 
     Args:
-        args: the settings. `generation_config` replaces the model's generation config.
-        kwargs: everything else, as for `Trainer`.
+        args: `Seq2SeqTrainingArguments`, whose `generation_config` replaces the model's.
+        kwargs: the other arguments of `Trainer`.
     """
 
     def __init__(self, model: nn.Module | None = None, args: Any = None, *positional: Any, **kwargs: Any) -> None:
@@ -34,16 +34,16 @@ class Seq2SeqTrainer(Trainer):
                 "Seq2SeqTrainingArguments."
             )
         self._gen_kwargs: dict[str, Any] = {}
-        given = getattr(self.args, "generation_config", None)
-        if given is not None:
-            self.model.generation_config = self.load_generation_config(given)
+        generation_config = getattr(self.args, "generation_config", None)
+        if generation_config is not None:
+            self.model.generation_config = self.load_generation_config(generation_config)
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> Any:
-        """The generation config for an argument: the argument itself, or loaded from a file, a folder or a model id.
+        """A copy of a generation config, or a config loaded from a file, a folder or a model id.
 
         Raises:
-            InvalidArgument: when it cannot be saved with the model; the error has transformers' reasons.
+            InvalidArgument: if it cannot be saved with the model; the error has transformers' reasons.
         """
         from transformers import GenerationConfig
 
@@ -72,9 +72,9 @@ class Seq2SeqTrainer(Trainer):
     ) -> dict[str, float]:
         """Evaluate as `Trainer.evaluate` does.
 
-        Other arguments go to `model.generate`; v4.15 took the first two by position.
+        Other arguments go to `model.generate`; scripts for v4.15 pass the first two by position.
         """
-        # An incomplete last batch counts as a full one.
+        # The loss counts an incomplete last batch as full.
         self.gather_function = make_full_gather(self.accelerator, self.args)
         self._gen_kwargs = _complete_gen_kwargs(self.args, max_length=max_length, num_beams=num_beams, **gen_kwargs)
         return super().evaluate(eval_dataset, ignore_keys=ignore_keys, metric_key_prefix=metric_key_prefix)
@@ -101,7 +101,7 @@ class Seq2SeqTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Loss, generated tokens of shape `(batch, length)` and labels, padded to the longest allowed length."""
+        """The loss, generated tokens of shape `(batch, length)`, and labels, padded to the maximum length."""
         if not self.args.predict_with_generate or prediction_loss_only:  # type: ignore[attr-defined]
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = self._prepare_inputs(inputs)
@@ -118,51 +118,54 @@ class Seq2SeqTrainer(Trainer):
         return loss, _pad(self, tokens, length), None if labels is None else _pad(self, labels, length)
 
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
-        """`(batch, length)` tokens, padded on the right to `(batch, max_length)`.
+        """Tokens of shape `(batch, length)`, padded on the right to `(batch, max_length)`.
 
         Raises:
-            InvalidArgument: when neither tokenizer nor model has a padding token.
+            InvalidArgument: if neither the tokenizer nor the model has a padding token.
         """
         tokenizer, config = self.processing_class, getattr(self.model, "config", None)
         if tokenizer is not None and hasattr(tokenizer, "pad_token_id"):
-            pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+            pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         else:
-            pad = getattr(config, "pad_token_id", None)
-        if pad is None:
+            pad_token_id = getattr(config, "pad_token_id", None)
+        if pad_token_id is None:
             raise InvalidArgument("Generated sequences cannot be padded: set model.config.pad_token_id.")
-        return nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]), value=pad)
+        return nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]), value=pad_token_id)
 
 
-#: Keywords of `generate` for which None means the value of the model's config.
-_OPTIONAL = ("num_beams", "max_length")
+#: Arguments of `generate` for which None selects the value in the model's config.
+_OPTIONAL_ARGUMENTS = ("num_beams", "max_length")
 
 
 def _complete_gen_kwargs(args: Any, **gen_kwargs: Any) -> dict[str, Any]:
-    """The keywords of `generate`, completed from the training arguments."""
-    completed = dict(gen_kwargs)
-    unlimited = completed.get("max_length") is None and completed.get("max_new_tokens") is None
-    if unlimited and args.generation_max_length is not None:
-        completed["max_length"] = args.generation_max_length
-    if completed.get("num_beams") is None and args.generation_num_beams is not None:
-        completed["num_beams"] = args.generation_num_beams
-    return completed
+    """The arguments of `generate`, completed from the training arguments."""
+    kwargs = dict(gen_kwargs)
+    needs_length = kwargs.get("max_length") is None and kwargs.get("max_new_tokens") is None
+    if needs_length and args.generation_max_length is not None:
+        kwargs["max_length"] = args.generation_max_length
+    if kwargs.get("num_beams") is None and args.generation_num_beams is not None:
+        kwargs["num_beams"] = args.generation_num_beams
+    return kwargs
 
 
 def _generate(trainer: Seq2SeqTrainer, inputs: dict[str, Any], gen_kwargs: dict[str, Any]) -> tuple[torch.Tensor, int]:
     """The generated tokens, and the length that sequences are padded to."""
     model: Any = trainer._hftrainer.unwrapped_model
-    wanted = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL}
+    kwargs = {name: value for name, value in gen_kwargs.items() if value is not None or name not in _OPTIONAL_ARGUMENTS}
     strategy = trainer._hftrainer.strategy
-    # Ranks with shards of the model must all run until the longest sequence is complete.
-    wanted.setdefault("synced_gpus", strategy.needs_all_ranks_in_forward)
-    labels, decoded = inputs.get("labels"), inputs.get("decoder_input_ids")
-    made_of_labels = labels is not None and decoded is not None and labels.shape == decoded.shape
-    hidden = ("decoder_input_ids", "decoder_attention_mask") if made_of_labels else ()
+    # If ranks have shards of the model, all must run until the longest sequence is complete.
+    kwargs.setdefault("synced_gpus", strategy.needs_all_ranks_in_forward)
+    labels, decoder_inputs = inputs.get("labels"), inputs.get("decoder_input_ids")
+    # The decoder inputs were made from the labels.
+    has_shifted_labels = labels is not None and decoder_inputs is not None and labels.shape == decoder_inputs.shape
+    excluded = ("decoder_input_ids", "decoder_attention_mask") if has_shifted_labels else ()
     with strategy.summon_full_parameters():
-        tokens = model.generate(**{name: value for name, value in inputs.items() if name not in hidden}, **wanted)
+        tokens = model.generate(**{name: value for name, value in inputs.items() if name not in excluded}, **kwargs)
     config = model.generation_config
-    config._from_model_config = False  # else each batch would rebuild the config
-    if hasattr(config, "_get_default_generation_params"):  # v5 stores the defaults separately
+    # Otherwise each batch would rebuild the config.
+    config._from_model_config = False
+    # v5 stores the defaults separately.
+    if hasattr(config, "_get_default_generation_params"):
         config.update(**config._get_default_generation_params(), defaults_only=True)
     if tokens.shape[-1] < config.max_length or config.max_new_tokens is None:
         return tokens, config.max_length

@@ -1,4 +1,4 @@
-"""`TFTrainer`, as transformers 4.0 to 4.36 had it."""
+"""`TFTrainer` under the name of its module in transformers 4.0 to 4.36."""
 
 from __future__ import annotations
 

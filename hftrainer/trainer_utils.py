@@ -1,4 +1,4 @@
-"""Small public utilities of the Trainer: strategies, outputs, seeds and timings."""
+"""Public utilities of the Trainer: enumerations, outputs, seeds and timings."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PredictionOutput(NamedTuple):
 
 
 class TrainOutput(NamedTuple):
-    """The result of `Trainer.train`: optimizer steps done, mean loss over them, final metrics."""
+    """The result of `Trainer.train`: number of optimizer steps, mean loss, and final metrics."""
 
     global_step: int
     training_loss: float
@@ -92,11 +92,10 @@ class BestRun(NamedTuple):
     """The best trial of a hyperparameter search.
 
     Attributes:
-        run_id: its checkpoints are in the folder `run-{run_id}` of `output_dir`.
-        objective: a number, or one per direction.
-        hyperparameters: the chosen values.
-        run_summary: the backend's own summary, if it has one: Ray's `ExperimentAnalysis`; for Optuna see
-            `trainer.hp_study`.
+        run_id: the id of the trial, whose checkpoints are in `run-{run_id}` in `output_dir`.
+        objective: a number, or one number per direction.
+        hyperparameters: the values of the hyperparameters.
+        run_summary: Ray's `ExperimentAnalysis`; None for other backends. `trainer.hp_study` has Optuna's study.
     """
 
     run_id: str
@@ -106,15 +105,16 @@ class BestRun(NamedTuple):
 
 
 def default_compute_objective(metrics: Mapping[str, float]) -> float:
-    """The sum of an evaluation's metrics without loss, epoch, times and memory; the loss if none remain."""
-    others = [
+    """The sum of the evaluation metrics except loss, epoch, times and memory; otherwise the loss."""
+    values = [
         value for name, value in metrics.items() if name not in ("eval_loss", "epoch") and not is_measurement(name)
     ]
-    return sum(others) if others else metrics.get("eval_loss")  # type: ignore[return-value]  # callers reject None
+    # Callers reject None.
+    return sum(values) if values else metrics.get("eval_loss")  # type: ignore[return-value]
 
 
 def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
-    """Learning rate, epochs, seed and batch size, suggested by a trial of Optuna."""
+    """Learning rate, epochs, seed and batch size that an Optuna trial suggests."""
     return {
         "learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True),
         "num_train_epochs": trial.suggest_int("num_train_epochs", 1, 5),
@@ -124,7 +124,7 @@ def default_hp_space_optuna(trial: Any) -> dict[str, Any]:
 
 
 def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the server has not chosen values yet
-    """A random sweep over learning rate, epochs, seed and batch size."""
+    """The configuration of a random sweep over learning rate, epochs, seed and batch size."""
     return {
         "method": "random",
         "parameters": {
@@ -137,7 +137,7 @@ def default_hp_space_wandb(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - the 
 
 
 def default_hp_space_ray(trial: Any) -> dict[str, Any]:  # noqa: ARG001 - every hp_space gets one
-    """Learning rate, epochs, seed and batch size, as distributions from which Ray Tune draws."""
+    """Ray Tune's distributions of learning rate, epochs, seed and batch size."""
     from ray import tune
 
     return {
@@ -155,7 +155,7 @@ def speed_metrics(
     num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:
-    """Run time in seconds, and samples, steps and tokens per second, since `start_time` (from `time.time()`)."""
+    """Seconds since `start_time` (from `time.time()`), and samples, steps and tokens per second."""
     runtime = time.time() - start_time
     result = {f"{split}_runtime": round(runtime, 4)}
     if runtime == 0:
@@ -167,7 +167,7 @@ def speed_metrics(
 
 
 def denumpify_detensorize(metrics: Any) -> Any:
-    """Convert NumPy scalars and one-element tensors to Python numbers, so that metrics can be written as JSON."""
+    """Convert NumPy scalars and one-element tensors to Python numbers, for JSON."""
     return nested_apply(_as_number, metrics)
 
 
@@ -177,5 +177,5 @@ def _as_number(leaf: Any) -> Any:
 
 
 def is_main_process(local_rank: int) -> bool:
-    """Whether this local rank belongs to a main process; -1 means a single process."""
+    """Whether a local rank is that of a main process; -1 means a single process."""
     return local_rank in (-1, 0)

@@ -1,7 +1,7 @@
-"""`TrainingArguments`: plain data.
+"""`TrainingArguments`, which validates its values.
 
-The constructor validates. It also sets up the global state of DeepSpeed and accelerate, and joins the process group of
-launched processes, so that scripts can use `torch.distributed` before they make a Trainer.
+The constructor also sets up the global state of DeepSpeed and accelerate, and joins the process group of launched
+processes, so that scripts can use `torch.distributed` before they create a Trainer.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 class _HiddenFieldsMeta(abc.ABCMeta):
-    """Accepts, under `install()`, keywords for fields that the installed release lacks.
+    """Accepts, under `install()`, arguments that the installed release lacks.
 
-    The generated `__init__` of a subclass has no parameters for them, so they are taken out before it is called.
+    A subclass's generated `__init__` has no parameters for them, so they are removed before the call.
     """
 
     @property
@@ -54,13 +54,15 @@ class _HiddenFieldsMeta(abc.ABCMeta):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        hidden = _find_unaccepted(cls.__init__, [name for name in kwargs if name in legacy.HIDDEN_FIELDS])  # type: ignore[misc]
-        given = {name: kwargs.pop(name) for name in hidden}
+        candidates = [name for name in kwargs if name in legacy.HIDDEN_FIELDS]
+        hidden_names = _find_unknown_keywords(cls.__init__, candidates)  # type: ignore[misc]
+        hidden_values = {name: kwargs.pop(name) for name in hidden_names}
         with HideEngineFrames():
             instance: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
-            vars(instance)["_hidden_given"] = given
+            vars(instance)["_hidden_values"] = hidden_values
             instance.__init__(*args, **kwargs)
-        vars(instance).pop("_hidden_given", None)  # where a subclass's `__post_init__` has not called ours
+        # A subclass's `__post_init__` may not have called ours.
+        vars(instance).pop("_hidden_values", None)
         return instance
 
 
@@ -68,24 +70,24 @@ class _HiddenFieldsMeta(abc.ABCMeta):
 class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
-    COMPATIBILITY.md has a table of the fields. It is a dataclass: subclass it to add
-    fields, or pass it to `HfArgumentParser`.
+    COMPATIBILITY.md has a table of the fields. The class is a dataclass: subclass it to add fields, or pass it to
+    `HfArgumentParser`.
 
     Raises:
-        UnknownArgument: for a keyword that is not a field; the message suggests the nearest name.
-        InvalidArgument: for values that are out of range or contradict each other; one error names them all.
+        UnknownArgument: for a keyword argument that is not a field; the message suggests the nearest name.
+        InvalidArgument: for values that are out of range or contradict each other; one error lists all of them.
     """
 
     #: The default optimizer.
     default_optim = ChainingSetters.__dataclass_fields__["optim"].default
 
     def __new__(cls, *args: Any, **kwargs: Any) -> TrainingArguments:
-        """Check the keywords before the generated `__init__`, to suggest the right ones."""
-        known = {field.name for field in dataclasses.fields(cls) if field.init}
-        unknown = [name for name in kwargs if name not in known]
-        if unknown and (unknown := _find_unaccepted(cls.__init__, unknown)):
+        """Check the keyword arguments before the generated `__init__`, to suggest the nearest names."""
+        field_names = {field.name for field in dataclasses.fields(cls) if field.init}
+        unknown = [name for name in kwargs if name not in field_names]
+        if unknown and (unknown := _find_unknown_keywords(cls.__init__, unknown)):
             raise UnknownArgument(
-                "; ".join(f"{cls.__name__} has no argument {name!r}{suggest(name, known)}" for name in unknown)
+                "; ".join(f"{cls.__name__} has no argument {name!r}{suggest(name, field_names)}" for name in unknown)
             )
         if len(args) > 1:
             _check_positional(cls, args)
@@ -98,36 +100,36 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         normalize(self)
         if self.use_cpu:
             self.dataloader_pin_memory = False
-        found = check_values(ResolvedArguments(self), complete=False)
-        if found:
-            raise InvalidArgument("\n".join(found))
+        errors = check_values(ResolvedArguments(self), complete=False)
+        if errors:
+            raise InvalidArgument("\n".join(errors))
         self.hf_deepspeed_config = set_up_deepspeed(self)
         self._join_process_group()
         initialize_state(ResolvedArguments(self))
         legacy.set_release_values(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Exclude a Trainer's resolved arguments from copies and pickles: they belong to that Trainer and process."""
+        """Exclude resolved arguments, which belong to one Trainer and process, from copies and pickles."""
         return {name: value for name, value in vars(self).items() if name != "_resolved"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an argument; an old name also sets the current one."""
-        is_made = "_legacy_done" in vars(self)
-        if name == "accelerator_config" and is_made:
+        is_initialized = "_legacy_done" in vars(self)
+        if name == "accelerator_config" and is_initialized:
             value = as_accelerator_config(value)
         object.__setattr__(self, name, value)
-        if name in ALIASES and is_made:
+        if name in ALIASES and is_initialized:
             object.__setattr__(self, ALIASES[name], value)
-        elif name in legacy.RENAMED and is_made:
+        elif name in legacy.RENAMED and is_initialized:
             legacy.set_current(self, name, value)
 
     # ---- Processes ------------------------------------------------------------------------------------------------
 
     @property
     def distributed_state(self) -> Any:
-        """Rank and world size: accelerate's `PartialState`; without accelerate, an object with its attributes."""
-        given = vars(self).get("_distributed_state")
-        return get_partial_state(ResolvedArguments.of(self)) if given is None else given
+        """Rank and world size: accelerate's `PartialState`, or without accelerate an object with its attributes."""
+        state = vars(self).get("_distributed_state")
+        return get_partial_state(ResolvedArguments.of(self)) if state is None else state
 
     @distributed_state.setter
     def distributed_state(self, state: Any) -> None:
@@ -137,7 +139,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     def deepspeed_plugin(self) -> Any:
         """DeepSpeed's configuration under accelerate's names; None without DeepSpeed.
 
-        Not cached: a cached plugin would keep `hf_deepspeed_config` alive, and with it ZeRO-3's partitioning in
+        The plugin is not cached: it would keep `hf_deepspeed_config` alive, and thus ZeRO-3's partitioning in
         `from_pretrained`.
         """
         config = self.hf_deepspeed_config
@@ -147,13 +149,13 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     def deepspeed_plugin(self, plugin: Any) -> None:
         if plugin is not None or vars(self).get("hf_deepspeed_config") is not None:
             raise UnsupportedArgument(
-                f"deepspeed_plugin={plugin!r} cannot be set: give the configuration as `deepspeed`, or leave it out."
+                f"deepspeed_plugin={plugin!r} cannot be set: pass the configuration as `deepspeed` instead."
             )
 
     def _join_process_group(self) -> None:
-        """Start the process group of launched processes, which scripts expect once arguments exist.
+        """Start the process group of launched processes, which scripts use after creating arguments.
 
-        Unsupported arguments raise when the Trainer is made; here they only keep the process group from starting.
+        Unsupported arguments raise in the Trainer; here they only prevent the start of the process group.
         """
         rank_info = self._rank_info
         if rank_info.world_size == 1 or "LOCAL_RANK" not in os.environ or rank_info.is_self_launched:
@@ -169,12 +171,12 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
         """Run the block in the main process first, then in the others.
 
-        Starts the process group if needed. If the script starts the other processes itself, it does so after the block,
-        so no process waits.
+        Starts the process group if needed. If this process starts the others, it does so after the block, so no process
+        waits.
 
         Args:
-            local: whether the main process of each node runs first, instead of rank 0 only.
-            desc: name of the work, for the debug log.
+            local: whether the main process of each node runs first, or only rank 0.
+            desc: description of the block, for the debug log.
 
         Raises:
             UnsupportedArgument: if the launcher has not set how the processes connect.
@@ -185,15 +187,15 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         if not processes.several or (processes.is_self_launched and not torch.distributed.is_initialized()):
             yield
             return
-        if found := check_launch(ResolvedArguments.of(self)):
-            raise UnsupportedArgument("\n".join(found))
+        if errors := check_launch(ResolvedArguments.of(self)):
+            raise UnsupportedArgument("\n".join(errors))
         processes.connect(self.device, self.ddp_backend, self.ddp_timeout_delta)
         logger.debug("Process %d of %d: %s, the main process first.", processes.rank, processes.world_size, desc)
         with processes.run_in_order(first=(processes.local_rank if local else processes.rank) == 0):
             yield
 
     def explain(self) -> Explanation:
-        """How each argument that differs from its default is handled; print it, or use its `to_json()`."""
+        """The effect of each argument that differs from its default; print it, or call `to_json()`."""
         from hftrainer.arguments.explain import explain
 
         return explain(self)
@@ -214,29 +216,29 @@ def without_tokens(args: Any) -> Any:
     return copied
 
 
-def _find_unaccepted(initialize: Callable[..., None], names: list[str]) -> list[str]:
+def _find_unknown_keywords(initialize: Callable[..., None], names: list[str]) -> list[str]:
     """The keyword arguments that `__init__` rejects; a subclass may define its own `__init__`."""
-    taken = inspect.signature(initialize).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+    parameters = inspect.signature(initialize).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return []
-    return [name for name in names if name not in taken]
+    return [name for name in names if name not in parameters]
 
 
 def _check_positional(cls: type[TrainingArguments], values: tuple[Any, ...]) -> None:
-    """Check that positional arguments have the order of v4. In v5, numbers come where v4 has booleans."""
+    """Check that positional arguments have v4's order: v5 has numbers in place of v4's booleans."""
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     if len(values) > len(names):
         raise UnknownArgument(
-            f"{cls.__name__} takes {len(names)} arguments by position, but {len(values)} were given: give those after "
-            f"{names[-1]} by name, since each release has them in another order."
+            f"{cls.__name__} accepts {len(names)} positional arguments, not {len(values)}: pass those after "
+            f"{names[-1]} by name, since their order differs between releases."
         )
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     for name, value in zip(names, values, strict=False):
         if isinstance(defaults.get(name), bool) and value is not None and not isinstance(value, bool):
             raise InvalidArgument(
-                f"{name}={value!r} by position: it is True or False. The order is that of transformers 4 "
-                f"({', '.join(names)}), and v5 has another: give arguments by name."
+                f"{name}={value!r} by position: it must be True or False. The order is that of transformers 4 "
+                f"({', '.join(names)}); v5 has another order. Pass arguments by name."
             )

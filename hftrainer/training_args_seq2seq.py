@@ -1,4 +1,4 @@
-"""`Seq2SeqTrainingArguments`: settings for generation during evaluation."""
+"""`Seq2SeqTrainingArguments`: the arguments of `Seq2SeqTrainer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hftrainer.training_args import TrainingArguments
 
 @dataclass
 class Seq2SeqTrainingArguments(TrainingArguments):
-    """`TrainingArguments` with settings for generation, for `Seq2SeqTrainer`."""
+    """`TrainingArguments` with arguments for generation, for `Seq2SeqTrainer`."""
 
     sortish_sampler: bool = arg(
         False,
@@ -31,7 +31,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-serializable values, the generation config as a dict."""
+        """The fields as JSON-serializable values, with the generation config as a dict."""
         return {
             name: value.to_dict() if name == "generation_config" and hasattr(value, "to_dict") else value
             for name, value in super().to_dict().items()

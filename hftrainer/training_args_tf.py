@@ -1,4 +1,4 @@
-"""`TFTrainingArguments`: the settings of a `TFTrainer` (transformers 4.0 to 4.57)."""
+"""`TFTrainingArguments`: the arguments of `TFTrainer` (transformers 4.0 to 4.57)."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class NoOpStrategy:
         return contextlib.nullcontext()
 
     def experimental_distribute_dataset(self, dataset: Any) -> Any:
-        """The dataset, unchanged: each process takes its rows of each batch."""
+        """The dataset, unchanged: each process selects its rows of each batch."""
         return dataset
 
 
 @dataclass
 class TFTrainingArguments(TrainingArguments):
-    """`TrainingArguments` for `TFTrainer`, which trains with torch on Lightning, so all arguments apply.
+    """`TrainingArguments` for `TFTrainer`. Training uses torch on Lightning, so all arguments apply.
 
     Raises:
         UnsupportedArgument: for `tpu_name`, `tpu_zone` and `gcp_project`.
@@ -53,11 +53,11 @@ class TFTrainingArguments(TrainingArguments):
     xla: bool = arg(False, "Compile the model; sets torch_compile.", "4.0")
 
     def __post_init__(self) -> None:
-        given = [name for name in ("tpu_name", "tpu_zone", "gcp_project") if getattr(self, name)]
-        if given:
+        tpu_arguments = [name for name in ("tpu_name", "tpu_zone", "gcp_project") if getattr(self, name)]
+        if tpu_arguments:
             raise UnsupportedArgument(
-                f"{', '.join(given)}: TensorFlow connects to a TPU over the network, but torch_xla runs on the TPU's "
-                "own machine. Leave them out, and start the script there: python -m hftrainer run --tpu SCRIPT."
+                f"{', '.join(tpu_arguments)}: TensorFlow connects to a TPU over the network, but torch_xla runs on the "
+                "TPU's machine. Omit these arguments and start the script there: python -m hftrainer run --tpu SCRIPT."
             )
         if self.xla:
             self.torch_compile = True
@@ -71,17 +71,17 @@ class TFTrainingArguments(TrainingArguments):
 
     @property
     def strategy(self) -> NoOpStrategy:
-        """A strategy for `with args.strategy.scope():`."""
+        """A strategy whose `scope()` is empty."""
         return NoOpStrategy(self.n_replicas)
 
     @property
     def train_batch_size(self) -> int:
-        """Samples of a micro-batch over all processes; in `TrainingArguments` it is of one process."""
+        """Samples per micro-batch over all processes; in `TrainingArguments`, of one process."""
         return super().train_batch_size * self.n_replicas
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of an evaluation batch in all processes together, unlike that of `TrainingArguments`."""
+        """Samples per evaluation batch over all processes; in `TrainingArguments`, of one process."""
         return super().eval_batch_size * self.n_replicas
 
     @property
@@ -92,11 +92,11 @@ class TFTrainingArguments(TrainingArguments):
 
 
 def _hide_gpus_from_tensorflow() -> None:
-    """Hide the GPUs from TensorFlow, if the script uses it: it would take all their memory."""
+    """Hide the GPUs from TensorFlow, which would reserve all their memory, if the script uses it."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is None or not hasattr(tensorflow, "config"):
         return
     try:
         tensorflow.config.set_visible_devices([], "GPU")
     except RuntimeError as error:
-        logger.warning("TensorFlow already uses the GPUs, and may have taken their memory from torch: %s", error)
+        logger.warning("TensorFlow already uses the GPUs and may have reserved their memory: %s", error)

@@ -84,7 +84,7 @@ class TFTrainer:
         self.model: Any = models.torch_model(model)
         self._engine = TFEngine(self, self.model, args)
         integrations.add_kubeflow_tracker(args)
-        reports = integrations.chosen(args.report_to)
+        reports = integrations.select_trackers(args.report_to)
         if "wandb" in reports:
             self.setup_wandb()
         if "comet_ml" in reports:

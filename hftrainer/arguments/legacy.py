@@ -131,7 +131,7 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
 def _pop_hidden(args: BaseArguments, redeclared_names: Set[str]) -> dict[str, Any]:
     """The values of old names that the installed release lacks. Values without a new name stay attributes."""
     names = ((HIDDEN_FIELDS.keys() & FIELDS.keys()) - redeclared_names) & vars(args).keys()
-    values = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_given", {})
+    values = {name: vars(args).pop(name) for name in names} | vars(args).pop("_hidden_values", {})
     # A subclass that was defined before `install()` still has the old names.
     fields = type(args).__dataclass_fields__
     attribute_names = {

@@ -14,7 +14,7 @@ from transformers.integrations import integration_utils
 import hftrainer
 from hftrainer import HfArgumentParser, Seq2SeqTrainingArguments, TrainingArguments
 from hftrainer.errors import InvalidArgument, MissingPackage, UnsupportedArgument
-from hftrainer.integrations import INTEGRATIONS, chosen
+from hftrainer.integrations import INTEGRATIONS, select_trackers
 from hftrainer.reporting.tracking import ReportingCallback
 from tests.support import tracking
 from tests.support.tracking import Recorder, evaluate_with_trackers, scalars
@@ -227,29 +227,31 @@ def test_all(only, monkeypatch):
     monkeypatch.delenv("DISABLE_MLFLOW_INTEGRATION", raising=False)
     only("wandb", "tensorboardX", "mlflow", "transformers", "codecarbon", "flytekit", "trackio")
     trackio = ["trackio"] if "trackio" in THEIRS else []
-    assert chosen("all") == chosen(["all"]) == ["mlflow", "tensorboard", "wandb", "codecarbon", *trackio]
+    assert (
+        select_trackers("all") == select_trackers(["all"]) == ["mlflow", "tensorboard", "wandb", "codecarbon", *trackio]
+    )
     monkeypatch.setenv("WANDB_DISABLED", "true")
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "TRUE")
-    assert chosen("all") == ["tensorboard", "codecarbon", *trackio]
-    assert chosen("wandb") == []
+    assert select_trackers("all") == ["tensorboard", "codecarbon", *trackio]
+    assert select_trackers("wandb") == []
     only("tensorboard", "trackio")  # without transformers
-    assert chosen("all") == ["tensorboard"]
-    assert chosen("none") == chosen([]) == chosen(None) == []
+    assert select_trackers("all") == ["tensorboard"]
+    assert select_trackers("none") == select_trackers([]) == select_trackers(None) == []
 
 
 def test_all_is_what_transformers_finds():
     found = integration_utils.get_available_reporting_integrations()
-    assert chosen("all") == [name for name in found if name != "neptune"]
+    assert select_trackers("all") == [name for name in found if name != "neptune"]
 
 
 def test_names(monkeypatch):
     assert THEIRS.keys() - {"neptune"} <= INTEGRATIONS.keys()
-    assert chosen(["csv", "csv"]) == ["csv"]
+    assert select_trackers(["csv", "csv"]) == ["csv"]
     monkeypatch.setenv("COMET_MODE", "disabled")
-    assert chosen("comet") == []
+    assert select_trackers("comet") == []
     monkeypatch.setenv("COMET_MODE", "sometimes")
     with pytest.raises(InvalidArgument, match=r"COMET_MODE='sometimes' must be one of 'get_or_create'"):
-        chosen("comet")
+        select_trackers("comet")
 
 
 @pytest.mark.newest_peer
@@ -263,16 +265,16 @@ def test_trackers_that_the_installed_transformers_does_not_know(monkeypatch, onl
         monkeypatch.delitem(THEIRS, name, raising=False)
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1")
     only("transformers", "trackio", "codecarbon")
-    assert chosen("all") == ["codecarbon"]
-    assert chosen("csv") == ["csv"]
+    assert select_trackers("all") == ["codecarbon"]
+    assert select_trackers("csv") == ["csv"]
     for name in ("trackio", "kubeflow"):
         with pytest.raises(MissingPackage, match=f"report_to='{name}' .* pip install --upgrade transformers"):
-            chosen(name)
+            select_trackers(name)
 
 
 #: Of a Trainer's `report_to` or further arguments, where no package is installed but those that are named.
 REFUSED = [
-    ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker; did you mean 'wandb'\? Known are"),
+    ("wanbd", InvalidArgument, r"report_to='wanbd' is not a tracker; did you mean 'wandb'\? Valid names"),
     (["none", "tensorboard"], InvalidArgument, "'none' cannot be"),
     (["all", "wandb"], InvalidArgument, "'all' cannot be"),
     ({"report_to": 3}, InvalidArgument, "report_to=3"),
@@ -281,9 +283,9 @@ REFUSED = [
     ("neptune", UnsupportedArgument, "Neptune's service has ended"),
     ("kubeflow", MissingPackage, "pip install transformers"),
     ("kubeflow with transformers", InvalidArgument, "KUBEFLOW_TRAINER_SERVER_URL"),
-    ({"trainer": {"loggers": [True]}}, InvalidArgument, r"loggers holds True \(bool\)"),
-    ({"trainer": {"loggers": [Recorder]}}, InvalidArgument, r"loggers holds <class .*Recorder'> \(ABCMeta\)"),
-    ({"trainer": {"loggers": True}}, InvalidArgument, r"loggers=True \(bool\): give a list"),
+    ({"trainer": {"loggers": [True]}}, InvalidArgument, r"loggers contains True \(bool\)"),
+    ({"trainer": {"loggers": [Recorder]}}, InvalidArgument, r"loggers contains <class .*Recorder'> \(ABCMeta\)"),
+    ({"trainer": {"loggers": True}}, InvalidArgument, r"loggers=True \(bool\): pass a list"),
     ({"trainer": {"callbacks": [Recorder()]}}, InvalidArgument, r"Recorder is a Lightning logger, .*loggers="),
     ({"lightning_config": {"logger": Recorder()}}, UnsupportedArgument, r"use report_to or Trainer\(loggers="),
 ]

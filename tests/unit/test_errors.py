@@ -135,8 +135,8 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
-        (InvalidArgument, {"model": None}, "either a model or a model_init; it got neither"),
-        (InvalidArgument, {"model_init": make_plain}, "either a model or a model_init; it got both"),
+        (InvalidArgument, {"model": None}, "either a model or a model_init, but got neither"),
+        (InvalidArgument, {"model_init": make_plain}, "either a model or a model_init, but got both"),
         (InvalidArgument, {"model": None, "model_init": lambda: None}, "model_init"),
         (InvalidArgument, {"model": None, "model_init": lambda trial, other: make_plain()}, "model_init"),
         (InvalidArgument, {"model": None, "model_init": make_plain, "optimizers": OPTIMIZERS}, "model_init"),
@@ -146,7 +146,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             {"tokenizer": object(), "processing_class": object()},
             "tokenizer is the old name of processing_class",
         ),
-        (TypeError, {"callbacks": TrainerCallback()}, "callbacks=.*: give a list"),
+        (TypeError, {"callbacks": TrainerCallback()}, "callbacks=.*: pass a list"),
         *(
             (TypeError, {"callbacks": [wrong]}, rf"\({type(wrong).__name__}\) handles no event, such as on_ste")
             for wrong in (object(), 3, "callback", {}, None, dict, print)

@@ -210,4 +210,4 @@ def test_dict_is_json(capsys):
     assert settings == kind({"a": False}, {})
     with pytest.raises(SystemExit):
         HfArgumentParser(kind).parse_args_into_dataclasses(["--first", "[1]"])
-    assert "'[1]' is not an object in JSON" in capsys.readouterr().err
+    assert "'[1]' is not a JSON object" in capsys.readouterr().err

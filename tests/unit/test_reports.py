@@ -229,7 +229,7 @@ MISFITS = {
     "no keywords": (lambda: {"optimizer_cls_and_kwargs": (torch.optim.SGD,)}, "optimizer_cls_and_kwargs is .* a pair"),
     "a schedule alone": (
         lambda: {"optimizers": (None, torch.optim.lr_scheduler.ConstantLR(sgd(make_plain())))},
-        "ConstantLR was made for another optimizer",
+        "ConstantLR was created for another optimizer",
     ),
 }
 

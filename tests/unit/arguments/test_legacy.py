@@ -168,7 +168,7 @@ def test_attributes_are_the_arguments_alone():
         def __post_init__(self):
             pass
 
-    assert vars(Own("x")).keys().isdisjoint({"_hidden_given"})
+    assert vars(Own("x")).keys().isdisjoint({"_hidden_values"})
 
 
 def test_a_subclass_keeps_a_tokenizer_of_its_own(tmp_path):

@@ -301,11 +301,11 @@ def test_without_transformers(tmp_path, processes):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tags": 5}, r"tags=5: give a string or a list of strings"),
-        ({"language": ["en", 1]}, r"language=\['en', 1\]: give a string or a list of strings"),
-        ({"license": ["mit"]}, r"license=\['mit'\]: give a string"),
-        ({"finetuned_from": 3}, r"finetuned_from=3: give a string"),
-        ({"dataset_tags": "a", "dataset_args": ["x", "y"]}, r"dataset_args=\['x', 'y'\]: there are more values than"),
+        ({"tags": 5}, r"tags=5: pass a string or a list of strings"),
+        ({"language": ["en", 1]}, r"language=\['en', 1\]: pass a string or a list of strings"),
+        ({"license": ["mit"]}, r"license=\['mit'\]: pass a string"),
+        ({"finetuned_from": 3}, r"finetuned_from=3: pass a string"),
+        ({"dataset_tags": "a", "dataset_args": ["x", "y"]}, r"dataset_args=\['x', 'y'\]: more values than"),
         ({"licence": "mit"}, "unexpected keyword argument 'licence'"),
     ],
 )
@@ -319,7 +319,7 @@ def test_wrong_values(tmp_path, given, message):
     ("given", "message"),
     [
         ({"spilt": "test"}, "dataset_metadata does not allow the key 'spilt'; did you mean 'split'"),
-        (3, "dataset_metadata=3: give a dict or a list of dicts"),
+        (3, "dataset_metadata=3: pass a dict or a list of dicts"),
         ([{"xyz": 1}], "allowed keys: config, split, revision"),
     ],
 )

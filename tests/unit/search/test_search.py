@@ -88,7 +88,7 @@ class TestOptuna(SearchBackend):
 
 def test_no_model_init(tmp_path):
     trainer = make_trainer(tmp_path, model_init=None, trainer={"model": make_plain()})
-    with pytest.raises(InvalidArgument, match="give Trainer a model_init"):
+    with pytest.raises(InvalidArgument, match="pass Trainer a model_init"):
         trainer.hyperparameter_search()
 
 
