@@ -24,7 +24,6 @@ from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.callbacks.progress import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.checkpointing.resume import convert_ckpt
 from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
 from hftrainer.compat.tracebacks import HideEngineFrames
 from hftrainer.data import collators, mixture
@@ -42,10 +41,10 @@ from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
+from hftrainer.training.checks import check_objects, one_processing_class
 from hftrainer.training.components import Components
 from hftrainer.training.model_setup import check_pair
 from hftrainer.training.run import RunAttribute
-from hftrainer.training.setup import check_objects, one_processing_class
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -483,7 +482,7 @@ class Trainer(EarlierMethods):
         self._hftrainer.runner.check_one_process(resume_from_checkpoint)
         if str(resume_from_checkpoint).endswith(".ckpt"):
             with tempfile.TemporaryDirectory(prefix=f"{os.path.basename(str(resume_from_checkpoint))}-") as target:
-                return self.train(convert_ckpt(str(resume_from_checkpoint), target), trial, ignore_keys_for_eval)
+                return self.train(resume.convert_ckpt(str(resume_from_checkpoint), target), trial, ignore_keys_for_eval)
         self._memory_tracker.start()
         with HideEngineFrames():
             folder = self._hftrainer.runner.begin(resume_from_checkpoint, trial)
@@ -735,9 +734,7 @@ class Trainer(EarlierMethods):
         self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
     ) -> dict[str, float]:
         """Evaluate during training; a metric-driven scheduler then steps."""
-        return self._hftrainer.control_actions.evaluate(
-            trial, ignore_keys_for_eval, should_step_schedule=not skip_scheduler
-        )
+        return self._hftrainer.control_actions.evaluate(trial, ignore_keys_for_eval, steps_schedule=not skip_scheduler)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"

@@ -96,8 +96,8 @@ class ControlActions(Component):
         self.trainer.store_flos()
         call_with_accepted(self.trainer.log, logs, start_time=start_time)
 
-    def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, should_step_schedule: bool) -> dict[str, float]:
-        """Evaluate during training, and step a metric-driven schedule with `should_step_schedule`."""
+    def evaluate(self, trial: Any, ignore_keys: list[str] | None, *, steps_schedule: bool) -> dict[str, float]:
+        """Evaluate during training, and step a metric-driven schedule with `steps_schedule`."""
         trainer = self.trainer
         loop = self.run.loop
         if loop is not None:
@@ -123,7 +123,7 @@ class ControlActions(Component):
             rank_metrics = metrics
             metrics = trainer.accelerator.processes.from_main(lambda: rank_metrics)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
-        if needs_metric(trainer.lr_scheduler) and should_step_schedule:
+        if needs_metric(trainer.lr_scheduler) and steps_schedule:
             trainer.lr_scheduler.step(get_metric(metrics, trainer.args.metric_for_best_model or "loss"))
         return metrics
 
