@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import accelerate
+from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
@@ -185,8 +186,8 @@ that loop.
 
 ## Arguments
 
-The releases of transformers are those that have the argument, of 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0 and 5.23, so an
-argument may be a little older; old names have their exact releases. `hftrainer` has its own.
+`since` is the first release of transformers that has the argument, of 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0 and 5.23,
+so an argument may be a little older. "4.2 to 4.57" has been removed since. `hftrainer` marks our own.
 
 - **mapped**: becomes a setting of Lightning
 - **handled**: does here what it does in transformers
@@ -201,7 +202,7 @@ def page() -> str:
     """The text of COMPATIBILITY.md."""
     differences = "".join(_differences(changes) for changes in GROUPS)
     uses = "".join(f"- {subject}: {'; '.join(found)}\n" for subject, found in DIFFERENCES["numbers"].items())
-    rows = "| argument | what it does | default | releases | here |\n| --- | --- | --- | --- | --- |\n"
+    rows = "| argument | what it does | default | since | here |\n| --- | --- | --- | --- | --- |\n"
     rows += "".join(_argument(name, about) for name, about in sorted(arguments_of(Seq2SeqTrainingArguments).items()))
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
@@ -243,7 +244,10 @@ def _argument(name: str, about: Argument) -> str:
     before = f", {about.past_defaults_text}" if about.past_defaults else ""
     releases = about.since if about.until is None else f"{about.since} to {about.until}"
     here = f"{about.kind}: {about.detail}" if about.detail else about.kind
-    return f"| `{name}` | {about.help} | `{default}`{before} | {releases} | {here} |\n"
+    values = [as_text(value) for value in about.choices or ()]
+    # Many help texts name all values.
+    listed = "" if all(f"'{value}'" in about.help for value in values) else f" One of {', '.join(map(repr, values))}."
+    return f"| `{name}` | {about.help}{listed} | `{default}`{before} | {releases} | {here} |\n"
 
 
 def _summary() -> str:

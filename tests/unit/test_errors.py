@@ -407,7 +407,7 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     for path, message in [
         (True, "no intact checkpoint-xxx folder"),
         ("", "the folder does not exist"),
-        ("True", "the folder does not exist.*On a command line, pass auto"),
+        ("True", "the folder does not exist.*auto on a command line"),
         (str(tmp_path / "absent"), "the folder does not exist"),
         (str(tmp_path / "empty"), "it lacks trainer_state.json"),
         (str(tmp_path / "half"), "it lacks trainer_state.json"),
