@@ -120,7 +120,8 @@ class Planner(Component):
             "Optimizer steps": schedule.max_steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
-        log_facts(logger, "Training begins.", sizes)
+        # Scripts search for the words "Running training" of transformers.
+        log_facts(logger, "Running training begins.", sizes)
         if self.trainer.args.num_train_epochs < 0 and self.trainer.args.max_steps <= 0:
             logger.warning("num_train_epochs=%s trains no step.", self.trainer.args.num_train_epochs)
         if position is not None:

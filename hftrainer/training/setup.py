@@ -356,7 +356,7 @@ class TrainerSetup(Component):
         trainer = self.trainer
         args = trainer.args
         if args.max_steps > 0 and args.num_train_epochs > 0:
-            logger.info("max_steps=%d overrides num_train_epochs.", args.max_steps)
+            logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
         is_mixture = isinstance(trainer.train_dataset, (MixtureDataset, MixtureStream))
         has_weights = args.mixture_weights is not None or args.mixture_temperature != 1
         if has_weights and trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:

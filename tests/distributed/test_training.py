@@ -94,7 +94,7 @@ def test_refusals(processes):
         one,
         (
             "resume_from_checkpoint='some.ckpt' holds the random states of one process",
-            "auto_find_batch_size=True would start again",
+            "auto_find_batch_size=True would restart only",
             "LearningRateFinder is not supported yet in several processes",
         ),
         strict=True,

@@ -139,7 +139,7 @@ def test_a_loader_cannot_be_stateful(tmp_path):
 def test_the_deepspeed_plugin_cannot_be_set(tmp_path):
     args = make_args(hftrainer, tmp_path)
     args.deepspeed_plugin = None
-    with pytest.raises(UnsupportedArgument, match="give the configuration as `deepspeed`"):
+    with pytest.raises(UnsupportedArgument, match="pass the configuration as `deepspeed`"):
         args.deepspeed_plugin = object()
 
 

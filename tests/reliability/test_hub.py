@@ -407,8 +407,8 @@ def test_stopped_while_an_upload_hangs(hub, tmp_path, processes):
         ("contains a space or a line break", {"hub_token": f"{TOKEN}\n"}),
         ("hub_token is empty: pass a token", {"hub_token": ""}),
         ("hub_model_id='a/b/c' is not a valid repository name", {"hub_model_id": "a/b/c"}),
-        ("has no write access", {"hub_model_id": "other/run"}),
-        ("has no write access", {"hub_token": READS, "hub_model_id": "me/there"}),
+        ("lacks write access", {"hub_model_id": "other/run"}),
+        ("lacks write access", {"hub_token": READS, "hub_model_id": "me/there"}),
         ("the revision does not exist: create the branch", {"hub_revision": "dev", "hub_model_id": "me/there"}),
     ],
 )
@@ -452,7 +452,7 @@ def test_errors_in_words(hub, tmp_path, monkeypatch):
     assert failures.reason(late).startswith("Python ended before the upload: wait for the result")
     assert failures.is_transient(RuntimeError("of the client's transfers"))
     hub.tokens[TOKEN] = ("me", "read")
-    with pytest.raises(HubError, match=r"has no write access.*Forbidden: you don't have the required permissions"):
+    with pytest.raises(HubError, match=r"lacks write access.*Forbidden: you don't have the required permissions"):
         trainer.push_to_hub()
 
 
