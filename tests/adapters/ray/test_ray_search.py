@@ -182,7 +182,7 @@ def test_which_objectives_count(tmp_path, monkeypatch):
     )
     results = RaySearch(components=None)  # which reading results does not need
     results.directions = ["maximize"]
-    chosen = [results._best(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
+    chosen = [results._best_run(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
     assert chosen == [best.hyperparameters, {"learning_rate": 1e-5}] and best.hyperparameters["learning_rate"] == 2.0
     assert ray_search._scope(trainer.args) == "all"
     assert ray_search._scope(TrainingArguments(str(tmp_path))) == "last"
