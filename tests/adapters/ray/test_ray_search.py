@@ -184,10 +184,10 @@ def test_which_objectives_count(tmp_path, monkeypatch):
     results.directions = ["maximize"]
     chosen = [results._best_run(best.run_summary, scope).hyperparameters for scope in ("all", "last")]
     assert chosen == [best.hyperparameters, {"learning_rate": 1e-5}] and best.hyperparameters["learning_rate"] == 2.0
-    assert ray_search._scope(trainer.args) == "all"
-    assert ray_search._scope(TrainingArguments(str(tmp_path))) == "last"
+    assert ray_search._objective_scope(trainer.args) == "all"
+    assert ray_search._objective_scope(TrainingArguments(str(tmp_path))) == "last"
     monkeypatch.setenv("RAY_SCOPE", "avg")  # where v5 has it
-    assert ray_search._scope(TrainingArguments(str(tmp_path))) == "avg"
+    assert ray_search._objective_scope(TrainingArguments(str(tmp_path))) == "avg"
 
 
 PBT = PopulationBasedTraining(hyperparam_mutations={"learning_rate": [1, 2]})
