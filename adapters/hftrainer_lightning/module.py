@@ -34,8 +34,7 @@ class TrainerModule(WithoutBatchTransfer):
     begin_epoch            on_train_epoch_start
     call_run_epoch           (none: all calls below, up to end_epoch, run in its block)
     begin_micro_batch      on_train_batch_start
-    compute_loss           training_step (automatic optimization)
-    begin_backward           the same
+    begin_backward         training_step (automatic optimization), after `TrainingSteps.loss`
     training_step          training_step (manual optimization)
     end_micro_batch        on_after_backward / training_step
     before_optimizer_step  configure_gradient_clipping
@@ -218,7 +217,7 @@ class TrainerModule(WithoutBatchTransfer):
         window = hooks.micro_batches.window
         assert window is not None
         if self.automatic_optimization:
-            loss = hooks.compute_loss(self.model, batch, window.num_items)
+            loss = hooks.components.steps.loss(self.model, batch, window.num_items)
             hooks.begin_backward(loss, batch)
             return loss
         loss = hooks.training_step(self.model, batch)

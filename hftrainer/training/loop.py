@@ -64,7 +64,6 @@ class TrainingLoop:
     def __post_init__(self, train_dataloader: Any) -> None:
         self.trainer = trainer = self.components.trainer
         self.run = self.components.run
-        self.compute_loss = self.components.steps.loss
         self.saver = self.components.saver
         self.reader = EpochReader(train_dataloader)
         self.epoch = self.first_epoch
@@ -303,11 +302,11 @@ class TrainingLoop:
 
     @property
     def needs_manual_optimization(self) -> bool:
-        """Whether the next optimizer step calls `training_step`, rather than `compute_loss`."""
+        """Whether the next optimizer step calls `training_step`, rather than `TrainingSteps.loss`."""
         return overrides.needs_manual_optimization(self.trainer)
 
     def begin_backward(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Keep the loss of `compute_loss` and its batch until the micro-batch ends."""
+        """Keep the loss of `TrainingSteps.loss` and its batch until the micro-batch ends."""
         self._micro_batch = loss, inputs
         self.watch.begin_backward()
 
