@@ -40,7 +40,7 @@ def select_groups(
     Args:
         model: the model, wrapped or not.
         decayed_names: names of the parameters with weight decay, for entries that do not set it.
-        entries: the entries, as `check` accepts them.
+        entries: the entries, as `check_entries` accepts them.
         learning_rate: the learning rate of entries without `lr`.
         weight_decay: the weight decay of entries that do not set it.
     """
