@@ -311,7 +311,7 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             f"lightning_config['precision']={lightning_config['precision']!r} does not apply to DeepSpeed: set bf16 or "
             "fp16, or their sections in the configuration."
         )
-    if getattr(args, "checkpoint_format", None) == "dcp":
+    if args.checkpoint_format == "dcp":
         yield "checkpoint_format='dcp' does not apply to deepspeed, which writes its own shards: remove it."
     if lightning_config.get("async_checkpoint"):
         yield (

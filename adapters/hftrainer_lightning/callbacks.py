@@ -282,7 +282,7 @@ def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
                 callback.on_train_epoch_end(trainer, module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: TrainingLoop) -> None:
+def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, training_loop: TrainingLoop) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
     Lightning computes them in an extra epoch, which would exceed the Trainer's number of steps.
@@ -290,7 +290,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, hooks: Trainin
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     has_averaged = averaging is not None and averaging.n_averaged is not None
     if has_averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(hooks.trainer.get_train_dataloader(), _BatchForward(module.model, hooks.trainer))
+        update_bn(training_loop.trainer.get_train_dataloader(), _BatchForward(module.model, training_loop.trainer))
 
 
 class _BatchForward(torch.nn.Module):

@@ -83,7 +83,7 @@ class LightningEngine:
 
     def fit(
         self,
-        hooks: TrainingLoop,
+        training_loop: TrainingLoop,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -99,15 +99,15 @@ class LightningEngine:
         """Run training in Lightning's loop.
 
         Args:
-            hooks: the training loop, whose methods Lightning calls.
+            training_loop: the training loop, whose methods Lightning calls.
             model: the model to train.
             optimizer: the model's optimizer.
             scheduler: the optimizer's learning-rate scheduler.
-            max_epochs: epochs after which training ends; `sys.maxsize` when only the hooks end it.
+            max_epochs: epochs after which training ends; `sys.maxsize` when only the training loop ends it.
             global_step: optimizer steps done.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
             resumed_from: the callbacks' state, as `saving` yielded it for the checkpoint; None for a new run.
-            automatic_optimization: False if the hooks' training step runs the backward pass.
+            automatic_optimization: False if `Trainer.training_step` runs the backward pass.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
             sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
@@ -124,14 +124,14 @@ class LightningEngine:
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(hooks, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
-        install_window_accumulation(trainer, hooks.micro_batches)
-        if hooks.first_epoch or hooks.position:
+        module.attach(training_loop, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
+        install_window_accumulation(trainer, training_loop.micro_batches)
+        if training_loop.first_epoch or training_loop.position:
             restore_progress(
                 trainer,
-                epoch=hooks.first_epoch,
-                batch=hooks.position,
-                batches_per_epoch=len(hooks.micro_batches),
+                epoch=training_loop.first_epoch,
+                batch=training_loop.position,
+                batches_per_epoch=len(training_loop.micro_batches),
                 global_step=global_step,
             )
         self.is_fitting = True
@@ -140,9 +140,9 @@ class LightningEngine:
         try:
             with quiet_lightning():
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                trainer.fit(module, train_dataloaders=hooks.micro_batches, val_dataloaders=[])
+                trainer.fit(module, train_dataloaders=training_loop.micro_batches, val_dataloaders=[])
         except Exception as error:
-            hooks.save_after_error(error)
+            training_loop.save_after_error(error)
             raise
         finally:
             self.is_fitting = False
@@ -335,15 +335,15 @@ class LightningEngine:
             callback.freeze_before_training(TrainerModule(model))
         return bool(finetuners)
 
-    def find_batch_size(self, hooks: TrialSteps, model: torch.nn.Module) -> int | None:
+    def find_batch_size(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        return None if finder is None else finders.find_batch_size(self._build_trainer, finder, hooks, model)
+        return None if finder is None else finders.find_batch_size(self._build_trainer, finder, trial_steps, model)
 
-    def find_learning_rate(self, hooks: TrialSteps, model: torch.nn.Module) -> float | None:
+    def find_learning_rate(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, hooks, model)
+        return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hftrainer.training.loop import TrainingLoop
 
 #: Attributes of the run, not of the model. Callbacks copy the module without them.
-_RUN_ATTRIBUTES = ("hooks", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
+_RUN_ATTRIBUTES = ("training_loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -32,7 +32,7 @@ class TrainerModule(WithoutBatchTransfer):
     load_optimizer         on_fit_start
     begin                  on_train_start
     begin_epoch            on_train_epoch_start
-    call_run_epoch           (none: all calls below, up to end_epoch, run in its block)
+    call_run_epoch           (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
     begin_backward         training_step (automatic optimization), after `TrainingSteps.loss`
     training_step          training_step (manual optimization)
@@ -47,7 +47,7 @@ class TrainerModule(WithoutBatchTransfer):
     """
 
     #: The training run, while one is attached.
-    hooks: TrainingLoop
+    training_loop: TrainingLoop
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def attach(
         self,
-        hooks: TrainingLoop,
+        training_loop: TrainingLoop,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         resumed_state: Mapping[str, Any] | None,
@@ -77,8 +77,8 @@ class TrainerModule(WithoutBatchTransfer):
         automatic_optimization: bool,
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
-        self.hooks = hooks
-        self.resume_state = hooks.resume_state
+        self.training_loop = training_loop
+        self.resume_state = training_loop.resume_state
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -86,7 +86,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def detach(self) -> None:
         """Release the training run."""
-        vars(self).pop("hooks", None)
+        vars(self).pop("training_loop", None)
         self._optimizer = self._scheduler = self._resumed_state = None
         self.active_evaluation = None, None
 
@@ -116,7 +116,7 @@ class TrainerModule(WithoutBatchTransfer):
         assert self._optimizer is not None
         if self._resumed_state is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
-            self.hooks.load_optimizer()
+            self.training_loop.load_optimizer()
 
     def teardown(self, stage: str) -> None:
         """Detach the loggers: Lightning would close them now, before the run's last log line."""
@@ -148,13 +148,13 @@ class TrainerModule(WithoutBatchTransfer):
     def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.hooks.after_optimizer_step(self._precision.skipped, is_schedule_replaced=is_replaced)
+        self.training_loop.after_optimizer_step(self._precision.skipped, is_schedule_replaced=is_replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         """Clip through the run, which also needs the norm for its log line."""
-        self.hooks.before_optimizer_step(self.model)
+        self.training_loop.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
@@ -173,12 +173,14 @@ class TrainerModule(WithoutBatchTransfer):
             learning_rate: learning rate of that optimizer step; by default the scheduler's.
             kwargs: keyword arguments of `loss.backward`.
         """
-        loss = loss / self.hooks.backward_divisor if self.hooks.backward_divisor > 1 else loss
+        loss = loss / self.training_loop.backward_divisor if self.training_loop.backward_divisor > 1 else loss
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:
             loss.backward(*args, **kwargs)
         else:
-            fused_backward(loss, self.hooks.trainer._get_learning_rate() if learning_rate is None else learning_rate)
+            fused_backward(
+                loss, self.training_loop.trainer._get_learning_rate() if learning_rate is None else learning_rate
+            )
             # Otherwise torch's schedulers would not notice this step().
             self._optimizer._opt_called = True  # type: ignore[union-attr]
 
@@ -193,39 +195,37 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
         if self._resumed_state is not None and not self._resumed_state.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
-        self.hooks.begin()
+        self.training_loop.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.announce_resumed_epoch(self.trainer, self)
-            self.hooks.begin_epoch(self.current_epoch)
+            self.training_loop.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         """Begin an epoch."""
-        self.hooks.begin_epoch(self.current_epoch)
+        self.training_loop.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch. Optimization may switch between automatic and manual at each optimizer step."""
-        hooks = self.hooks
-        hooks.begin_micro_batch()
-        window = hooks.micro_batches.window
-        assert window is not None
-        if window.is_first and self.automatic_optimization is hooks.needs_manual_optimization:
+        loop = self.training_loop
+        loop.begin_micro_batch()
+        window = loop.micro_batches.window
+        if window.is_first and self.automatic_optimization is loop.needs_manual_optimization:
             switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch. Manual optimization also runs backward and the optimizer step."""
-        hooks = self.hooks
-        window = hooks.micro_batches.window
-        assert window is not None
+        loop = self.training_loop
+        window = loop.micro_batches.window
         if self.automatic_optimization:
-            loss = hooks.components.steps.loss(self.model, batch, window.num_items)
-            hooks.begin_backward(loss, batch)
+            loss = loop.components.steps.loss(self.model, batch, window.num_items)
+            loop.begin_backward(loss, batch)
             return loss
-        loss = hooks.training_step(self.model, batch)
-        hooks.end_micro_batch()
+        loss = loop.training_step(self.model, batch)
+        loop.end_micro_batch()
         if window.is_last:
             assert self._optimizer is not None
             self._precision.unscale(self._optimizer)
-            hooks.before_optimizer_step(self.model)
+            loop.before_optimizer_step(self.model)
             self.optimizers().step()  # type: ignore[union-attr]
             self._after_optimizer_step()
         return loss
@@ -233,7 +233,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_after_backward(self) -> None:
         """End the micro-batch, under automatic optimization."""
         if self.automatic_optimization:
-            self.hooks.end_micro_batch()
+            self.training_loop.end_micro_batch()
 
     @property
     def _precision(self) -> PlainPrecision:
@@ -243,27 +243,26 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
-        hooks = self.hooks
-        window = hooks.micro_batches.window
-        assert window is not None
+        loop = self.training_loop
+        window = loop.micro_batches.window
         if window.is_last:
-            hooks.end_step(self.model)
+            loop.end_step(self.model)
         else:
-            hooks.end_substep()
-        if hooks.should_stop:
+            loop.end_substep()
+        if loop.should_stop:
             self.trainer.should_stop = True
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
         self.has_epoch_ended = True
-        self.hooks.end_epoch()
+        self.training_loop.end_epoch()
         self.has_epoch_ended = False
-        if self.hooks.should_stop:
+        if self.training_loop.should_stop:
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
         """Recompute batch-norm statistics, if a callback has averaged the weights."""
-        callbacks.update_batch_norm(self.trainer, self, self.hooks)
+        callbacks.update_batch_norm(self.trainer, self, self.training_loop)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 

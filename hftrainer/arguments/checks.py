@@ -145,7 +145,7 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
         )
     if args.fp16 or args.fp16_full_eval:
         yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
-    if getattr(args, "checkpoint_format", None) == "dcp":
+    if args.checkpoint_format == "dcp":
         yield "checkpoint_format='dcp' is not supported on TPUs, whose checkpoints have another layout: remove it."
     if args.torch_compile and kind == "xla":
         yield "torch_compile=True is not needed, since XLA already compiles the complete step: remove it."

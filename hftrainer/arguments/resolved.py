@@ -57,7 +57,7 @@ class ResolvedArguments:
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
         """The keyword arguments in `lightning_config`."""
-        return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
+        return MappingProxyType(read_config(self.args.lightning_config))
 
     @functools.cached_property
     def readable_config(self) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hftrainer.errors import InvalidArgument
@@ -15,21 +15,21 @@ from hftrainer.training_args import TrainingArguments
 
 @dataclass(slots=True)
 class AccumulationWindow:
-    """The current micro-batch and its position in the optimizer step.
+    """The current micro-batch and its position in the optimizer step. By default there is none yet.
 
     Attributes:
-        size: actual micro-batches in the step; the last step of an epoch may have fewer.
+        size: actual micro-batches in the step; the last step of an epoch may have fewer. 0 before the first.
         num_items: items over which the loss of the step is averaged; None when not needed.
         is_first: whether this is the step's first micro-batch.
         is_last: whether the optimizer steps after this micro-batch.
         index: index of the micro-batch in the epoch.
     """
 
-    size: int
-    num_items: Any
-    is_first: bool
-    is_last: bool
-    index: int
+    size: int = 0
+    num_items: Any = None
+    is_first: bool = False
+    is_last: bool = True
+    index: int = -1
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class MicroBatchIterator:
     position: int
     skips: Callable[[int], bool] = lambda start: False
     window_start: int = 0
-    window: AccumulationWindow | None = None
+    window: AccumulationWindow = field(default_factory=AccumulationWindow)
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
@@ -123,7 +123,7 @@ class MicroBatchIterator:
 
     def state_dict(self) -> dict[str, int]:
         """Position in the epoch, in micro-batches."""
-        return {"position": 0 if self.window is None else self.window.index + 1}
+        return {"position": self.window.index + 1}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Begin the next iteration at the micro-batch of `state`."""

@@ -74,7 +74,7 @@ class EvaluationPass:
         if preprocess is not None and not takes(preprocess, None, None) and takes(preprocess, None):
             self._preprocess_logits = lambda logits, _: preprocess(logits)
         self._pending: deque[BatchPosition | None] = deque()
-        rows, folder = self._known_samples() or 0, getattr(args, "eval_memmap_dir", None)
+        rows, folder = self._known_samples() or 0, args.eval_memmap_dir
         self._collectors = {
             name: OutputCollector(args.eval_do_concat_batches, rows, None if name == "losses" else folder)
             for name in ("losses", "predictions", "label_ids", "inputs")

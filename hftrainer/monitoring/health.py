@@ -377,7 +377,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
         InvalidArgument: on all ranks, if a rank that serves cannot use the port.
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
-    if (address := getattr(args, "metrics_port", None)) is None:
+    if (address := args.metrics_port) is None:
         yield NoProgress()
         return
     folder, rank = Path(args.output_dir, NAME), processes.rank

@@ -116,7 +116,6 @@ class DivergenceWatch:
             return
         self._loss = loss if self._loss is None else self._loss + loss
         batches = self.loop.micro_batches
-        assert batches.window is not None
         if (span := Span(self.loop.epoch, batches.window_start, batches.window.size)) not in self._spans:
             self._spans.append(span)
 

@@ -18,7 +18,7 @@ import torch
 from hftrainer.callbacks.state import export_states
 from hftrainer.compat import overrides
 from hftrainer.compat.reading import as_bytes
-from hftrainer.data.accumulation import MicroBatchIterator, TrainingSchedule
+from hftrainer.data.accumulation import AccumulationWindow, MicroBatchIterator, TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
@@ -83,8 +83,8 @@ class TrainingLoop:
         self._has_uncounted_step = False
         #: Loss and batch of the current micro-batch.
         self._micro_batch: tuple[torch.Tensor, Any] | None = None
-        #: Parts of the epoch that have not run yet.
-        self._parts_of_epoch: tuple[Callable[[], None], ...] = ()
+        #: Runs Lightning's epoch, until `Trainer._run_epoch` has called it.
+        self._lightning_epoch: Callable[[], None] | None = None
         #: Metrics of the last evaluation, which determined the best model.
         self.evaluation_metrics: dict[str, float] | None = None
         #: True if an evaluation has begun but is not complete.
@@ -152,24 +152,20 @@ class TrainingLoop:
         self._has_restored_rng = True
         self._close_epoch()
 
-    @contextlib.contextmanager
-    def call_run_epoch(self, *parts: Callable[[], None]) -> Iterator[Callable[[], None]]:
-        """Yields a function that calls `Trainer._run_epoch` for an epoch.
-
-        Args:
-            *parts: functions of Lightning's loop that run the epoch and then end it.
+    def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
+        """Call `Trainer._run_epoch`, which runs the epoch of Lightning's loop.
 
         Raises:
-            UnsupportedArgument: when an override does not call these functions.
+            UnsupportedArgument: when an override does not run it.
         """
-        self._parts_of_epoch = parts
+        self._lightning_epoch = lightning_epoch
         try:
-            yield functools.partial(self.trainer._run_epoch, **self._epoch_arguments())
-            is_skipped = bool(self._parts_of_epoch)
+            self.trainer._run_epoch(**self._epoch_arguments())
+            has_run = self._lightning_epoch is None
         finally:
-            # The parts reference Lightning's trainer, and through it the optimizer.
-            self._parts_of_epoch = ()
-        if is_skipped:
+            # It references Lightning's trainer, and through it the optimizer.
+            self._lightning_epoch = None
+        if not has_run:
             raise UnsupportedArgument(
                 "_run_epoch: Lightning's loop runs the epochs, so an override must call super()._run_epoch(...) "
                 "with the arguments that it receives. Override training_step, get_batch_samples or compute_loss "
@@ -177,7 +173,7 @@ class TrainingLoop:
             )
 
     def run_epoch(self, arguments: dict[str, Any]) -> None:
-        """Run the epoch with the arguments that `Trainer._run_epoch` received."""
+        """Run Lightning's epoch. `arguments` are those that `Trainer._run_epoch` received."""
         expected = self._epoch_arguments()
         changed = [
             name for name, value in arguments.items() if not (value is expected[name] or value == expected[name])
@@ -187,9 +183,9 @@ class TrainingLoop:
                 f"_run_epoch: {', '.join(changed)} cannot be changed for an epoch, since the run is already planned: "
                 "override get_train_dataloader, set_initial_training_values or train instead."
             )
-        parts, self._parts_of_epoch = self._parts_of_epoch, ()
-        for part in parts:
-            part()
+        lightning_epoch, self._lightning_epoch = self._lightning_epoch, None
+        if lightning_epoch is not None:
+            lightning_epoch()
 
     def _epoch_arguments(self) -> dict[str, Any]:
         return {
@@ -214,7 +210,7 @@ class TrainingLoop:
         self.run.health.note_sign(is_slow=True)
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
-        self.micro_batches.window = None
+        self.micro_batches.window = AccumulationWindow()
         add_missing_groups(self.trainer.lr_scheduler, self.components.require_optimizer())
         self.run.past = None
         self.components.announce("on_epoch_begin")
@@ -245,7 +241,7 @@ class TrainingLoop:
 
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
-        if self.micro_batches.window is None and not (self._is_resume_epoch() and self.position):
+        if not self.micro_batches.window.size and not (self._is_resume_epoch() and self.position):
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
                 self.epoch,
@@ -280,7 +276,6 @@ class TrainingLoop:
     def begin_micro_batch(self) -> None:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
         window = self.micro_batches.window
-        assert window is not None
         self.trainer.accelerator.sync_gradients = window.is_last
         self.watch.begin_micro_batch()
         if window.is_first:
@@ -292,7 +287,6 @@ class TrainingLoop:
         Only the window's last micro-batch all-reduces gradients, unless `sync_each_batch` is set.
         """
         window = self.micro_batches.window
-        assert window is not None
         is_local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
         step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():

@@ -60,8 +60,8 @@ class RunWatch:
         if self.sources is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
-        if self.sources is not None and (window := self.loop.micro_batches.window) is not None:
-            self.sources.add(self.loop.epoch, window.index, loss, samples, tokens)
+        if self.sources is not None:
+            self.sources.add(self.loop.epoch, self.loop.micro_batches.window.index, loss, samples, tokens)
         if self.observer is not None:
             self.observer.end_micro_batch(samples, tokens)
 
@@ -96,7 +96,7 @@ class RunWatch:
 def _make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, plan = components.trainer, components.engine.plan
-    observations = read_observe(getattr(trainer.args, "observe", False))
+    observations = read_observe(trainer.args.observe)
     if not observations:
         return None
     loop.reader.time_collator()
@@ -140,8 +140,8 @@ def _make_requests(components: Components, loop: TrainingLoop) -> Requests | Non
         return None
     return Requests(
         run_folder(trainer, loop.trial),
-        getattr(args, "save_minutes", None),
-        getattr(args, "eval_minutes", None),
+        args.save_minutes,
+        args.eval_minutes,
         0.0 if loop.progress is None else loop.progress.since_evaluation,
         can_evaluate=trainer.eval_dataset is not None,
         saves=args.save_strategy != SaveStrategy.NO,

@@ -153,7 +153,7 @@ class CheckpointSaver(Component):
 
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
-        is_enabled = getattr(self.trainer.args, "save_on_interrupt", True) or self.trainer.args.enable_jit_checkpoint
+        is_enabled = self.trainer.args.save_on_interrupt or self.trainer.args.enable_jit_checkpoint
         return is_enabled and (
             self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint
         )
@@ -236,8 +236,8 @@ class CheckpointSaver(Component):
         window = loop.micro_batches.window
         return RunProgress(
             settings=self.position_settings(loop.schedule),
-            epoch=None if window is None else loop.epoch,
-            position=loop.position if window is None else window.index + 1,
+            epoch=loop.epoch if window.size else None,
+            position=window.index + 1 if window.size else loop.position,
             epoch_ended=loop.epoch_ended,
             epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
             owes_evaluation=loop.owes_evaluation,

@@ -340,7 +340,7 @@ class TrainerSetup(Component):
 
     def _check_memmap(self) -> None:
         """Check `eval_memmap_dir`, the folder for memory-mapped predictions."""
-        folder = getattr(self.trainer.args, "eval_memmap_dir", None)
+        folder = self.trainer.args.eval_memmap_dir
         if folder is None:
             return
         if not os.path.isdir(folder):

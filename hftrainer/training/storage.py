@@ -51,9 +51,9 @@ class Storage(Component):
             InvalidArgument, MissingPackage: if no package for the URL's protocol is known or installed.
         """
         args = self.trainer.args
-        if (url := getattr(args, "storage_url", None)) is not None:
+        if (url := args.storage_url) is not None:
             self.mirror = self._make_mirror(url, str(args.output_dir))
-        elif (keep := getattr(args, "keep_local", 1)) != 1:
+        elif (keep := args.keep_local) != 1:
             logger.warning("keep_local=%s has no effect without storage_url, or a URL as output_dir.", keep)
 
     def _make_mirror(self, url: str, local: str) -> Mirror:

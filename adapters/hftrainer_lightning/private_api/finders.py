@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 class _FinderModule(pl.LightningModule):
     """The module for Lightning's finders, with the attributes that they change between trial steps."""
 
-    def __init__(self, model: torch.nn.Module, hooks: TrialSteps, size_name: str, rate_name: str) -> None:
+    def __init__(self, model: torch.nn.Module, trial_steps: TrialSteps, size_name: str, rate_name: str) -> None:
         super().__init__()
         self.model = model
-        self._hooks = hooks
+        self._trial_steps = trial_steps
         self._size_name = size_name
-        setattr(self, size_name, hooks.batch_size)
-        setattr(self, rate_name, hooks.learning_rate)
+        setattr(self, size_name, trial_steps.batch_size)
+        setattr(self, rate_name, trial_steps.learning_rate)
 
     def train_dataloader(self) -> Any:
         """The Trainer's loader, with the batch size to try."""
-        return self._hooks.loader(getattr(self, self._size_name))
+        return self._trial_steps.loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer."""
-        return self._hooks.optimizer()
+        return self._trial_steps.optimizer()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The Trainer's loss."""
-        return self._hooks.loss(self.model, batch)
+        return self._trial_steps.loss(self.model, batch)
 
 
 _lightning_logger = logging.getLogger("lightning.pytorch")
@@ -51,24 +51,29 @@ TrainerFactory = Callable[..., pl.Trainer]
 
 
 def find_batch_size(
-    build_trainer: TrainerFactory, finder: BatchSizeFinder, hooks: TrialSteps, model: torch.nn.Module
+    build_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> int:
     """Size in samples of the largest batch that fits into memory, found by `finder`."""
     argument = finder._batch_arg_name
-    finder_module = _FinderModule(model, hooks, argument, "learning_rate")
-    _run(build_trainer, finder, hooks, finder_module)
+    finder_module = _FinderModule(model, trial_steps, argument, "learning_rate")
+    _run(build_trainer, finder, trial_steps, finder_module)
     return int(getattr(finder_module, argument))
 
 
 def find_learning_rate(
-    build_trainer: TrainerFactory, finder: LearningRateFinder, hooks: TrialSteps, model: torch.nn.Module
+    build_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
 
     The curve is in `finder.optimal_lr` afterwards.
     """
     # Without a name, the finder would choose one.
-    _run(build_trainer, finder, hooks, _FinderModule(model, hooks, "batch_size", finder._attr_name or "learning_rate"))
+    _run(
+        build_trainer,
+        finder,
+        trial_steps,
+        _FinderModule(model, trial_steps, "batch_size", finder._attr_name or "learning_rate"),
+    )
     optimal_lr = finder.optimal_lr
     return optimal_lr.suggestion() if optimal_lr is not None and finder._update_attr else None
 
@@ -76,7 +81,7 @@ def find_learning_rate(
 def _run(
     build_trainer: TrainerFactory,
     finder: BatchSizeFinder | LearningRateFinder,
-    hooks: TrialSteps,
+    trial_steps: TrialSteps,
     finder_module: pl.LightningModule,
 ) -> None:
     """Run `fit` until the finder is done, and restore the random states. Lightning restores model and optimizer."""
@@ -84,7 +89,7 @@ def _run(
     finder._early_exit = True
     with isolate_rng(), quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The 'train_dataloader' does not have many workers")
-        trainer = build_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=hooks.max_grad_norm or None)
+        trainer = build_trainer(max_epochs=-1, callbacks=[finder], gradient_clip_val=trial_steps.max_grad_norm or None)
         level = _lightning_logger.level
         # The Trainer logs the result.
         _lightning_logger.setLevel(logging.WARNING)

@@ -49,8 +49,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     micro_batches: MicroBatchIterator
 
     def _should_accumulate(self) -> bool:
-        window = self.micro_batches.window
-        return window is not None and not window.is_last
+        return not self.micro_batches.window.is_last
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: we synchronize signals once per step, not for every batch as Lightning does."""
@@ -94,14 +93,17 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         return kwargs
 
 
-class _AnnouncedFitLoop(_FitLoop):
-    """Runs each epoch within the hooks' `call_run_epoch`."""
+class _TrainerFitLoop(_FitLoop):
+    """Runs each epoch within `Trainer._run_epoch`."""
 
     def advance(self) -> None:
-        """Run the epoch and its end through the hooks."""
+        """Run the epoch and its end."""
         module: Any = self.trainer.lightning_module
-        with module.hooks.call_run_epoch(super().advance, super().on_advance_end) as run_epoch:
-            run_epoch()
+        module.training_loop.call_run_epoch(self._advance_and_end)
+
+    def _advance_and_end(self) -> None:
+        super().advance()
+        super().on_advance_end()
 
     def on_advance_end(self) -> None:
         """Do nothing: the epoch has ended within `advance`."""
@@ -185,7 +187,7 @@ class _LazyLoggerConnector(_LoggerConnector):
 
 def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIterator) -> None:
     """Make the accumulation windows, not Lightning's batch count, control steps and the divisor of the loss."""
-    trainer.fit_loop.__class__ = _AnnouncedFitLoop
+    trainer.fit_loop.__class__ = _TrainerFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
     epoch_loop.__class__ = _WindowedEpochLoop
     epoch_loop.micro_batches = micro_batches
