@@ -78,31 +78,21 @@ class LoaderFactory(Component):
     ) -> DataLoader[Any]:
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
         trainer, args = self.trainer, self.trainer.args
-        dataset = as_mixture(dataset) if is_training else dataset
-        original_dataset, collator = dataset, trainer.data_collator
-        check_dataset(dataset, description)
-        num_workers = args.dataloader_num_workers
+        source = as_mixture(dataset) if is_training else dataset
+        check_dataset(source, description)
         if is_training and args.mixture_column is not None:
-            mixture.check_column(args.mixture_column, dataset)
-        if is_training and args.flatten_batches:
-            collator = self.flat_collator()
-        if isinstance(dataset, MixtureStream):
-            if not is_training:
-                raise InvalidArgument(
-                    f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
-                )
-            dataset, num_workers = mixture.plan_stream(self.components, dataset), min(num_workers, 1)
-        if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
-            sources = dataset.sources.items()
-            dataset = MixtureDataset({name: trainer._remove_unused_columns(source, name) for name, source in sources})
-        elif peers.is_map_style_dataset(dataset):
-            dataset = trainer._remove_unused_columns(dataset, description)
-        else:
-            collator = trainer._get_collator_with_removed_columns(collator, description)
+            mixture.check_column(args.mixture_column, source)
+        if isinstance(source, MixtureStream) and not is_training:
+            raise InvalidArgument(
+                f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
+            )
+        collator = self.flat_collator() if is_training and args.flatten_batches else trainer.data_collator
+        dataset, collator = self._without_unused_columns(source, collator, description)
+        num_workers = args.dataloader_num_workers
         settings: dict[str, Any] = {
             "batch_size": batch_size,
             "collate_fn": collator,
-            "num_workers": num_workers,
+            "num_workers": min(num_workers, 1) if isinstance(source, MixtureStream) else num_workers,
             "pin_memory": args.dataloader_pin_memory and args.device.type not in UNPINNED,
             "persistent_workers": args.dataloader_persistent_workers,
             "multiprocessing_context": args.dataloader_multiprocessing_context,
@@ -111,28 +101,12 @@ class LoaderFactory(Component):
         }
         if not isinstance(dataset, IterableDataset):
             # Samplers may need columns that the model does not accept.
-            self._column_source = dataset, original_dataset
-            sampler = None
-            if sampler_fn is not None:
-                sampler = sampler_fn(dataset) if number_of_arguments(sampler_fn) else sampler_fn()
-            if isinstance(sampler, TokenBatchSampler) and args.torch_compile:
-                bucket_collator: Any = BucketCollator(trainer.data_collator, sampler.boundaries, self._main_input)
-                if collator is not trainer.data_collator:
-                    bucket_collator = trainer._get_collator_with_removed_columns(bucket_collator, description)
-                settings["collate_fn"] = bucket_collator
-            # These samplers yield batches.
-            if peers.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
-                settings["batch_sampler"] = sampler
-                del settings["batch_size"]
-            else:
-                settings |= {"sampler": sampler, "drop_last": args.dataloader_drop_last}
+            self._column_source = dataset, source
+            self._set_sampler(settings, dataset, sampler_fn, description)
             if is_training:
                 by_rank = self.components.policy.seeds_workers_by_rank
-                settings["worker_init_fn"] = functools.partial(
-                    seed_worker,
-                    num_workers=args.dataloader_num_workers,
-                    rank=trainer.accelerator.processes.data_rank if by_rank else 0,
-                )
+                rank = trainer.accelerator.processes.data_rank if by_rank else 0
+                settings["worker_init_fn"] = functools.partial(seed_worker, num_workers=num_workers, rank=rank)
         if is_training and args.tokens_per_batch is not None and "batch_sampler" not in settings:
             raise UnsupportedArgument(
                 f"tokens_per_batch={args.tokens_per_batch} needs a dataset with a length and no override of "
@@ -141,6 +115,38 @@ class LoaderFactory(Component):
         with self.treat_as_training_data() if is_training else contextlib.nullcontext():
             loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
+
+    def _without_unused_columns(self, dataset: Any, collator: Any, description: str) -> tuple[Any, Any]:
+        """The dataset and its collator, one of which removes the columns that the model does not accept."""
+        trainer = self.trainer
+        if isinstance(dataset, MixtureStream):
+            dataset = mixture.plan_stream(self.components, dataset)
+        if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
+            sources = dataset.sources.items()
+            dataset = MixtureDataset({name: trainer._remove_unused_columns(source, name) for name, source in sources})
+        elif peers.is_map_style_dataset(dataset):
+            dataset = trainer._remove_unused_columns(dataset, description)
+        else:
+            collator = trainer._get_collator_with_removed_columns(collator, description)
+        return dataset, collator
+
+    def _set_sampler(
+        self, settings: dict[str, Any], dataset: Any, make_sampler: Callable[..., Any] | None, description: str
+    ) -> None:
+        """Add the sampler to a loader's settings, or the sampler of whole batches in place of the batch size."""
+        trainer, sampler = self.trainer, None
+        if make_sampler is not None:
+            sampler = make_sampler(dataset) if number_of_arguments(make_sampler) else make_sampler()
+        if isinstance(sampler, TokenBatchSampler) and trainer.args.torch_compile:
+            collator: Any = BucketCollator(trainer.data_collator, sampler.boundaries, self._main_input)
+            if settings["collate_fn"] is not trainer.data_collator:
+                collator = trainer._get_collator_with_removed_columns(collator, description)
+            settings["collate_fn"] = collator
+        if peers.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
+            settings["batch_sampler"] = sampler
+            del settings["batch_size"]
+        else:
+            settings |= {"sampler": sampler, "drop_last": trainer.args.dataloader_drop_last}
 
     def training_sampler(self, dataset: Any) -> Sampler[Any] | None:
         """Implements `Trainer._get_train_sampler`; returns None for a dataset without a length."""
