@@ -15,8 +15,8 @@ from hftrainer.compat.overrides import has_length
 from hftrainer.compat.version import __version__
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.model_card import contents
+from hftrainer.model_card.card_files import CARD_NAME, add_peft_parts, draw_plot, read_tags
 from hftrainer.model_card.contents import format_value
-from hftrainer.model_card.files import CARD_NAME, add_peft_parts, draw_plot, read_tags
 from hftrainer.reporting.metrics import write_file_atomically
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def create_model_card(trainer: Trainer, tags: str | list[str] | None = None, **k
     if summary.library_name == "peft":
         card = add_peft_parts(card, model)
     write_file_atomically(str(folder / CARD_NAME), lambda path: Path(path).write_text(card, encoding="utf-8"))
-    trainer._hftrainer.storage.upload_files()
+    trainer._hftrainer.storage_sync.upload_files()
 
 
 def _check_types(summary: TrainingSummary) -> None:

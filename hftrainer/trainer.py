@@ -21,7 +21,7 @@ from hftrainer import hyperparameter_search, integrations, trainer_optimizer
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.arguments.support import refuse_unknown
 from hftrainer.arguments.validation import add_missing_fields
-from hftrainer.callbacks.progress import ProgressCallback
+from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
@@ -844,7 +844,7 @@ class Trainer(EarlierMethods):
         with self._hftrainer.saver.weights_to_save(folder, internal=_internal_call) as arguments:
             if arguments is not None:
                 self._save(folder, **arguments)
-        self._hftrainer.storage.upload_files()
+        self._hftrainer.storage_sync.upload_files()
         if self.args.push_to_hub and not _internal_call:
             try:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -1177,7 +1177,7 @@ class Trainer(EarlierMethods):
         """
         if self.is_world_process_zero():
             write_metrics(str(self.args.output_dir), split, metrics, combined=combined)
-            self._hftrainer.storage.upload_files()
+            self._hftrainer.storage_sync.upload_files()
 
     # ---- Processes ---------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from hftrainer.callbacks.flow import (
     EarlyStoppingCallback as EarlyStoppingCallback,
 )
 from hftrainer.callbacks.handler import CallbackHandler as CallbackHandler
-from hftrainer.callbacks.progress import PrinterCallback as PrinterCallback, ProgressCallback as ProgressCallback
+from hftrainer.callbacks.progress_bar import PrinterCallback as PrinterCallback, ProgressCallback as ProgressCallback
 from hftrainer.callbacks.state import (
     ExportableState as ExportableState,
     TrainerCallback as TrainerCallback,

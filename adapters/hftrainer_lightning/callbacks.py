@@ -31,7 +31,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.reading import fitting
+from hftrainer.compat.safe_loading import fitting
 from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import in_previous_epoch
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.weights import load_weights
-from hftrainer.compat.reading import load_torch_file
+from hftrainer.compat.safe_loading import load_torch_file
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.parallel.fsdp_settings import FsdpPlugin
 from hftrainer.parallel.plan import LightningPlan

@@ -30,7 +30,7 @@ from hftrainer.arguments.choices import (
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.own_checks import check_own
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.arguments.storage import separate_storage
+from hftrainer.arguments.storage_url import separate_storage
 from hftrainer.errors import InvalidArgument, InvalidConfig
 from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load

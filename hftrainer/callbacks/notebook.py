@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hftrainer.callbacks.progress import ProgressCallback
+from hftrainer.callbacks.progress_bar import ProgressCallback
 
 
 def _find_callback() -> type[Any]:

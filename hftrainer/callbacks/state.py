@@ -15,7 +15,7 @@ import torch
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.reading import check_fields, fitting
+from hftrainer.compat.safe_loading import check_fields, fitting
 from hftrainer.errors import InvalidArgument
 
 #: Required fields of `trainer_state.json`.

@@ -17,7 +17,7 @@ import safetensors
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.compat.reading import load_torch_file
+from hftrainer.compat.safe_loading import load_torch_file
 from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
 
 #: Suffixes of files that `torch.save` writes.

@@ -26,7 +26,7 @@ from hftrainer.checkpointing.folder import (
 )
 from hftrainer.checkpointing.names import FULL_STATES, holds
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.reading import fitting, load_torch_file, projectors
+from hftrainer.compat.safe_loading import fitting, load_torch_file, projectors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, UnsupportedArgument
 from hftrainer.training_args import TrainingArguments

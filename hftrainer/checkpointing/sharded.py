@@ -29,7 +29,7 @@ from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import peers
 from hftrainer.compat.peers import bare_name
-from hftrainer.compat.reading import (
+from hftrainer.compat.safe_loading import (
     check_file_name,
     fitting,
     load_torch_file,

@@ -20,7 +20,7 @@ from huggingface_hub import save_torch_state_dict
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
 from hftrainer.compat import peers
-from hftrainer.compat.reading import check_file_name, fitting, read_weights
+from hftrainer.compat.safe_loading import check_file_name, fitting, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument
 from hftrainer.releases.followed import installed_release
 

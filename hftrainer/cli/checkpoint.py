@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def _run_checkpoint(parser: Parser, options: argparse.Namespace) -> None:
-    from hftrainer.arguments.storage import explain_unreadable_url
+    from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
 
@@ -88,7 +88,7 @@ def describe(folder: str) -> dict[str, Any]:
     from hftrainer.checkpointing import names
     from hftrainer.checkpointing.files import list_files
     from hftrainer.checkpointing.folder import CheckpointFolder
-    from hftrainer.checkpointing.progress import load_progress
+    from hftrainer.checkpointing.run_progress import load_progress
     from hftrainer.errors import DamagedCheckpoint
 
     state_file = os.path.join(folder, names.TRAINER_STATE_NAME)

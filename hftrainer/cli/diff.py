@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hftrainer.checkpointing.progress import RunProgress
+    from hftrainer.checkpointing.run_progress import RunProgress
 
 #: Subject → the log entries that belong to it; 'metrics' has all others.
 SUBJECTS = {
@@ -177,7 +177,7 @@ def _folders(run: str) -> list[str]:
 def _progress(run: str) -> Iterator[tuple[int, RunProgress]]:
     from hftrainer.callbacks.state import TrainerState
     from hftrainer.checkpointing import names
-    from hftrainer.checkpointing.progress import load_progress
+    from hftrainer.checkpointing.run_progress import load_progress
 
     for folder in _folders(run):
         file = os.path.join(folder, names.TRAINER_STATE_NAME)

@@ -96,7 +96,7 @@ def _compare(folders: list[str]) -> str:
 
 
 def _show(paths: list[str], folders: list[str]) -> None:
-    from hftrainer.callbacks.progress import is_in_notebook
+    from hftrainer.callbacks.progress_bar import is_in_notebook
     from hftrainer.reporting.plot import describe, lines, show_in_notebook
 
     pages = [path for path in paths if path.endswith(".html")]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
-from hftrainer.compat.reading import fitting
+from hftrainer.compat.safe_loading import fitting
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
@@ -28,7 +28,7 @@ from hftrainer.parallel.processes import Processes
 from hftrainer.trainer_pt_utils import find_batch_size, rebuild_container
 
 if TYPE_CHECKING:
-    from hftrainer.data.reading import ReadingLog
+    from hftrainer.data.epoch_reader import ReadingLog
 
 logger = logging.getLogger(__name__)
 

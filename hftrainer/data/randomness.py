@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.reading import fitting, load_torch_file
+from hftrainer.compat.safe_loading import fitting, load_torch_file
 from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices
 

@@ -21,7 +21,7 @@ import os
 import time
 from typing import Any
 
-from hftrainer.arguments.storage import explain_unreadable_url
+from hftrainer.arguments.storage_url import explain_unreadable_url
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.handler import is_instance_by_name
-from hftrainer.callbacks.progress import ProgressCallback
+from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.errors import InvalidArgument, SearchFailed
 from hftrainer.releases.followed import follow
 

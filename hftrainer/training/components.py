@@ -31,7 +31,7 @@ from hftrainer.training import (
     saver,
     setup,
     steps,
-    storage,
+    storage_sync,
 )
 from hftrainer.training.run import Run
 
@@ -82,7 +82,7 @@ class Components:
         control_actions: logs, saves and evaluates when due.
         evaluation: runs a pass over an evaluation or test set.
         hub_uploader: uploads to the Hub.
-        storage: keeps the output folder at a URL.
+        storage_sync: keeps the output folder at a URL.
         runner: runs `train()`.
     """
 
@@ -113,7 +113,7 @@ class Components:
         self.control_actions = control_actions.ControlActions(self)
         self.evaluation = EvaluationRunner(self)
         self.hub_uploader = hub_uploader.HubUploader(self)
-        self.storage = storage.Storage(self)
+        self.storage_sync = storage_sync.StorageSync(self)
         self.runner = runner.TrainingRunner(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class Components:
         self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
         self.trainer.create_accelerator_and_postprocess()
-        self.storage.open()
+        self.storage_sync.open()
         if self.trainer.args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
 

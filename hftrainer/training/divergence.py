@@ -26,7 +26,7 @@ from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
-from hftrainer.training.storage import run_folder
+from hftrainer.training.storage_sync import run_folder
 
 if TYPE_CHECKING:
     from hftrainer.trainer import Trainer

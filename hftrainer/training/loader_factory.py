@@ -28,7 +28,7 @@ from hftrainer.data.samplers import (
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownDataset, UnsupportedArgument, suggest
 from hftrainer.parallel.devices import UNPINNED
-from hftrainer.training import mixture
+from hftrainer.training import mixture_batches
 from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
 
@@ -81,7 +81,7 @@ class LoaderFactory(Component):
         source = as_mixture(dataset) if is_training else dataset
         check_dataset(source, description)
         if is_training and args.mixture_column is not None:
-            mixture.check_column(args.mixture_column, source)
+            mixture_batches.check_column(args.mixture_column, source)
         if isinstance(source, MixtureStream) and not is_training:
             raise InvalidArgument(
                 f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
@@ -120,7 +120,7 @@ class LoaderFactory(Component):
         """The dataset and its collator, one of which removes the columns that the model does not accept."""
         trainer = self.trainer
         if isinstance(dataset, MixtureStream):
-            dataset = mixture.plan_stream(self.components, dataset)
+            dataset = mixture_batches.plan_stream(self.components, dataset)
         if isinstance(dataset, MixtureDataset) and all(map(peers.is_map_style_dataset, dataset.sources.values())):
             sources = dataset.sources.items()
             dataset = MixtureDataset({name: trainer._remove_unused_columns(source, name) for name, source in sources})
@@ -154,10 +154,10 @@ class LoaderFactory(Component):
         if dataset is None or not has_length(dataset):
             return None
         if isinstance(dataset, MixtureDataset):
-            return mixture.make_batch_sampler(self.components, dataset.indices())
+            return mixture_batches.make_batch_sampler(self.components, dataset.indices())
         if args.mixture_column is not None:
             sources = group_by_column(self._find_original_dataset(dataset)[args.mixture_column])
-            return mixture.make_batch_sampler(self.components, sources)
+            return mixture_batches.make_batch_sampler(self.components, sources)
         if args.tokens_per_batch is not None:
             return self._make_token_sampler(dataset)
         # `sortish_sampler` is the old argument for grouping by length.

@@ -17,10 +17,10 @@ import torch
 
 from hftrainer.callbacks.state import export_states
 from hftrainer.compat import overrides
-from hftrainer.compat.reading import as_bytes
+from hftrainer.compat.safe_loading import as_bytes
 from hftrainer.data.accumulation import AccumulationWindow, MicroBatchIterator, TrainingSchedule
+from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 from hftrainer.data.randomness import rng_state
-from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric

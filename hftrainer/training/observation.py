@@ -14,8 +14,8 @@ from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
-from hftrainer.training.mixture import make_source_log
-from hftrainer.training.storage import run_folder
+from hftrainer.training.mixture_batches import make_source_log
+from hftrainer.training.storage_sync import run_folder
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components

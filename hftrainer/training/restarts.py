@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import as_text
-from hftrainer.callbacks.progress import close_bars
+from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
 from hftrainer.compat.messages import tell
@@ -115,7 +115,7 @@ class Restarts(Component):
         assert self.run.skipped_samples is not None
         initial_state, self.run.has_rolled_back = self.run.initial_state, True
         self.components.saver.wait()
-        if (mirror := self.components.storage.mirror) is not None:
+        if (mirror := self.components.storage_sync.mirror) is not None:
             self.trainer.accelerator.processes.run_on_main(mirror.wait)
         folder: str | None = self.trainer.accelerator.processes.from_main(self.components.saver.last_checkpoint)
         message = self.run.skipped_samples.add(finding, folder)
@@ -150,7 +150,7 @@ class Restarts(Component):
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         self._end_attempt("out of memory", initial_state.optimizers)
-        self.components.storage.discard(self.run.checkpoints_written)
+        self.components.storage_sync.discard(self.run.checkpoints_written)
         initial_state.restore()
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:

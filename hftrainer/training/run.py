@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import TrainerState
-from hftrainer.checkpointing.progress import RunProgress
+from hftrainer.checkpointing.run_progress import RunProgress
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.monitoring.health import NoProgress, Progress
 from hftrainer.training.stopping import SignalListener

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments import legacy
-from hftrainer.callbacks.progress import close_bars
+from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
-from hftrainer.checkpointing.progress import read_global_batch
+from hftrainer.checkpointing.run_progress import read_global_batch
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
@@ -110,7 +110,7 @@ class TrainingRunner(Component):
             clear_stale(output_dir)
         processes.barrier()
         folder: str | None
-        resume_from_checkpoint = self.components.storage.fetch(resume_from_checkpoint)
+        resume_from_checkpoint = self.components.storage_sync.fetch(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
             return folder
@@ -212,7 +212,7 @@ class TrainingRunner(Component):
             # After an Exception, a search continues with the next trial.
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
                 components.uploads.finish(is_urgent=lambda: True)
-            components.storage.finish_after_error()
+            components.storage_sync.finish_after_error()
             raise
         finally:
             if self.run.loop is not None:
@@ -306,7 +306,7 @@ class TrainingRunner(Component):
             tracker_runs = (
                 {} if progress is None or (loop.is_finished and not progress.owes_evaluation) else progress.tracker_runs
             )
-            run_place = self.components.storage.place(trial)
+            run_place = self.components.storage_sync.place(trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, run_place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
@@ -344,14 +344,14 @@ class TrainingRunner(Component):
         should_keep_only_best = (
             best_checkpoint is not None and trainer.args.save_total_limit == 1 and not writer.has_failed
         )
-        if trainer.args.should_save and should_keep_only_best and self.components.storage.mirror is None:
+        if trainer.args.should_save and should_keep_only_best and self.components.storage_sync.mirror is None:
             delete_all_but_best(str(best_checkpoint), run_dir)
         self.components.announce("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        self.components.storage.finish(run_dir, best_checkpoint if should_keep_only_best else None)
+        self.components.storage_sync.finish(run_dir, best_checkpoint if should_keep_only_best else None)
         if trial is None and trainer.is_world_process_zero():
             self._summarize(metrics, self.run.loop)
         if getattr(trainer, "neftune_hook_handle", None) is not None:

@@ -18,7 +18,7 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.state import TrainerState, drop_from_json, export_states
 from hftrainer.checkpointing import names, resume
 from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, staging_folder
-from hftrainer.checkpointing.progress import POSITION_SETTINGS, RunProgress, load_progress
+from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_by, is_overridden
@@ -27,7 +27,7 @@ from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
-from hftrainer.training import mixture
+from hftrainer.training import mixture_batches
 from hftrainer.training.component import Component
 from hftrainer.training_args import without_tokens
 
@@ -107,7 +107,7 @@ class CheckpointSaver(Component):
         # Releases without this field cannot read a file that has it.
         if not self.components.policy.records_best_step:
             drop_from_json(path, "best_global_step")
-        self.components.storage.upload_files()
+        self.components.storage_sync.upload_files()
 
     def load_best_at_end(self) -> None:
         """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""
@@ -228,7 +228,7 @@ class CheckpointSaver(Component):
             "max_steps": schedule.max_steps,
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "accelerator_config": self.components.resolved.accelerator_config.data_settings(),
-            "mixture": mixture.collect_settings(self.components),
+            "mixture": mixture_batches.collect_settings(self.components),
         }
 
     def progress_of(self, loop: TrainingLoop) -> RunProgress:
@@ -252,7 +252,7 @@ class CheckpointSaver(Component):
             since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
             recent_losses=list(loop.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.components.storage.place(loop.trial)
+                self.trainer.callback_handler.callbacks, self.components.storage_sync.place(loop.trial)
             ),
         )
 
@@ -327,7 +327,7 @@ class CheckpointSaver(Component):
         state = self.trainer.state
         self.trainer.store_flos()
         self.wait()
-        self.components.storage.wait_for_space()
+        self.components.storage_sync.wait_for_space()
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
@@ -406,7 +406,7 @@ class CheckpointSaver(Component):
             [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
         )
         best = self.trainer.state.best_model_checkpoint
-        upload = self.components.storage.make_upload(path, [best, *needed_checkpoints])
+        upload = self.components.storage_sync.make_upload(path, [best, *needed_checkpoints])
 
         def rotate_as_overridden() -> None:
             self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)

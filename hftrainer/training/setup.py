@@ -31,7 +31,7 @@ from hftrainer.callbacks.handler import (
     pop_matching,
     warn_of_misspelt_events,
 )
-from hftrainer.callbacks.progress import choose_progress_callback
+from hftrainer.callbacks.progress_bar import choose_progress_callback
 from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
@@ -111,7 +111,7 @@ class TrainerSetup(Component):
         args = self.trainer.args
         if args.push_to_hub:
             self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
-        self.components.storage.open()
+        self.components.storage_sync.open()
         if args.should_save:
             try:
                 os.makedirs(str(args.output_dir), exist_ok=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.callbacks.progress import close_bars
+from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.compat.messages import tell
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.parallel.processes import Processes

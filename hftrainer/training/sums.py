@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hftrainer.checkpointing.progress import RunProgress
+from hftrainer.checkpointing.run_progress import RunProgress
 from hftrainer.errors import InvalidArgument
 
 if TYPE_CHECKING:

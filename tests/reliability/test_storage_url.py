@@ -335,7 +335,7 @@ def test_smaller_batches_discard_what_they_uploaded(tmp_path):
     there = []
 
     def run_out():
-        trainer._hftrainer.storage.mirror.wait()
+        trainer._hftrainer.storage_sync.mirror.wait()
         there.append(whole_checkpoints(FAULTY))
         if len(there) == 2:
             raise torch.OutOfMemoryError("no memory")

@@ -16,7 +16,7 @@ from ray.tune.search.optuna import OptunaSearch
 
 from hftrainer import TrainerCallback, TrainingArguments
 from hftrainer.callbacks.notebook import NotebookProgressCallback
-from hftrainer.callbacks.progress import ProgressCallback
+from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.checkpointing import names
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.search.jobs import pack

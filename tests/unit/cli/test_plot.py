@@ -317,7 +317,7 @@ def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened, show):
 
 def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show):
     shown = []
-    monkeypatch.setattr("hftrainer.callbacks.progress.is_in_notebook", lambda: True)
+    monkeypatch.setattr("hftrainer.callbacks.progress_bar.is_in_notebook", lambda: True)
     monkeypatch.setattr("hftrainer.reporting.plot.show_in_notebook", shown.append)
     show(runs[0], "--html")
     assert shown == [str(tmp_path / "a.png")] and opened == []

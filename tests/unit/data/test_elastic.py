@@ -14,8 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.data.elastic import accumulation_steps
+from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.reading import EpochReader, ResumePoint
 from hftrainer.data.samplers import LengthGroupedSampler, ShardSpec
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from tests.support.tiny import language_data, make_bert, make_llama, text_data, without_dropout

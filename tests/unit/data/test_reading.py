@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from hftrainer import DataCollatorWithPadding, default_data_collator
 from hftrainer.data.collators import RemoveColumnsCollator
+from hftrainer.data.epoch_reader import may_draw
 from hftrainer.data.loaders import PreparedDataLoader
-from hftrainer.data.reading import may_draw
 from tests.support.tiny import tokenizer
 
 ROWS = [{"input_ids": [1, 2], "labels": 0}] * 8

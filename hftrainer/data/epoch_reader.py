@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat import peers
-from hftrainer.compat.reading import fitting
+from hftrainer.compat.safe_loading import fitting
 from hftrainer.data.collators import draws_nothing, holds_samples
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import DATA_STATE, RandomSources, WorkerBatch

@@ -17,7 +17,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_values
-from hftrainer.compat.reading import check_fields, fitting, load_torch_file
+from hftrainer.compat.safe_loading import check_fields, fitting, load_torch_file
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
 

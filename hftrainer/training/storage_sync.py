@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hftrainer.arguments.storage import check_url, staging_folder_of
+from hftrainer.arguments.storage_url import check_url, staging_folder_of
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.messages import tell
@@ -32,7 +32,7 @@ def run_folder(trainer: Trainer, trial: Any) -> str:
     return str(trainer.args.output_dir) if has_override else trainer._get_output_dir(trial)
 
 
-class Storage(Component):
+class StorageSync(Component):
     """Decides which process fetches and uploads what. Without `storage_url`, all methods do nothing.
 
     Attributes:
