@@ -1,7 +1,7 @@
 # The public names; hftrainer/__init__.py imports each from here when it is first used.
 
 from hftrainer.callbacks.notebook import NotebookProgressCallback as NotebookProgressCallback
-from hftrainer.callbacks.progress import (
+from hftrainer.callbacks.progress_bar import (
     PrinterCallback as PrinterCallback,
     ProgressCallback as ProgressCallback,
 )

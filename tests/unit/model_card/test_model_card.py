@@ -20,7 +20,7 @@ from huggingface_hub import HfApi, constants, metadata_load
 from hftrainer import TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
-from hftrainer.model_card import contents, files
+from hftrainer.model_card import card_files, contents
 from hftrainer.model_card.contents import evaluation_rows, final_results, format_value, markdown_table
 from hftrainer.reporting.metrics import write_metrics
 from tests.support.parity import EVERY_STEP, accuracy, build
