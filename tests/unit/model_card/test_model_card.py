@@ -91,7 +91,7 @@ def test_card_without_training(tmp_path):
 
 
 def test_several_sets_during_training(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_SECONDS_BETWEEN_PLOTS", float("inf"))
+    monkeypatch.setattr(card_files, "_SECONDS_BETWEEN_PLOTS", float("inf"))
     rows, drawn, data = [], [], plain_data()
 
     class Cards(TrainerCallback):
