@@ -57,7 +57,8 @@ class ResolvedArguments:
     @functools.cached_property
     def lightning_config(self) -> Mapping[str, Any]:
         """The keyword arguments in `lightning_config`."""
-        return MappingProxyType(read_config(self.args.lightning_config))
+        # Our callbacks also run in transformers' own Trainer, whose arguments have no lightning_config.
+        return MappingProxyType(read_config(getattr(self.args, "lightning_config", None)))
 
     @functools.cached_property
     def readable_config(self) -> Mapping[str, Any]:

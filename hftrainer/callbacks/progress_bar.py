@@ -98,7 +98,7 @@ class ProgressCallback(TrainerCallback):
         if self.training_bar is not None:
             values = _format_logs(logs, args, above_bar=True)
             values = {name: self._shorten(value) for name, value in values.items()}
-            if "loss" in (logs or {}) and read_observe(args.observe):
+            if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
                 self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
             self.training_bar.write(_text(values, logs or {}, args, state))
 
@@ -208,7 +208,7 @@ class PrinterCallback(TrainerCallback):
 
 def _text(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as printed: `values` as text, or a human-readable line for an observed run."""
-    if not read_observe(args.observe):
+    if not read_observe(getattr(args, "observe", False)):
         return wrap_text(str(values), sys.stdout)
     width = shutil.get_terminal_size().columns if _is_terminal(sys.stdout) else None
     # Keep a name and its value together.
