@@ -12,11 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
 _OWN, _FIRST, _EARLIER = "Only in hftrainer", "The folder and the size of a batch", "Of earlier releases"
+_ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments are checked](concepts/arguments.md)."
 _EVALUATION = "When to evaluate, and what evaluation returns"
 #: Arguments that may be passed by position, and so come before those of their subject → the subject.
 _SUBJECTS = {"eval_strategy": _EVALUATION, "prediction_loss_only": _EVALUATION, "eval_accumulation_steps": _EVALUATION}
@@ -24,6 +26,7 @@ _SUBJECTS = {"eval_strategy": _EVALUATION, "prediction_loss_only": _EVALUATION, 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
+    _check_members()
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
     for title in re.findall(r"(?m)^- ([^:]+): ", body):  # of the summary, to its table below
@@ -47,6 +50,16 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def _check_members() -> None:
+    """The page of Trainer orders its methods by a list, which must have all of them but two old names."""
+    tree = ast.parse((ROOT / "hftrainer" / "trainer.py").read_text(encoding="utf-8"))
+    trainer = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Trainer")
+    methods = {each.name for each in trainer.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"}
+    listed = re.findall(r"(?m)^ +- (\w+)$", (ROOT / "docs" / "api" / "trainer.md").read_text(encoding="utf-8"))
+    if missing := methods - {*listed, "tokenizer", "fit"}:
+        raise PluginError(f"docs/api/trainer.md does not list {', '.join(sorted(missing))}")
+
+
 def _arguments(text: str) -> str:
     """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
     intro, _, table = text.partition("\n| argument | what it does |")
@@ -61,7 +74,7 @@ def _arguments(text: str) -> str:
         row = f'| <h3 id="{name}"><code>{name}</code></h3> {rows[name][2]} {last} |'
         parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
     # The list of headings leaves its place to the tables, whose cells docs/extra.css puts below each other on a phone.
-    page = ["---\nhide: [toc]\n---\n# Every argument", intro.replace(" `hftrainer` marks our own.", "").strip()]
+    page = ["---\nhide: [toc]\n---\n# Every argument", _ABOUT_ARGUMENTS, intro.replace(" `hftrainer` marks our own.", "").strip()]
     page.append(" · ".join(f"[{title}](#{_anchor(title)})" for title in parts))
     for title, lines in parts.items():
         names = ["guide"] if title == _OWN else ["since", "here"]
