@@ -74,7 +74,11 @@ def _arguments(text: str) -> str:
         row = f'| <h3 id="{name}"><code>{name}</code></h3> {rows[name][2]} {last} |'
         parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
     # The list of headings leaves its place to the tables, whose cells docs/extra.css puts below each other on a phone.
-    page = ["---\nhide: [toc]\n---\n# Every argument", _ABOUT_ARGUMENTS, intro.replace(" `hftrainer` marks our own.", "").strip()]
+    page = [
+        "---\nhide: [toc]\n---\n# Every argument",
+        _ABOUT_ARGUMENTS,
+        intro.replace(" `hftrainer` marks our own.", "").strip(),
+    ]
     page.append(" · ".join(f"[{title}](#{_anchor(title)})" for title in parts))
     for title, lines in parts.items():
         names = ["guide"] if title == _OWN else ["since", "here"]
@@ -138,8 +142,10 @@ def _shown(path: Path, text: str) -> str:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Include ARCHITECTURE.md in its page, and make links to files of the repository links to pages of the site."""
-    if page.file.src_uri.startswith(("packages/", "internals/")) or page.file.src_uri == "changelog.md":
+    if page.file.src_uri.startswith(("packages/", "internals/", "changelog.md", "differences.md")):
         page.meta["search"] = {"boost": 0.2}  # below the guides
+    elif page.file.src_uri in ("guides/one-device.md", "troubleshooting.md"):
+        page.meta["search"] = {"boost": 2}
     top = "../" * page.file.src_uri.count("/")
     if page.file.src_uri == "internals/index.md":
         markdown = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").replace("](docs/", f"]({top}")
