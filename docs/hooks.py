@@ -69,6 +69,8 @@ def _arguments(text: str) -> str:
     for name in sorted(rows, key=[*guides, *subjects, *rows].index):
         since = rows[name][3]
         is_own, is_earlier = since == "hftrainer", " to " in since
+        if is_own and name not in guides:
+            raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
         last = guides[name] if is_own else f"{since} | {rows[name][4]}"
         # A name is a heading, so that the search finds its row.
         row = f'| <h3 id="{name}"><code>{name}</code></h3> {rows[name][2]} {last} |'
