@@ -139,7 +139,7 @@ def _shown(path: Path, text: str) -> str:
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
     parts = [(code if each["cell_type"] == "code" else prose).format("".join(each["source"]).strip()) for each in cells]
-    return f"---\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
+    return f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
