@@ -2,8 +2,8 @@
 
 Pages link to files of the repository, so that links work in a clone; here they become links to pages.
 
-`COMPATIBILITY.md` becomes two pages, `ARCHITECTURE.md` the first page of the internals, each example a page, and the
-first lines of all modules the page "Modules".
+`COMPATIBILITY.md` becomes two pages, of which one has the arguments by subject, `ARCHITECTURE.md` the first page of the
+internals, each example a page, and the first lines of all modules the page "Modules".
 """
 
 import ast
@@ -12,14 +12,21 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
+_OWN, _FIRST, _EARLIER = "Only in hftrainer", "The folder and the size of a batch", "Of earlier releases"
+_ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments are checked](concepts/arguments.md)."
+_EVALUATION = "When to evaluate, and what evaluation returns"
+#: Arguments that may be passed by position, and so come before those of their subject → the subject.
+_SUBJECTS = {"eval_strategy": _EVALUATION, "prediction_loss_only": _EVALUATION, "eval_accumulation_steps": _EVALUATION}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made."""
+    _check_members()
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
     for title in re.findall(r"(?m)^- ([^:]+): ", body):  # of the summary, to its table below
@@ -27,13 +34,9 @@ def on_files(files: Files, config: Any) -> Files:
         body = body.replace(f"- {title}: ", f"- [{title}](#{anchor}): ", 1)
         body = body.replace(f"| {title} | why |", f"### {title} {{#{anchor}}}\n\n| what | why |", 1)
     measure = "The measure is `transformers` 5.24, and equal means exactly equal."
-    # The list of headings leaves its place to the table, whose cells docs/extra.css puts below each other on a phone.
-    # A name is a heading, so that the search finds its row.
-    arguments = re.sub(r"(?m)^\| `(\w+)` \|", r'| <h3 id="\1"><code>\1</code></h3> |', arguments)
-    head = '---\nhide: [toc]\n---\n# Every argument\n\n<div class="arguments" markdown>'
     pages = {
         "differences.md": f"# Where it differs\n\n{measure}\n{body}",
-        "arguments.md": f"{head}\n{arguments}\n</div>\n",
+        "arguments.md": _arguments(arguments),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
         "packages/modules.md": _modules(),
     }
@@ -45,6 +48,71 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, path.as_posix(), content=text))
             files.append(File.generated(config, path.with_suffix(".md").as_posix(), content=_shown(path, text)))
     return files
+
+
+def _check_members() -> None:
+    """The page of Trainer orders its methods by a list, which must have all of them but two old names."""
+    tree = ast.parse((ROOT / "hftrainer" / "trainer.py").read_text(encoding="utf-8"))
+    trainer = next(each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == "Trainer")
+    methods = {each.name for each in trainer.body if isinstance(each, ast.FunctionDef) and each.name[0] != "_"}
+    listed = re.findall(r"(?m)^ +- (\w+)$", (ROOT / "docs" / "api" / "trainer.md").read_text(encoding="utf-8"))
+    if missing := methods - {*listed, "tokenizer", "fit"}:
+        raise PluginError(f"docs/api/trainer.md does not list {', '.join(sorted(missing))}")
+
+
+def _arguments(text: str) -> str:
+    """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
+    intro, _, table = text.partition("\n| argument | what it does |")
+    rows = {row[1]: row for row in re.finditer(r"(?m)^\| `(\w+)` (\|.*\|) (.*) \| (.*) \|$", table)}
+    subjects, guides = _subjects(), _guides()
+    parts: dict[str, list[str]] = {title: [] for title in [_OWN, *dict.fromkeys(subjects.values()), _EARLIER]}
+    for name in sorted(rows, key=[*guides, *subjects, *rows].index):
+        since = rows[name][3]
+        is_own, is_earlier = since == "hftrainer", " to " in since
+        if is_own and name not in guides:
+            raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
+        last = guides[name] if is_own else f"{since} | {rows[name][4]}"
+        # A name is a heading, so that the search finds its row.
+        row = f'| <h3 id="{name}"><code>{name}</code></h3> {rows[name][2]} {last} |'
+        parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
+    # The list of headings leaves its place to the tables, whose cells docs/extra.css puts below each other on a phone.
+    page = [
+        "---\nhide: [toc]\n---\n# Every argument",
+        _ABOUT_ARGUMENTS,
+        intro.replace(" `hftrainer` marks our own.", "").strip(),
+    ]
+    page.append(" · ".join(f"[{title}](#{_anchor(title)})" for title in parts))
+    for title, lines in parts.items():
+        names = ["guide"] if title == _OWN else ["since", "here"]
+        head = ["argument", "what it does", "default", *names]
+        lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]
+        kind = "arguments own" if title == _OWN else "arguments"
+        page += [f"## {title} {{#{_anchor(title)}}}", f'<div class="{kind}" markdown>', "\n".join(lines), "</div>"]
+    return "\n\n".join(page) + "\n"
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower())
+
+
+def _subjects() -> dict[str, str]:
+    """Argument → its subject, in the order of the sources, whose comments name the subjects."""
+    found: dict[str, str] = {}
+    for path, subject in (("arguments/fields.py", _FIRST), ("training_args_seq2seq.py", "Models that generate")):
+        for line in (ROOT / "hftrainer" / path).read_text(encoding="utf-8").splitlines():
+            if comment := re.fullmatch(r"    # -+ (.+?) -+", line):
+                subject = comment[1]
+            elif field := re.match(r"    (\w+): .* = (arg|old_name)\(", line):
+                found[field[1]] = _SUBJECTS.get(field[1], subject)
+    return found
+
+
+def _guides() -> dict[str, str]:
+    """Argument that only hftrainer has → links to its guide, from the table of a page."""
+    page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8")
+    table = page.partition(f"\n## {_OWN}\n")[2].partition("\n## ")[0].replace("](../", "](")
+    rows = re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", table)
+    return {name: link for names, link in rows for name in re.findall(r"`(\w+)`", names)}
 
 
 def _modules() -> str:
@@ -71,13 +139,15 @@ def _shown(path: Path, text: str) -> str:
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
     parts = [(code if each["cell_type"] == "code" else prose).format("".join(each["source"]).strip()) for each in cells]
-    return f"---\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
+    return f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Include ARCHITECTURE.md in its page, and make links to files of the repository links to pages of the site."""
-    if page.file.src_uri.startswith(("packages/", "internals/")) or page.file.src_uri == "changelog.md":
+    if page.file.src_uri.startswith(("packages/", "internals/", "changelog.md", "differences.md")):
         page.meta["search"] = {"boost": 0.2}  # below the guides
+    elif page.file.src_uri in ("guides/one-device.md", "troubleshooting.md"):
+        page.meta["search"] = {"boost": 2}
     top = "../" * page.file.src_uri.count("/")
     if page.file.src_uri == "internals/index.md":
         markdown = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").replace("](docs/", f"]({top}")
