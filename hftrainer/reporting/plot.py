@@ -214,11 +214,11 @@ def lines(folders: list[str], x: str = "step") -> list[Line]:
     One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
     """
     runs = run_names(folders) if len(folders) > 1 else [""]
+    states = [read_run(folder, x) for folder in folders]
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
     plain_lines: list[Line] = []
-    for folder, run, known, settings in zip(folders, runs, arguments, _find_differences(arguments), strict=True):
-        new_lines = _plain_lines(read_run(folder, x), known)
-        plain_lines += (replace(line, run=run, settings=settings, x=x) for line in new_lines)
+    for state, run, known, settings in zip(states, runs, arguments, _find_differences(arguments), strict=True):
+        plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
     return _with_styles(plain_lines)
 
 
@@ -407,7 +407,7 @@ def draw_html(lines: list[Line], path: str, title: str) -> None:
             figure.add_trace(trace, **cell)
         # plotly takes the range of a logarithmic axis as powers of ten.
         y_range = list(map(math.log10, limits)) if scale == "log" else limits
-        figure.update_yaxes(title_text=label, type=scale, range=y_range, **cell)
+        figure.update_yaxes(title_text=label, type=scale, range=y_range, exponentformat="power", minexponent=4, **cell)
         if gap:
             figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
     x_range = _range([step for line in lines for step in line.steps])
