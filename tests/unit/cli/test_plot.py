@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
@@ -388,3 +389,64 @@ def test_any_name_of_a_folder(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["plot", name])
         assert ended.value.code == 2 and "plot: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("metric", "is_greater", "best"), [("f1", None, 1), ("eval_f1", False, 2), ("loss", None, 0)])
+def test_the_star_is_at_the_best_value_of_metric_for_best_model(tmp_path, metric, is_greater, best):
+    log = [{"step": step, "loss": 1.0, "eval_loss": step, "eval_f1": f1} for step, f1 in ((1, 0.5), (2, 0.7), (3, 0.2))]
+    write_log(tmp_path, log)
+    args = TrainingArguments(str(tmp_path), metric_for_best_model=metric, greater_is_better=is_greater, use_cpu=True)
+    torch.save(args, tmp_path / "training_args.bin")
+    marked = {line.name: line.best for line in lines([str(tmp_path)]) if line.best is not None}
+    assert marked == {f"eval_{metric.removeprefix('eval_')}": best}
+
+
+def test_legends_say_what_differs_and_the_best_value(runs, tmp_path):
+    written = plot(runs, html=True, out=str(tmp_path / "a.svg"))
+    best = [min(line.finite) for line in lines(runs) if line.name == "eval_loss"]
+    for run, rate, loss in zip(runs, (0.01, 0.1), best, strict=True):
+        label = f"{Path(run).name} · learning_rate {rate} · best eval_loss {loss:.4g}"
+        assert label in texts_of(written[0])
+        assert json.dumps(label) in Path(written[1]).read_text()
+
+
+def test_a_pointer_of_git_lfs_in_place_of_the_arguments(runs, tmp_path):
+    write_log(tmp_path, [{"step": 1, "loss": 1.0}])
+    (tmp_path / "training_args.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert {line.settings for line in lines([runs[0], str(tmp_path)])} == {""}
+
+
+def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
+    monkeypatch.setattr("plotly.graph_objects.Figure.to_html", lambda figure, **settings: figures.append(figure) or "")
+    observe(tmp_path)
+    losses = [{"step": step, "loss": loss, "eval_f1": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
+    write_log(tmp_path, losses)
+    plot([str(tmp_path)], html=True)
+    picture, page = figures
+    for axis, x, y in zip(picture.axes, page.select_xaxes(), page.select_yaxes(), strict=True):
+        limits = [10**limit for limit in y.range] if y.type == "log" else y.range
+        assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
+        assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
+    assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == {
+        *("Tokens per second", "Samples per second", "Seconds per step", "Share of time"),
+        *("Model FLOPS utilization", "Peak memory (MB)"),
+    }
+    assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
+        ("Loss", "log"),
+        ("eval_f1", "linear"),
+    ]
+
+
+def test_epochs_and_minutes_on_the_horizontal_axis(runs, tmp_path, capsys):
+    observe(tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    minutes = [(event["time"] - events[0]["time"]) / 60 for event in events if event["event"] == "log"]
+    for x, label, steps in (("epoch", "Epoch", [0.1, 0.2]), ("time", "Time (minutes)", minutes)):
+        assert lines([str(tmp_path)], x)[0].steps == steps
+        main(["plot", str(tmp_path), "--x", x, "--out", str(tmp_path / "a.svg")])
+        assert label in texts_of(tmp_path / "a.svg")
+    with pytest.raises(SystemExit):
+        main(["plot", runs[0], "--x", "time"])
+    assert "for --x time observe=True" in capsys.readouterr().err
