@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.accelerator_config import CONSTRUCTION_KEY
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folder import checkpoints_newest_first
 from hftrainer.errors import DamagedCheckpoint
 
 #: Attributes that are not arguments: objects of accelerate, a copy of DeepSpeed's configuration, and
 #: `use_configured_state`, which only affects how arguments are created.
 _OTHER_ATTRIBUTES = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
+#: Arguments that may differ between equal runs: output paths, and the checkpoint from which a run resumes.
+_PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
 
 
 class _Placeholder(dict[Any, Any]):
@@ -59,6 +63,22 @@ def read_arguments(path: str | Path) -> dict[str, Any]:
         raise DamagedCheckpoint(
             f"{path} cannot be read ({error!r}): save the arguments again with trainer.save_model()."
         ) from error
+
+
+def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict[str, Any]:
+    """The arguments in a run's folder, or else in its newest checkpoint, without paths; empty if none are saved.
+
+    Args:
+        folder: the run's `output_dir`, or a checkpoint.
+        skip_unreadable: skip files that are not from `torch.save`, such as pointers of Git LFS.
+
+    Raises:
+        DamagedCheckpoint: if the file cannot be read.
+    """
+    paths = (Path(each) / names.TRAINING_ARGS_NAME for each in (folder, *checkpoints_newest_first(folder)))
+    path = next(filter(zipfile.is_zipfile if skip_unreadable else Path.is_file, paths), None)
+    arguments = {} if path is None else read_arguments(path)
+    return {name: value for name, value in arguments.items() if name not in _PLACES}
 
 
 def _fields(state: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,6 @@ SUBJECTS = {
     "learning rate": ("learning_rate",),
     "metrics": (),
 }
-#: Arguments that may differ between equal runs: output paths, and the checkpoint from which a run resumes.
-_PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
 _NOT_RECORDED = "not recorded"
 
 
@@ -125,6 +123,7 @@ def compare(a: str, b: str) -> Difference:
         InvalidArgument: for a folder without a run.
         DamagedCheckpoint: for a file that cannot be read.
     """
+    from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
     from hftrainer.reporting.plot import logged, read_state
 
     states = read_state(a), read_state(b)
@@ -144,7 +143,7 @@ def compare(a: str, b: str) -> Difference:
         {subject: partings[subject] for subject in SUBJECTS if subject in partings},
         compared,
         {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
-        _find_differences(_arguments(a), _arguments(b)),
+        _find_differences(read_arguments_of_run(a), read_arguments_of_run(b)),
         _find_differences(_versions(a), _versions(b)),
     )
 
@@ -185,17 +184,6 @@ def _progress(run: str) -> Iterator[tuple[int, RunProgress]]:
             yield TrainerState.load_from_json(file).global_step, progress
 
 
-def _arguments(run: str) -> dict[str, Any] | None:
-    from hftrainer.checkpointing import names
-    from hftrainer.checkpointing.saved_arguments import read_arguments
-
-    files = [os.path.join(folder, names.TRAINING_ARGS_NAME) for folder in _folders(run)]
-    file = next((file for file in files if os.path.isfile(file)), None)
-    if file is None:
-        return None
-    return {name: value for name, value in read_arguments(file).items() if name not in _PLACES}
-
-
 def _versions(run: str) -> dict[str, Any] | None:
     """The release of transformers that saved the model; other versions are not recorded."""
     for folder in _folders(run):
@@ -209,7 +197,7 @@ def _versions(run: str) -> dict[str, Any] | None:
 
 def _find_differences(a: dict[str, Any] | None, b: dict[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
     """The differences between common names. Other names depend on the library and its release."""
-    if a is None or b is None:
+    if not a or not b:
         return None
     pairs = {name: (a[name], b[name]) for name in sorted(a.keys() & b.keys())}
     return {name: values for name, values in pairs.items() if not _same(*values)}

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hftrainer.cli.parser import Parser
+
+if TYPE_CHECKING:
+    from hftrainer.reporting.plot import Line
 
 
 def add(commands: Any) -> None:
@@ -18,24 +22,18 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
-        usage="%(prog)s [--html] [--json] [--out FILE] OUTPUT_DIR ...\n"
+        usage="%(prog)s [--html] [--json] [--x AXIS] [--out FILE] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output DIR]",
-        description="Write a plot and show it: in a notebook below the cell, in a terminal by the desktop viewer; "
-        "without a desktop, print the first, last, lowest and highest value of each curve. If the output is a pipe or "
-        "a file, nothing is shown. For several runs, print a table too.",
+        description="Write a plot into the first run's folder and show it: in a notebook below the cell, in a terminal "
+        "by the desktop viewer, or without one as first, last, lowest and highest values of curves. If the output "
+        "is a pipe or a file, nothing is shown. For several runs, print a table too.",
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
+    parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
     parser.add_argument("--html", action="store_true", help="write interactive pages too")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the file for runs, .png, .svg or .pdf; default: training.png, or for several runs comparison.png "
-        "in the first folder; for checkpoint-5, training-5.png in its parent folder",
-    )
-    parser.add_argument(
-        "--study", metavar="STORAGE", help="a search: sqlite:///search.db, another URL, or a journal file"
-    )
+    parser.add_argument("--out", metavar="FILE", help="the .png, .svg or .pdf; default: training.png, comparison.png")
+    parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
     parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
@@ -43,13 +41,12 @@ def add(commands: Any) -> None:
 
 
 def _plot(parser: Parser, options: argparse.Namespace) -> None:
-    from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
 
     if bool(options.folders) == (options.study is not None):
         parser.error("pass the output folders of runs, or --study for a search")
-    unsuitable = ("--out",) if options.study is not None else ("--study-name", "--output")
+    unsuitable = ("--out", "--x") if options.study is not None else ("--study-name", "--output")
     for option in unsuitable:
         if getattr(options, option.strip("-").replace("-", "_")) is not None:
             parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
@@ -57,8 +54,9 @@ def _plot(parser: Parser, options: argparse.Namespace) -> None:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
         else:
-            paths = plot(options.folders, html=options.html, out=options.out)
-    except (InvalidArgument, MissingPackage, OSError) as error:
+            paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step")
+    # Our errors derive from ValueError.
+    except (ValueError, OSError) as error:
         parser.fail(error)
     if options.json:
         print(json.dumps({"files": paths}, indent=2))
@@ -73,37 +71,38 @@ def _compare(folders: list[str]) -> str:
     """A table with one row per run."""
     from hftrainer.cli.watch import format_duration, format_number
     from hftrainer.monitoring.page import WatchedRun
-    from hftrainer.reporting.plot import align, run_names
+    from hftrainer.reporting.plot import lines, run_names
 
     pages = [WatchedRun(folder).read() for folder in folders]
-    metrics = list(dict.fromkeys(name for page in pages for name in page["metrics"] if name.startswith("eval_")))[:2]
-    best = [f"best {name}" for name in metrics]
-    rows = [("", "steps", "loss", *best, "samples/s", "tokens/s", "time", "goodput")]
-    for name, page in zip(run_names(folders), pages, strict=True):
-        metrics_of_run, values, goodput = page["metrics"], page["values"], page["goodput"]
-        rates = [values.get(rate, values.get(f"train_{rate}")) for rate in ("samples_per_second", "tokens_per_second")]
-        seconds = page["updated"] - page["started"] if page["started"] else values.get("train_runtime")
+    curves = {(line.run, line.name): line for line in lines(folders)}
+    marked = {key: line.values[line.best] for key, line in curves.items() if line.best is not None}
+    evaluated = [name for page in pages for name in page["metrics"] if name.startswith("eval_")]
+    metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
+    best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
+    rows = [("", "steps", "last loss", *best, "mean samples/s", "mean tokens/s", "time", "goodput", "differs in")]
+    for run, page in zip(run_names(folders), pages, strict=True):
+        metrics_of_run, goodput = page["metrics"], page["goodput"]
+        seconds = page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime")
         numbers = (
             page["step"],
             metrics_of_run.get("loss", {}).get("last"),
-            *(metrics_of_run.get(each, {}).get("best") for each in metrics),
+            *(marked.get((run, name), metrics_of_run.get(name, {}).get("best")) for name in metrics),
+            *(curve.mean_rate if (curve := curves.get((run, rate))) else None for rate in rates),
         )
-        time = "" if seconds is None else format_duration(seconds)
-        rows.append((name, *map(format_number, (*numbers, *rates)), time, "" if goodput is None else f"{goodput:.0%}"))
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return align(list(zip(*columns, strict=True)), width)
+        time, share = "" if seconds is None else format_duration(seconds), "" if goodput is None else f"{goodput:.0%}"
+        settings = next(line.settings for line in curves.values() if line.run == run)
+        rows.append((run, *map(format_number, numbers), time, share, settings))
+    return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
 
 def _show(paths: list[str], folders: list[str]) -> None:
     from hftrainer.callbacks.progress_bar import is_in_notebook
-    from hftrainer.reporting.plot import describe, lines, show_in_notebook
+    from hftrainer.reporting.plot import lines, show_in_notebook
 
     pages = [path for path in paths if path.endswith(".html")]
     if is_in_notebook():
-        for path in paths:
-            if path not in pages:
-                show_in_notebook(path)
+        for path in (path for path in paths if path not in pages):
+            show_in_notebook(path)
     elif sys.stdout.isatty() and _has_desktop():
         import webbrowser
 
@@ -118,3 +117,32 @@ def _has_desktop() -> bool:
     if sys.platform in ("win32", "darwin"):
         return "SSH_CONNECTION" not in os.environ
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def describe(lines: list[Line]) -> str:
+    """A text table of each curve: its steps, its first, last, lowest and highest value, and the non-finite count."""
+    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest", "not finite")]
+    for line in lines:
+        finite = line.finite or [math.nan]
+        values = (line.values[0], line.values[-1], min(finite), max(finite))
+        steps, gaps = f"{line.steps[0]:g} to {line.steps[-1]:g}", len(line.values) - len(line.finite)
+        rows.append((line.label, steps, *(f"{value:.4g}" for value in values), str(gaps or "")))
+    return align(rows)
+
+
+def align(rows: list[tuple[str, ...]], width: int | None = None) -> str:
+    """A text table of rows with a label followed by numbers, without empty columns.
+
+    Args:
+        rows: the rows, including the headings.
+        width: characters per line. Columns that do not fit follow in a second table below. None for no limit.
+    """
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    rows, (first, *widths) = list(zip(*columns, strict=True)), (max(map(len, column)) for column in columns)
+    count = len(widths)
+    while width is not None and count > 1 and first + sum(widths[:count]) + 2 * count > width:
+        count -= 1
+    cell_rows = ([label.ljust(first), *map(str.rjust, cells[:count], widths[:count])] for label, *cells in rows)
+    table = "\n".join("  ".join(cells).rstrip() for cells in cell_rows)
+    remaining_rows = [(label, *cells[count:]) for label, *cells in rows]
+    return table if count == len(widths) else f"{table}\n\n{align(remaining_rows, width)}"

@@ -9,8 +9,10 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hftrainer.callbacks.progress_bar import is_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.folder import checkpoints_newest_first
+from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.monitoring.journal import check_folder, read_events, without_undone
@@ -33,9 +36,13 @@ SPEEDS = {
     "seconds per step": ("step_seconds",),
     "share of time": ("data_wait", "eval_share", "save_share"),
     "model FLOPS utilization": ("mfu",),
-    "peak memory in MB": ("peak_memory_mb",),
+    "peak memory (MB)": ("peak_memory_mb",),
 }
 PANELS |= SPEEDS
+#: Entries of log lines → their names in legends, if not the same.
+WORDS = {"data_wait": "waiting for data", "eval_share": "evaluation", "save_share": "saving"}
+#: Horizontal axis → its label.
+X_AXES = {"step": "Optimizer step", "epoch": "Epoch", "time": "Time (minutes)"}
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
 #: Shape of a run's markers: matplotlib's name → plotly's name.
@@ -69,8 +76,8 @@ def read_state(folder: str) -> TrainerState:
         raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
 
 
-def read_run(folder: str) -> TrainerState:
-    """Like `read_state`, but with newer log lines from the run's journal.
+def read_run(folder: str, x: str = "step") -> TrainerState:
+    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps.
 
     Raises:
         InvalidArgument: if there is no run, or its log has nothing to draw.
@@ -86,8 +93,13 @@ def read_run(folder: str) -> TrainerState:
     last_step = max((line["step"] for line in state.log_history if _is_number(line.get("step"))), default=-1)
     lines = [{"step": event["step"], **event["logs"]} for event in events if event["event"] == "log"]
     state.log_history += [line for line in lines if line["step"] > last_step]
+    if x == "epoch":
+        state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
+    elif x == "time":
+        logs = [(event["time"], event["logs"]) for event in events if event["event"] == "log"]
+        state.log_history = [{**line, "step": (time - events[0]["time"]) / 60} for time, line in logs]
     if not any(curves(state).values()):
-        raise InvalidArgument(f"{folder}: the log of the run has nothing to draw; set logging_steps in the next run.")
+        raise InvalidArgument(f"{folder}: the log has nothing to draw; set logging_steps, for --x time observe=True.")
     return state
 
 
@@ -102,7 +114,8 @@ def curves(state: TrainerState) -> Curves:
     diverged_steps = {step for step, name, value in all_values if name == "grad_norm" and not _is_finite(value)}
     for step, name, value in all_values:
         if name != "epoch" and _is_number(value):
-            steps, values = panels[_panel_of(name)].setdefault(name, ([], []))
+            panel = _PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
+            steps, values = panels[panel].setdefault(name, ([], []))
             steps.append(step)
             values.append(math.nan if not _is_finite(value) or (name == "loss" and step in diverged_steps) else value)
     return panels
@@ -130,10 +143,6 @@ def _is_finite(value: Any) -> bool:
     return _is_number(value) and abs(value) <= sys.float_info.max
 
 
-def _panel_of(name: str) -> str:
-    return _PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
-
-
 @dataclass(frozen=True)
 class Line:
     """One curve of one run.
@@ -141,10 +150,12 @@ class Line:
     Attributes:
         panel: the title of its panel.
         name: the name of the log entry.
-        steps: optimizer steps.
+        steps: optimizer steps, epochs or minutes.
         values: the values; some may be NaN.
         best: the index of the best value; None if unknown.
         run: the name of the run in a plot of several runs, else empty.
+        settings: the arguments in which the run differs from the others.
+        x: what `steps` holds, a key of `X_AXES`.
         colour: the colour of the run, or in a plot of one run the colour of the curve.
         dash: the index of its line style.
         mark: the shape of its markers, which distinguishes runs in black and white.
@@ -156,6 +167,8 @@ class Line:
     values: list[float]
     best: int | None = None
     run: str = ""
+    settings: str = ""
+    x: str = "step"
     colour: str = COLOURS[0]
     dash: int = 0
     mark: str = "o"
@@ -178,14 +191,14 @@ class Line:
         return f"{self.run}: {self.name}" if self.run else self.name
 
     @property
+    def mean_rate(self) -> float:
+        """The mean of a number per second over all steps."""
+        return statistics.harmonic_mean(self.values, [step - last for last, step in pairwise([0, *self.steps])])
+
+    @property
     def finite(self) -> list[float]:
         """The finite values."""
         return [value for value in self.values if _is_finite(value)]
-
-    @property
-    def first_gap(self) -> float | None:
-        """The first step with a non-finite value; None if all are finite."""
-        return next((step for step, value in zip(self.steps, self.values, strict=True) if not _is_finite(value)), None)
 
 
 def run_names(folders: list[str]) -> list[str]:
@@ -195,38 +208,49 @@ def run_names(folders: list[str]) -> list[str]:
     return [str(Path(*path[-depth:])) for path in parts]
 
 
-def lines(folders: list[str]) -> list[Line]:
+def lines(folders: list[str], x: str = "step") -> list[Line]:
     """The curves of runs.
 
     One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
     """
     runs = run_names(folders) if len(folders) > 1 else [""]
-    states = [read_run(folder) for folder in folders]
-    return _with_styles([line for run, state in zip(runs, states, strict=True) for line in _plain_lines(state, run)])
+    states = [read_run(folder, x) for folder in folders]
+    arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
+    plain_lines: list[Line] = []
+    for state, run, known, settings in zip(states, runs, arguments, _find_differences(arguments), strict=True):
+        plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
+    return _with_styles(plain_lines)
+
+
+def _find_differences(runs: list[dict[str, Any]]) -> list[str]:
+    """For each run, its arguments that differ from those of another run, as a text; empty if they are unknown."""
+    first, *others = [arguments for arguments in runs if arguments] or [{}]
+    names = [name for name, value in first.items() if any(each.get(name, value) != value for each in others)]
+    texts = (", ".join(f"{name} {run[name]}" for name in names if name in run) for run in runs)
+    return [textwrap.shorten(text, 100, placeholder=" …") for text in texts]
 
 
 def lines_of(state: TrainerState) -> list[Line]:
     """The curves of one run."""
-    return _with_styles(list(_plain_lines(state, "")))
+    return _with_styles(_plain_lines(state, {}))
 
 
-def _plain_lines(state: TrainerState, run: str) -> Iterator[Line]:
+def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Line]:
     for panel, panel_curves in curves(state).items():
         for name, (steps, values) in panel_curves.items():
-            yield Line(panel, name, steps, values, _best(state, name, steps, values), run)
+            yield Line(panel, name, steps, values, _best(state, arguments, name, values))
 
 
-def _with_styles(lines: list[Line]) -> list[Line]:
+def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     """The curves with their colours and dashes, in the order of the panels."""
-    styled_lines = _split_metrics(lines)
-    runs = list(dict.fromkeys(line.run for line in styled_lines))
-    dashes_by_panel: dict[str, dict[str, int]] = {}
-    for index, line in enumerate(styled_lines):
-        panel_dashes = dashes_by_panel.setdefault(line.panel, {})
-        panel_dash = panel_dashes.setdefault(line.name, len(panel_dashes))
-        number, dash = (runs.index(line.run) if len(runs) > 1 else panel_dash), panel_dash
-        mark = list(MARKS)[runs.index(line.run) % len(MARKS)]
-        styled_lines[index] = replace(line, colour=COLOURS[number % len(COLOURS)], dash=dash % 4, mark=mark)
+    lines, styled_lines = _split_metrics(list(plain_lines)), []
+    runs = list(dict.fromkeys(line.run for line in lines))
+    for panel_lines in _group_by_panel(lines).values():
+        names = list(dict.fromkeys(line.name for line in panel_lines))
+        for line in panel_lines:
+            run, dash = runs.index(line.run), names.index(line.name)
+            colour = COLOURS[(run if line.run else dash) % len(COLOURS)]
+            styled_lines.append(replace(line, colour=colour, dash=dash % 4, mark=list(MARKS)[run % len(MARKS)]))
     return styled_lines
 
 
@@ -237,40 +261,62 @@ def _split_metrics(lines: list[Line]) -> list[Line]:
         if line.panel == "metrics":
             largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
     powers = {name: math.ceil(math.log10(value)) for name, value in largest.items() if value > 1}
-    titles = {
-        name: f"metrics up to {f'{10**power:,}' if power < 10 else f'1e{power}'}" for name, power in powers.items()
-    }
+    titles = {name: f"metrics up to {float(f'1e{power}'):,.10g}" for name, power in powers.items()}
     sorted_lines = sorted(lines, key=lambda line: (list(PANELS).index(line.panel), powers.get(line.name, 0)))
     return [replace(line, panel=titles.get(line.name, line.panel)) for line in sorted_lines]
 
 
-def _best(state: TrainerState, name: str, steps: list[float], values: list[float]) -> int | None:
-    """The index of the best model's value, or of the lowest evaluation loss; None if unknown."""
-    if name in _PANEL_OF:
-        return None
-    if state.best_global_step in steps:
-        return steps.index(state.best_global_step)
+def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
+    """The index of the best value of `metric_for_best_model`, or without it of each evaluation loss; else None."""
     finite = [value for value in values if _is_finite(value)]
-    return values.index(min(finite)) if finite and name.endswith("_loss") else None
+    if name in _PANEL_OF or not finite:
+        return None
+    if metric := arguments.get("metric_for_best_model"):
+        choose = max if arguments.get("greater_is_better") else min
+        return values.index(choose(finite)) if name == f"eval_{metric.removeprefix('eval_')}" else None
+    # Of a run without arguments only the best value is known.
+    if state.best_metric is not None:
+        return values.index(state.best_metric) if state.best_metric in finite else None
+    return values.index(min(finite)) if name.endswith("_loss") else None
 
 
-def _needs_log_scale(lines: list[Line]) -> bool:
-    """Whether a few large gradient norms would make the others unreadable."""
-    norms = [value for line in lines if line.panel == "gradient norm" for value in line.finite]
-    return bool(norms) and min(norms) > 0 and max(norms) > 20 * statistics.median(norms)
+def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
+    """The scale of a panel, 'linear' or 'log', and its range.
+
+    Speeds, shares and memory begin at 0. The scale is logarithmic if losses span two orders of magnitude, or if a few
+    gradient norms would make the others unreadable.
+    """
+    values, panel = [value for line in lines for value in line.finite], lines[0].panel
+    if panel in SPEEDS or not values:
+        return "linear", (0, max(values, default=0) * 1.05 or 1)
+    limits = {"loss": 100 * min(values), "gradient norm": 20 * statistics.median(values)}
+    if min(values) > 0 and max(values) > limits.get(panel, math.inf):
+        return "log", (min(values) / 1.2, max(values) * 1.2)
+    return "linear", _range(values)
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+    """The range of a linear axis: its values, and a margin of 5 %."""
+    low, high = min(values), max(values)
+    margin = (high - low) / 20 or abs(high) / 20 or 1
+    return low - margin, high + margin
+
+
+def _label(lines: list[Line]) -> str:
+    """The label of a panel's vertical axis: in words, or the name of the only curve if it is not one of ours."""
+    name, panel = lines[0].name, lines[0].panel
+    return name if {line.name for line in lines} == {name} - set(_PANEL_OF) else panel[0].upper() + panel[1:]
 
 
 def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
-    panels: dict[str, list[Line]] = {}
-    for line in lines:
-        panels.setdefault(line.panel, []).append(line)
-    return panels
+    return {panel: list(panel_lines) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
 
 
 def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
     """The first step with a non-finite value in a panel, and a text that names the curve."""
-    gaps = ((step, line.label) for line in lines if (step := line.first_gap) is not None)
-    return next(((step, f"{label} is not finite at step {step:g}") for step, label in sorted(gaps)), None)
+    points = ((step, line.label, value) for line in lines for step, value in zip(line.steps, line.values, strict=True))
+    gap = min(((step, label) for step, label, value in points if not _is_finite(value)), default=None)
+    return gap and (gap[0], f"{gap[1]} is not finite at {lines[0].x} {gap[0]:g}")
 
 
 def draw_picture(lines: list[Line], path: str, title: str) -> None:
@@ -278,134 +324,99 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     panels = _group_by_panel(lines)
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
-    height = 3.6 * rows + 0.9
+    runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
+    labels = [textwrap.fill(_describe_run(run, lines), 70 * columns) for run in runs]
+    bottom = 0.65 + 0.17 * sum(label.count("\n") + 1 for label in labels)
+    height = 3.6 * rows + bottom
     figure = load("matplotlib.figure").Figure(figsize=(5.5 * columns, height))
     # tight_layout is slow.
-    margins = {"left": 0.18 / columns, "right": 0.98, "bottom": 0.85 / height, "top": 1 - 0.75 / height}
-    figure.subplots_adjust(**margins, wspace=0.25, hspace=0.35)
+    margins = {"left": 0.18 / columns, "right": 0.98, "bottom": bottom / height, "top": 1 - 0.5 / height}
+    figure.subplots_adjust(**margins, wspace=0.25, hspace=0.3)
     figure.suptitle(title)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    first, last = (choose(step for line in lines for step in line.steps) for choose in (min, max))
-    margin = (last - first) / 40 or 1
-    for axis, (panel, panel_lines) in zip(axes, panels.items(), strict=False):
-        _draw_panel(axis, panel, panel_lines)
-        axis.set_xlim(first - margin, last + margin)
-    for axis in axes[len(panels) :]:
-        axis.remove()
-    runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
+    for number, panel_lines in enumerate(panels.values(), 1):
+        axis = figure.add_subplot(rows, columns, number)
+        _draw_panel(axis, panel_lines)
+        axis.set_xlim(_range([step for line in lines for step in line.steps]))
     proxy = load("matplotlib.lines").Line2D
-    handles = [proxy([], [], label=_shorten(run), **style) for run, style in runs.items()]
-    if handles:
-        count = max(1, min(4, 26 * columns // max(len(_shorten(run)) for run in runs)))
-        figure.legend(handles=handles, loc="lower center", ncols=count, fontsize=8, frameon=False)
+    handles = [proxy([], [], label=label, **style) for label, style in zip(labels, runs.values(), strict=True)]
+    figure.legend(handles=handles, loc="lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def _shorten(name: str) -> str:
-    """The name of a run for a legend, without the middle of a long name."""
-    return name if len(name) <= 40 else f"{name[:19]}…{name[-20:]}"
+def _describe_run(run: str, lines: list[Line]) -> str:
+    """The name of a run, the arguments in which it differs, and its best value."""
+    run_lines = [line for line in lines if line.run == run]
+    name = run if len(run) <= 40 else f"{run[:19]}…{run[-20:]}"
+    best = (f"best {line.name} {line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
+    return " · ".join(filter(None, (name, run_lines[0].settings, next(best, ""))))
 
 
-def _draw_panel(axis: Any, panel: str, lines: list[Line]) -> None:
-    dashes = ["-", "--", ":", "-."]
+def _draw_panel(axis: Any, lines: list[Line]) -> None:
     run_style = {"color": "black"} if lines[0].run else {}
     handles: dict[str, Any] = {}
     for line in lines:
-        style = {"color": line.colour, "linestyle": dashes[line.dash], "linewidth": 1.3}
+        style = {"color": line.colour, "linestyle": ["-", "--", ":", "-."][line.dash], "linewidth": 1.3}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
         axis.plot(line.steps, line.values, **marks, **style)
         proxy = load("matplotlib.lines").Line2D
-        handles.setdefault(line.name, proxy([], [], label=line.name, **style | run_style))
+        handles.setdefault(line.name, proxy([], [], label=WORDS.get(line.name, line.name), **style | run_style))
         if line.best is not None:
-            star = {"marker": "*", "s": 90, "zorder": 3}
-            axis.scatter(line.steps[line.best], line.values[line.best], color=line.colour, **star)
-            handles["best"] = proxy(
-                [], [], label="best", marker="*", markersize=9, linestyle="", **{"color": line.colour} | run_style
-            )
+            star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
+            axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
+            key, label = ("best", "best") if line.run else (f"best {line.name}", f"best: {line.values[line.best]:.4g}")
+            handles[key] = proxy([], [], label=label, **star | run_style)
     if gap := _find_first_gap(lines):
         axis.axvline(gap[0], color="red", linestyle=":")
         position = {"ha": "center", "va": "top", "transform": axis.transAxes}
         axis.text(0.5, -0.175, gap[1], color="red", fontsize=8, **position)
-    axis.set_title(panel, fontsize=11)
-    axis.set_xlabel("optimizer step")
-    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    scale, limits = _vertical_axis(lines)
+    axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
+    axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
-    if _needs_log_scale(lines):
-        axis.set_yscale("log")
-    if panel == "share of time" or panel.startswith("peak memory"):
-        axis.set_ylim(0, max([value for line in lines for value in line.finite], default=0) * 1.1 or 1)
-    if len(handles) == 1:
-        axis.set_ylabel(*handles)
-    else:
+    if len(handles) > 1:
         axis.legend(handles=list(handles.values()), fontsize=7, ncols=-(-len(handles) // 9), framealpha=0.6)
 
 
-def describe(lines: list[Line]) -> str:
-    """A text table of each curve: its steps, its first, last, lowest and highest value, and the non-finite count."""
-    rows: list[tuple[str, ...]] = [("", "steps", "first", "last", "lowest", "highest", "not finite")]
-    for line in lines:
-        finite = line.finite or [math.nan]
-        values = (line.values[0], line.values[-1], min(finite), max(finite))
-        gaps = str(len(line.values) - len(line.finite) or "")
-        rows.append(
-            (line.label, f"{line.steps[0]:g} to {line.steps[-1]:g}", *(f"{value:.4g}" for value in values), gaps)
-        )
-    if not any(gaps for *_, gaps in rows[1:]):
-        rows = [row[:-1] for row in rows]
-    return align(rows)
-
-
-def align(rows: list[tuple[str, ...]], width: int | None = None) -> str:
-    """A text table of rows with a label followed by numbers.
-
-    Args:
-        rows: the rows, including the headings.
-        width: characters per line. Columns that do not fit follow in a second table below. None for no limit.
-    """
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    count = len(widths)
-    while width is not None and count > 1 and first + sum(widths[:count]) + 2 * count > width:
-        count -= 1
-    cell_rows = ([label.ljust(first), *map(str.rjust, cells[:count], widths[:count])] for label, *cells in rows)
-    table = "\n".join("  ".join(cells).rstrip() for cells in cell_rows)
-    remaining_rows = [(label, *cells[count:]) for label, *cells in rows]
-    return table if count == len(widths) else f"{table}\n\n{align(remaining_rows, width)}"
-
-
 def draw_html(lines: list[Line], path: str, title: str) -> None:
-    """Write the panels below each other, as an interactive HTML page that works offline."""
+    """Write the panels in two columns, as an interactive HTML page that works offline."""
     subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
     panels = _group_by_panel(lines)
-    spacing = 0.25 / len(panels)
-    gaps = {panel: gap for panel, panel_lines in panels.items() if (gap := _find_first_gap(panel_lines))}
-    titles = [f"{panel} <i>({gaps[panel][1]})</i>" if panel in gaps else panel for panel in panels]
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    gaps = [_find_first_gap(panel_lines) for panel_lines in panels.values()]
     figure = subplots.make_subplots(
-        rows=len(panels), cols=1, subplot_titles=titles, shared_xaxes="all", vertical_spacing=spacing
+        **{"rows": rows, "cols": columns, "shared_xaxes": "all", "vertical_spacing": 0.25 / rows},
+        subplot_titles=[gap[1] if gap else "" for gap in gaps],
     )
-    for row, (panel, panel_lines) in enumerate(panels.items(), 1):
+    for index, (panel_lines, gap) in enumerate(zip(panels.values(), gaps, strict=True)):
+        cell = {"row": index // columns + 1, "col": index % columns + 1}
+        (scale, limits), label = _vertical_axis(panel_lines), _label(panel_lines)
+        has_one_name = len({line.name for line in panel_lines}) == 1
         for line in panel_lines:
             style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
-            marker_sizes = dict.fromkeys(line.marked, 9 if line.run else 4)
-            sizes = [12 if index == line.best else marker_sizes.get(index, 0) for index in range(len(line.steps))]
-            shapes = ["star" if index == line.best else MARKS[line.mark] for index in range(len(line.steps))]
-            group = line.run or panel
+            points, size = range(len(line.steps)), 9 if line.run else 4
+            sizes = [14 if point == line.best else size * (point in line.marked) for point in points]
+            shapes = ["star" if point == line.best else MARKS[line.mark] for point in points]
+            group = _describe_run(line.run, lines) if line.run else label
             trace = objects.Scatter(
-                **{"x": line.steps, "y": line.values, "name": line.name, "mode": "lines+markers", "line": style},
-                **{"marker": {"size": sizes, "symbol": shapes}, "legendgroup": group, "legendgrouptitle_text": group},
+                **{"x": line.steps, "y": line.values, "mode": "lines+markers", "line": style},
+                **{"name": label if has_one_name else WORDS.get(line.name, line.name)},
+                **{"showlegend": bool(line.run) or not has_one_name, "legendgroup": group},
+                **{"marker": {"size": sizes, "symbol": shapes}, "legendgrouptitle_text": group},
             )
-            figure.add_trace(trace, row=row, col=1)
-        names_shown = {line.name for line in panel_lines}
-        figure.update_yaxes(title_text=panel_lines[0].name if len(names_shown) == 1 else panel, row=row, col=1)
-        if panel in gaps:
-            figure.add_vline(gaps[panel][0], line={"color": "red", "dash": "dot"}, row=row, col=1)
-        if _needs_log_scale(panel_lines):
-            figure.update_yaxes(type="log", row=row, col=1)
-    figure.update_xaxes(showticklabels=True, title={"text": "optimizer step", "standoff": 2})
-    legend = {"orientation": "h", "y": -0.2 / len(panels)}
-    figure.update_layout(title=title, height=300 * len(panels) + 200, template="plotly_white", legend=legend)
+            figure.add_trace(trace, **cell)
+        # plotly takes the range of a logarithmic axis as powers of ten.
+        y_range = list(map(math.log10, limits)) if scale == "log" else limits
+        figure.update_yaxes(title_text=label, type=scale, range=y_range, exponentformat="power", minexponent=4, **cell)
+        if gap:
+            figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
+    x_range = _range([step for line in lines for step in line.steps])
+    figure.update_xaxes(showticklabels=True, range=x_range, title={"text": X_AXES[lines[0].x], "standoff": 2})
+    legend = {"orientation": "h", "y": -0.2 / rows}
+    figure.update_layout(title=title, height=300 * rows + 200, template="plotly_white", legend=legend)
     page = figure.to_html(include_plotlyjs=True, config={"responsive": True})
-    head = f"<head><title>{html.escape(title)}</title>"
-    Path(path).write_text(page.replace("<head>", head, 1), encoding="utf-8")
+    page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>", 1)
+    Path(path).write_text(page, encoding="utf-8")
 
 
 def load(module: str) -> Any:
@@ -421,7 +432,7 @@ def load(module: str) -> Any:
         raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
 
 
-def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> list[str]:
+def plot(folders: list[str], *, html: bool = False, out: str | None = None, x: str = "step") -> list[str]:
     """Draw runs, and return the paths of the new files.
 
     Args:
@@ -429,6 +440,7 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
         html: also write an HTML page.
         out: the PNG, SVG or PDF to write; the page has its name with '.html'. Default: `training.png` in the folder,
             or `comparison.png` in the first of several; for `checkpoint-5`, `training-5.png` in its parent folder.
+        x: the horizontal axis: 'step', 'epoch', or 'time', for which a run needs `observe=True`.
 
     Raises:
         InvalidArgument: if a folder contains no run. The error names the folder.
@@ -441,7 +453,7 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None) -> l
     picture = Path(out) if out is not None else Path(folder) / f"{name}.png"
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(f"--out {picture}: the file name must end in .png, .svg or .pdf.")
-    run_lines = lines(folders)
+    run_lines = lines(folders, x)
     title = Path(os.path.realpath(folders[0])).name if len(folders) == 1 else f"{len(folders)} runs"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_picture(run_lines, str(picture), title)

@@ -9,13 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
+from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
-from hftrainer.reporting.plot import Line, align, curves, describe, lines, lines_of, logged, plot, read_run
+from hftrainer.reporting.plot import Line, curves, lines, lines_of, logged, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -58,9 +60,11 @@ def test_picture_and_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (972, 1320)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (982, 1320)  # two rows of panels
     page = Path(written[1]).read_text()
-    assert "eval_accuracy" in page and "<script src=" not in page  # nothing to fetch
+    assert (
+        '"xaxis4"' in page and '"yaxis4"' in page and "eval_accuracy" in page and "<script src=" not in page
+    )  # nothing to fetch
     assert all(Path(run).name in page for run in runs)
     assert plot(runs[:1]) == [os.path.join(runs[0], "training.png")]
     assert plot(runs) == [os.path.join(runs[0], "comparison.png")]
@@ -79,7 +83,8 @@ def test_colours_dashes_and_the_best(tmp_path):
     for run, names in logs.items():
         history = [{name: 3.0 - step % 3, "step": step} for step in (2, 4, 6) for name in names]
         (tmp_path / run).mkdir()
-        state = {"log_history": history, "best_global_step": 4 if run == "a" else None}
+        # The value of eval_f1 at step 4; eval_loss is the same.
+        state = {"log_history": history, "best_metric": 2.0 if run == "a" else None}
         (tmp_path / run / "trainer_state.json").write_text(json.dumps(state))
     alone = {line.label: line for line in lines([str(tmp_path / "a")])}
     assert alone["loss"].colour != alone["eval_loss"].colour
@@ -103,8 +108,15 @@ def test_command_line(runs, tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     path, empty, header, *rows = capsys.readouterr().out.splitlines()
     assert path == str(tmp_path / "a.png") and not empty
-    assert header.split() == ["steps", "loss", "best", "eval_loss", "best", "eval_accuracy"]
+    assert re.split("  +", header.strip()) == [
+        "steps",
+        "last loss",
+        "best eval_loss",
+        "best eval_accuracy",
+        "differs in",
+    ]
     assert [row.split()[:2] for row in rows] == [[Path(run).name, "20"] for run in runs]
+    assert [row.split()[-2:] for row in rows] == [["learning_rate", "0.01"], ["learning_rate", "0.1"]]
     main(["plot", runs[0], "--out", str(tmp_path / "a.png")])
     assert capsys.readouterr().out == f"{tmp_path / 'a.png'}\n"
     with pytest.raises(SystemExit) as ended:
@@ -148,8 +160,9 @@ SPEEDS = {
 def observe(folder):
     journal = Journal(str(folder))
     journal.write("begin", 0, max_steps=30, world_size=1, device="cpu", pid=1, host="there", resumed_from=None)
-    for step in (10, 20):
-        journal.write("log", step, logs={"loss": step / 10, "step": step, **SPEEDS})
+    for step, speed in ((10, 17.5), (20, 35.0)):
+        speeds = SPEEDS | {"samples_per_second": speed}
+        journal.write("log", step, logs={"loss": step / 10, "step": step, "epoch": step / 100, **speeds})
     time.sleep(0.002)  # times are in milliseconds; without any time there is no goodput
     journal.write("interval", 20, steps=20, seconds=dict.fromkeys(ACTIVITIES, 0.0))
     return str(folder)
@@ -165,7 +178,8 @@ def test_speeds_and_shares_of_an_observed_run(tmp_path):
         "save_share",
     }
     (picture,) = plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
-    assert {"tokens per second", "share of time", "model FLOPS utilization"} <= {*texts_of(picture)}
+    labels = {"Tokens per second", "Share of time", "Model FLOPS utilization", "Peak memory (MB)", "waiting for data"}
+    assert labels <= {*texts_of(picture)}
 
 
 def test_speeds_do_not_tell_runs_apart(tmp_path):
@@ -185,8 +199,10 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     _, _, header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["steps", "loss", "samples/s", "tokens/s", "time", "goodput"]
-    assert [row.split()[:5] for row in rows] == [[name, "20", "2", "17.5", "9,000"] for name in "ab"]
+    titles = ["steps", "last loss", "best loss", "mean samples/s", "mean tokens/s", "time", "goodput"]
+    assert re.split("  +", header.strip()) == titles
+    # 10 steps at 17.5 samples per second and 10 at 35.
+    assert [row.split()[:6] for row in rows] == [[name, "20", "2", "1", "23.33", "9,000"] for name in "ab"]
 
 
 def write_log(folder, log):
@@ -202,7 +218,7 @@ def test_values_that_are_no_numbers(tmp_path):
         {"loss": float("inf"), "step": 3},
     ]
     (line,) = lines([write_log(tmp_path, log)])
-    assert (line.name, line.steps, line.finite, line.first_gap) == ("loss", [1, 2, 3], [2.0], 2)
+    assert (line.name, line.steps, line.finite) == ("loss", [1, 2, 3], [2.0])
     header, row = describe([line]).splitlines()
     assert header.endswith("highest  not finite") and row.endswith("nan       2        2           2")
 
@@ -237,7 +253,7 @@ def test_metrics_of_other_sizes_have_panels_of_their_own(tmp_path):
     other = write_log(tmp_path / "other", [{"step": 1, "eval_f1_0": 30.0, "eval_tokens": 1e300}])
     both = lines([str(tmp_path / "one"), other])
     assert {line.panel for line in both if line.name == "eval_f1_0"} == {"metrics up to 100"}
-    assert {line.panel for line in both if line.name == "eval_tokens"} == {"metrics up to 1e300"}
+    assert {line.panel for line in both if line.name == "eval_tokens"} == {"metrics up to 1e+300"}
 
 
 def make_plotted(tmp_path, **settings):
@@ -323,15 +339,20 @@ def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show)
     assert shown == [str(tmp_path / "a.png")] and opened == []
 
 
-@pytest.mark.parametrize(("largest", "scales"), [(100.0, ["log"]), (2.0, [])])
-def test_an_outlier_among_gradient_norms(tmp_path, largest, scales):
-    norms = [1.0, 1.2, largest, 0.8]
+@pytest.mark.parametrize(
+    ("largest", "last", "scales"),
+    [(2.0, 0.8, ["linear", "linear"]), (70.0, 0.8, ["linear", "log"]), (2.0, 0.01, ["log", "linear"])],
+)
+def test_a_log_scale_for_an_outlier_among_gradient_norms_and_for_losses_of_two_orders(tmp_path, largest, last, scales):
+    norms = [1.0, 1.2, largest, last]
     log = [{"step": step, "grad_norm": norm, "loss": norm} for step, norm in enumerate(norms)]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     plot([str(tmp_path)], html=True)
     page = (tmp_path / "training.html").read_text()
-    assert re.findall(r'"type":"(log)"', page) == scales
-    assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"(\w+)"', page) == ["loss", "grad_norm"]
+    assert re.findall(r'"yaxis\d?":\{[^}]*"title":\{"text":"([\w ]+)"[^}]*\},"type":"(\w+)"', page) == [
+        ("Loss", scales[0]),
+        ("Gradient norm", scales[1]),
+    ]
     assert f"<title>{tmp_path.name}</title>" in page
 
 
@@ -368,3 +389,64 @@ def test_any_name_of_a_folder(tmp_path, capsys):
         with pytest.raises(SystemExit) as ended:
             main(["plot", name])
         assert ended.value.code == 2 and "plot: error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("metric", "is_greater", "best"), [("f1", None, 1), ("eval_f1", False, 2), ("loss", None, 0)])
+def test_the_star_is_at_the_best_value_of_metric_for_best_model(tmp_path, metric, is_greater, best):
+    log = [{"step": step, "loss": 1.0, "eval_loss": step, "eval_f1": f1} for step, f1 in ((1, 0.5), (2, 0.7), (3, 0.2))]
+    write_log(tmp_path, log)
+    args = TrainingArguments(str(tmp_path), metric_for_best_model=metric, greater_is_better=is_greater, use_cpu=True)
+    torch.save(args, tmp_path / "training_args.bin")
+    marked = {line.name: line.best for line in lines([str(tmp_path)]) if line.best is not None}
+    assert marked == {f"eval_{metric.removeprefix('eval_')}": best}
+
+
+def test_legends_say_what_differs_and_the_best_value(runs, tmp_path):
+    written = plot(runs, html=True, out=str(tmp_path / "a.svg"))
+    best = [min(line.finite) for line in lines(runs) if line.name == "eval_loss"]
+    for run, rate, loss in zip(runs, (0.01, 0.1), best, strict=True):
+        label = f"{Path(run).name} · learning_rate {rate} · best eval_loss {loss:.4g}"
+        assert label in texts_of(written[0])
+        assert json.dumps(label) in Path(written[1]).read_text()
+
+
+def test_a_pointer_of_git_lfs_in_place_of_the_arguments(runs, tmp_path):
+    write_log(tmp_path, [{"step": 1, "loss": 1.0}])
+    (tmp_path / "training_args.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    assert {line.settings for line in lines([runs[0], str(tmp_path)])} == {""}
+
+
+def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *args, **settings: figures.append(figure))
+    monkeypatch.setattr("plotly.graph_objects.Figure.to_html", lambda figure, **settings: figures.append(figure) or "")
+    observe(tmp_path)
+    losses = [{"step": step, "loss": loss, "eval_f1": 0.5} for step, loss in ((5, 1000.0), (10, 0.1))]
+    write_log(tmp_path, losses)
+    plot([str(tmp_path)], html=True)
+    picture, page = figures
+    for axis, x, y in zip(picture.axes, page.select_xaxes(), page.select_yaxes(), strict=True):
+        limits = [10**limit for limit in y.range] if y.type == "log" else y.range
+        assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
+        assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
+    assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == {
+        *("Tokens per second", "Samples per second", "Seconds per step", "Share of time"),
+        *("Model FLOPS utilization", "Peak memory (MB)"),
+    }
+    assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
+        ("Loss", "log"),
+        ("eval_f1", "linear"),
+    ]
+
+
+def test_epochs_and_minutes_on_the_horizontal_axis(runs, tmp_path, capsys):
+    observe(tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    minutes = [(event["time"] - events[0]["time"]) / 60 for event in events if event["event"] == "log"]
+    for x, label, steps in (("epoch", "Epoch", [0.1, 0.2]), ("time", "Time (minutes)", minutes)):
+        assert lines([str(tmp_path)], x)[0].steps == steps
+        main(["plot", str(tmp_path), "--x", x, "--out", str(tmp_path / "a.svg")])
+        assert label in texts_of(tmp_path / "a.svg")
+    with pytest.raises(SystemExit):
+        main(["plot", runs[0], "--x", "time"])
+    assert "for --x time observe=True" in capsys.readouterr().err
