@@ -18,6 +18,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
+        epilog="example: %(prog)s out",
         usage="%(prog)s [--html] [--json] [--out FILE] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output DIR]",
@@ -38,11 +39,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
     parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_plot, parser=parser)
 
 
-def _plot(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study

@@ -37,14 +37,12 @@ _SCRIPT = ("module", "training_script", "training_script_args")
 
 def add(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
-    parser = commands.add_parser(
-        "run", help="run an unmodified Trainer script, in one or more processes", usage=_USAGE, add_help=False
-    )
-    parser.add_argument("words", nargs=argparse.REMAINDER)
-    parser.set_defaults(execute=_run, parser=parser)
+    text = "run an unmodified Trainer script, in one or more processes"
+    commands.add_parser("run", help=text, usage=_USAGE, add_help=False).add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _run(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     if options.words[:1] in (["-h"], ["--help"]):
         print(f"{parser.format_usage()}\n{_HELP}", end="")
         return

@@ -164,6 +164,12 @@ def wrap_text(text: str, stream: Any) -> str:
     return "\n".join(textwrap.fill(line, width, **options) for line in unbroken_text.splitlines()).replace("\xa0", " ")
 
 
+def format_bytes(size: float) -> str:
+    """A number of bytes as text, such as '382 MB' or '1.23 GB'."""
+    number, unit = (size / 1e9, "GB") if size >= 999.5e6 else (size / 1e6, "MB")
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+
+
 def tell(text: str) -> None:
     """Log a message about a run at level info. Only settings that hide warnings hide it."""
     is_visible = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)

@@ -120,6 +120,13 @@ class Planner(Component):
             "Optimizer steps": schedule.max_steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
+        if self.trainer.is_world_process_zero() and self.run.trial is None:
+            batch = (
+                f"{schedule.total_train_batch_size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
+            )
+            devices = f"{self.trainer.args.world_size} x {self.trainer.args.device.type}"
+            work = f"{sizes['Trainable parameters']:,} parameters on {devices}"
+            tell(f"Training {work}: {schedule.max_steps:,} steps of {batch}.")
         # Scripts search for the words "Running training" of transformers.
         log_facts(logger, "Running training begins.", sizes)
         if self.trainer.args.num_train_epochs < 0 and self.trainer.args.max_steps <= 0:

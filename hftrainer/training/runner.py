@@ -232,7 +232,7 @@ class TrainingRunner(Component):
                 watcher.remove()
 
     def _describe_saved(self) -> str:
-        """What a run that is interrupted has saved; empty in all but the main process, and in runs that save nothing."""
+        """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""
         run, step = self.run, self.trainer.state.global_step
         if not (self.trainer.is_world_process_zero() and self.components.saver.should_save_on_interrupt()):
             return ""
