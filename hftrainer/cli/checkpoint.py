@@ -20,7 +20,6 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "checkpoint",
         help="show a checkpoint's contents and what can resume it, or accept one that was changed intentionally",
-        epilog="example: %(prog)s out/checkpoint-500",
         description="Show the step, the position in the data, the sizes and whether the checkpoint is complete; exits "
         "with 1 if it is not, and with 2 if FOLDER is not a checkpoint. With --accept, read the files of a checkpoint "
         "that was changed after it was written (for example, its weights were converted), and write a new manifest, "

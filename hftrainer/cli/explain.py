@@ -40,13 +40,10 @@ def add(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     failure: str | None = None
-    name, is_value, _ = (options.words or [""])[0].partition("=")
+    name = (options.words or [""])[0].partition("=")[0]
+    # An argument without its dashes, such as optim=sgd. The path of a script has a dot.
     if name.isidentifier() and not options.as_module and not os.path.exists(name):
-        from hftrainer.training_args import TrainingArguments
-
-        # An argument without its dashes, such as optim=sgd.
-        if is_value or suggest(name, TrainingArguments.__dataclass_fields__):
-            options.words[0] = f"--{options.words[0]}"
+        options.words[0] = f"--{options.words[0]}"
     if options.words and not options.words[0].startswith("-"):
         args, failure = _arguments_of_script(parser, *options.words, as_module=options.as_module)
     elif options.as_module:

@@ -102,8 +102,12 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     traceback.print_exception(kind, error, first if first or has_no_frame else trace)
 
 
-def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
-    """Make torchrun's parser, with the additional options `--nproc`, `--tpu` and `--num-cores`."""
+def launch(parser: Parser, words: list[str]) -> NoReturn:
+    """Start the processes, forward signals to them, and wait for them.
+
+    Raises:
+        SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
+    """
     from torch.distributed.run import get_args_parser
 
     launcher = get_args_parser()
@@ -111,16 +115,6 @@ def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
     launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS)
     launcher.add_argument("--tpu", action="store_true")
     launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")
-    return launcher
-
-
-def launch(parser: Parser, words: list[str]) -> NoReturn:
-    """Start the processes, forward signals to them, and wait for them.
-
-    Raises:
-        SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
-    """
-    launcher = make_launch_parser(parser)
     defaults = vars(launcher.parse_args(["SCRIPT"]))
     # argparse keeps the value of an existing attribute, so an option that is still None was not set.
     parsed, unknown = launcher.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults)))

@@ -47,14 +47,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
-    parser.add_argument("--every", metavar="SECONDS", type=seconds, default=2.0, help="between two updates; default: 2")
-
-
-def seconds(text: str) -> float:
-    """A number of seconds. The errors of argparse contain this function's name."""
-    if not 0 < (number := float(text)) <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0, and at most 86400")
-    return number
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="between two updates; default: 2")
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
@@ -64,6 +57,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.monitoring.page import WatchedRun
     from hftrainer.reporting.plot import run_names
 
+    if not 0 < options.every <= 86_400:
+        parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:

@@ -61,9 +61,8 @@ def read_state(folder: str) -> TrainerState:
         run = min(Path(folder).glob("*/checkpoint-*/"), default=None)
         raise InvalidArgument(
             f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it contains "
-            f"{names.TRAINER_STATE_NAME}. A run writes it with each checkpoint and in trainer.save_state(), and watch "
-            "and plot also read the journal of observe=True; pass the output_dir of a run"
-            f"{f', such as {run.parent}' if run else ''}."
+            f"{names.TRAINER_STATE_NAME}, which a run writes with each checkpoint and in trainer.save_state(), nor is "
+            f"there a journal of observe=True; pass the output_dir of a run{f', such as {run.parent}' if run else ''}."
         )
     try:
         return TrainerState.load_from_json(str(file))

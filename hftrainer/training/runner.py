@@ -189,10 +189,8 @@ class TrainingRunner(Component):
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         reason = ""
-        should_save = components.saver.should_save_on_interrupt()
-        self.run.signal_listener = SignalListener(
-            should_save, has_launcher=trainer.args.world_size > 1, describe_saved=self._describe_saved
-        )
+        saves = components.saver.should_save_on_interrupt()
+        self.run.signal_listener = SignalListener(saves, self._describe_saved, has_launcher=trainer.args.world_size > 1)
         try:
             with (
                 health.serve_health(

@@ -42,8 +42,8 @@ class SignalListener:
 
     Args:
         should_save: whether a signal triggers a checkpoint; if False, signals are not handled.
-        has_launcher: whether a launcher forwards signals.
         describe_saved: says what the run has saved, for a second signal.
+        has_launcher: whether a launcher forwards signals.
 
     Attributes:
         signal_number: the number of the received signal, or None.
@@ -52,7 +52,7 @@ class SignalListener:
     """
 
     def __init__(
-        self, should_save: bool, *, has_launcher: bool = False, describe_saved: Callable[[], str] = str
+        self, should_save: bool, describe_saved: Callable[[], str] = str, *, has_launcher: bool = False
     ) -> None:
         self._should_save = should_save
         self._describe_saved = describe_saved
