@@ -54,12 +54,13 @@ def print_completion(_: Parser, options: argparse.Namespace) -> None:
     """Print the script with which a shell completes the commands of `hftrainer` and their options."""
     commands = " ".join(options.parsers)
     # Not all options are arguments of their parser; the usage has all.
-    words = {name: " ".join(re.findall("--[a-z-]+", each.format_usage())) for name, each in options.parsers.items()}
+    usages = {name: f"{each.format_usage()} --help" for name, each in options.parsers.items()}
+    words = {name: " ".join(dict.fromkeys(re.findall("--[a-z-]+", usage))) for name, usage in usages.items()}
     if options.shell == "fish":
         print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands}'")
         for name, options_of_command in words.items():
-            print(f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}' -a '{options_of_command} --help'")
+            print(f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}' -a '{options_of_command}'")
         return
-    cases = " ".join(f'"{name} "-*) words="{words[name]} --help" ;;' for name in words)
+    cases = " ".join(f'"{name} "-*) words="{words[name]}" ;;' for name in words)
     print("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" * (options.shell == "zsh"), end="")
     print(_BASH.format(commands=commands, cases=cases))

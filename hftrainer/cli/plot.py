@@ -92,7 +92,8 @@ def _compare(folders: list[str]) -> str:
         rows.append((name, *map(format_number, (*numbers, *rates)), time, "" if goodput is None else f"{goodput:.0%}"))
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return align(list(zip(*columns, strict=True)), width)
+    table = align(list(zip(*columns, strict=True)), width)
+    return f"{table}\n\ngoodput: kept steps / all time" if columns[-1][0] == "goodput" else table
 
 
 def _show(paths: list[str], folders: list[str]) -> None:

@@ -166,7 +166,9 @@ def wrap_text(text: str, stream: Any) -> str:
 
 def format_bytes(size: float) -> str:
     """A number of bytes as text, such as '382 MB' or '1.23 GB'."""
-    number, unit = (size / 1e9, "GB") if size >= 999.5e6 else (size / 1e6, "MB")
+    units = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+    unit = next((unit for unit, scale in units.items() if size >= 0.9995 * scale), "kB")
+    number = size / units[unit]
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
