@@ -11,10 +11,9 @@ from hftrainer.cli.parser import Parser, print_completion
 from hftrainer.compat.version import __version__
 from hftrainer.errors import suggest
 
+_MODULES = (run, explain, doctor, watch, diff, plot, checkpoint, ask)
 #: Subcommand → its module.
-COMMANDS = {
-    each.__name__.rpartition(".")[2]: each for each in (run, explain, doctor, watch, diff, plot, checkpoint, ask)
-}
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> Parser:

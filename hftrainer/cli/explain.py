@@ -27,10 +27,7 @@ _DESCRIPTION = (
 def add(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
-        "explain",
-        help="show how training arguments, or those of a script, are used",
-        usage=_USAGE,
-        add_help=False,
+        "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse separates unknown training arguments from the first value and what follows it. `main` joins both.

@@ -42,7 +42,7 @@ class SignalListener:
 
     Args:
         should_save: whether a signal triggers a checkpoint; if False, signals are not handled.
-        describe_saved: says what the run has saved, for a second signal.
+        describe: says what the run has saved, for a second signal.
         has_launcher: whether a launcher forwards signals.
 
     Attributes:
@@ -51,11 +51,9 @@ class SignalListener:
         can_abort_evaluation: whether the evaluation in progress may be aborted.
     """
 
-    def __init__(
-        self, should_save: bool, describe_saved: Callable[[], str] = str, *, has_launcher: bool = False
-    ) -> None:
+    def __init__(self, should_save: bool, describe: Callable[[], str] = str, *, has_launcher: bool = False) -> None:
         self._should_save = should_save
-        self._describe_saved = describe_saved
+        self._describe = describe
         self._duplicate_window = _DUPLICATE_WINDOW if has_launcher else 0.0
         self._signal_time = 0.0
         self.signal_number: int | None = None
@@ -126,7 +124,8 @@ class SignalListener:
         self.is_forced = True
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        tell(self._describe_saved())
+        if text := self._describe():
+            tell(text)
         os.kill(os.getpid(), number)
 
     def end_script(self) -> NoReturn:
