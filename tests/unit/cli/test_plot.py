@@ -184,8 +184,9 @@ def test_a_run_that_is_ahead_of_its_checkpoint(tmp_path):
 def test_a_table_of_observed_runs(tmp_path, capsys):
     runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
-    _, _, header, *rows = capsys.readouterr().out.splitlines()
+    _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
     assert header.split() == ["steps", "loss", "samples/s", "tokens/s", "time", "goodput"]
+    assert explanation == "goodput: kept steps / all time"
     assert [row.split()[:5] for row in rows] == [[name, "20", "2", "17.5", "9,000"] for name in "ab"]
 
 
