@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from hftrainer.cli import ask, checkpoint, diff, doctor, explain, plot, run, watch
-from hftrainer.cli.parser import Parser
+from hftrainer.cli.parser import Parser, print_completion
 from hftrainer.compat.version import __version__
 from hftrainer.errors import suggest
 
@@ -17,14 +17,21 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 
 def make_parser() -> Parser:
-    """The parser with all subcommands; each sets `execute`, a function of its parser and the parsed options."""
+    """The parser with all subcommands; each sets `execute`, the function that runs it."""
     parser = Parser(
         prog="python -m hftrainer", description="The Hugging Face Trainer API, with PyTorch Lightning as its engine."
     )
     parser.add_argument("--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for module in COMMANDS.values():
+    for name, module in COMMANDS.items():
         module.add(commands)
+        subparser = commands.choices[name]
+        subparser.set_defaults(execute=module.execute, parser=subparser)
+        if name != "run":
+            subparser.add_argument("--json", action="store_true", help="print JSON, for programs; errors too")
+    completion = commands.add_parser("completion", help="print a script: a shell then completes hftrainer's words")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
+    completion.set_defaults(execute=print_completion, parser=completion, parsers=commands.choices)
     return parser
 
 
@@ -35,12 +42,13 @@ def main(words: Sequence[str] | None = None) -> None:
         words: the command-line arguments; default `sys.argv[1:]`.
     """
     parser = make_parser()
-    command = next(iter(sys.argv[1:] if words is None else words), "")
-    if not command:
-        parser.print_help()
-        return
-    if hint := suggest(command, COMMANDS) if command not in COMMANDS and not command.startswith("-") else "":
-        parser.error(f"{command!r} is not a command{hint}")
+    words = list(sys.argv[1:] if words is None else words)
+    if not words or words[0] == "help":
+        words = [*words[1:2], "--help"]
+    Parser.writes_json = "--json" in words and words[0] != "run"
+    names = [*COMMANDS, "completion", *parser._option_string_actions]
+    if words[0] not in names:
+        parser.error(f"{words[0]!r} is not a command{suggest(words[0], names, ': use ' + ', '.join(COMMANDS))}")
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.

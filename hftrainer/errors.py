@@ -30,7 +30,7 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The end of an error about an unknown name: the probable name, or else `otherwise`."""
     choices, text = list(known), str(name)
     synonym = _SYNONYMS.get(text)
-    matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.7)
+    matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.65)
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 

@@ -16,7 +16,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.handler import PROGRESS_BAR_CALLBACKS, is_instance_by_name
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.compat import swap
-from hftrainer.compat.messages import wrap_text
+from hftrainer.compat.messages import format_bytes, wrap_text
 from hftrainer.compat.overrides import has_length, is_measurement
 
 
@@ -238,7 +238,7 @@ _MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
     "mfu": "{:.1%} MFU".format,
     "eval_share": "eval {:.0%}".format,
     "save_share": "save {:.0%}".format,
-    "peak_memory_mb": "{:,.0f} MB".format,
+    "peak_memory_mb": lambda value: format_bytes(value * 1e6),
     "step_seconds": "{:.3g} s/step".format,
     "steps_per_second": _rate("steps/s"),
     "model_preparation_time": "prepare {:.2g} s".format,

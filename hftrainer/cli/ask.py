@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import sys
 from typing import Any
@@ -16,17 +15,17 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "ask",
         help="make a live run save, evaluate, stop, or trace its next steps",
+        epilog="example: %(prog)s out save",
         description="Send a request to the run that writes to OUTPUT_DIR: all its processes act after the same step. "
         "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run does not answer.",
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
     parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run should do")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_ask, parser=parser)
 
 
-def _ask(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     from hftrainer.errors import InvalidArgument
     from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.page import WatchedRun
@@ -36,18 +35,23 @@ def _ask(parser: Parser, options: argparse.Namespace) -> None:
         check_folder(options.folder)
     except InvalidArgument as error:
         parser.fail(error)
-    # A run that has saved nothing yet raises this error.
-    with contextlib.suppress(InvalidArgument):
+    reason = ""
+    try:
         run = WatchedRun(options.folder).read()
         # Another run without a journal may have started since.
         if run["state"] == "killed" or (run["state"] == "unobserved" and run["step"] >= run["max_steps"]):
-            waits = f"waiting for {options.timeout:g} s, in case another run has started here"
-            print(f"{options.folder}: the run ended at step {run['step']}; {waits}.", file=sys.stderr)
+            reason = f"the run ended at step {run['step']}"
+    # A run that has saved nothing yet raises this error.
+    except InvalidArgument:
+        reason = "no run has saved anything here yet"
+    if reason:
+        waits = f"waiting for {options.timeout:g} s, in case a run has started here"
+        print(f"{options.folder}: {reason}; {waits}.", file=sys.stderr)
     answer = send_request(options.folder, options.request, options.timeout)
     if answer is None:
         parser.fail(
-            f"{options.folder}: no answer within {options.timeout:g} s: no run writes here now, or a step takes longer "
-            "(--timeout).",
+            f"{options.folder}: no answer within {options.timeout:g} s: no run writes here now (pass the output_dir "
+            "of a live run), or a step takes longer (--timeout).",
             status=1,
         )
     print(json.dumps({"answer": answer}) if options.json else f"{options.request}: {answer}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.cli.parser import Parser
+from hftrainer.compat.messages import format_bytes
 
 #: Entries that the table shows under other names.
 _RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")
@@ -26,11 +27,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folder", metavar="FOLDER", help="the checkpoint-xxx folder")
     parser.add_argument("--accept", action="store_true", help="accept the files in their current state")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_run_checkpoint, parser=parser)
 
 
-def _run_checkpoint(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     from hftrainer.arguments.storage_url import explain_unreadable_url
     from hftrainer.checkpointing.folder import CheckpointFolder, checkpoints_newest_first
     from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint, UnsafeCheckpoint
@@ -61,7 +61,7 @@ def _table(description: dict[str, Any]) -> str:
         "complete": "yes" if description["damage"] is None else f"no: {description['damage']}",
         "optimizer step": f"{description['step']} of {description['max_steps']}",
         "epoch": f"{description['epoch'] or 0:.4g}",
-        "size": f"{description['bytes'] / 1e6:,.1f} MB",
+        "size": format_bytes(description["bytes"]),
         **{name.replace("_", " "): value for name, value in description.items() if name not in _RENAMED},
     }
     width = max(map(len, rows))

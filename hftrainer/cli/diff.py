@@ -96,16 +96,16 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "diff",
         help="show the first step at which two runs differ, and which values differ",
+        epilog="example: %(prog)s out-1 out-2",
         description="Compare the logs, checkpoints and arguments of two runs exactly. Exits with 0 if they are equal, "
         "1 if they differ, 2 if they cannot be compared. Data is compared by its records: the position in the "
         "epoch, the token count, and, in checkpoints of the same step, what determines the order of samples.",
     )
     parser.add_argument("runs", metavar="RUN", nargs=2, help="output_dir of a run, or a checkpoint")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_diff, parser=parser)
 
 
-def _diff(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     try:
         difference = compare(*options.runs)
     # Our errors derive from ValueError.

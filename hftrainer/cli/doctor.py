@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hftrainer.cli.parser import Parser
+from hftrainer.compat.messages import format_bytes
 from hftrainer.compat.version import __version__
 
 #: Extra of pyproject.toml → the features that need it.
@@ -75,7 +76,8 @@ def _text(report: dict[str, Any]) -> str:
         "Versions": [f"{name} {version or 'not installed'}" for name, version in report["versions"].items()],
         "Launchers": [f"{name}: {path or f'not found; {LAUNCHERS[name]}'}" for name, path in launchers],
         "Free space": [
-            f"{name}: {_gb(disk['free'])} of {_gb(disk['total'])} at {disk['path']}" for name, disk in disks
+            f"{name}: {format_bytes(disk['free'])} of {format_bytes(disk['total'])} at {disk['path']}"
+            for name, disk in disks
         ],
         "Missing optional packages, by feature": [
             f"{feature.partition(' [')[0]} (needs {', '.join(gap['packages'])}): {gap['install']}"
@@ -89,17 +91,16 @@ def _text(report: dict[str, Any]) -> str:
 
 def add(commands: Any) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser(
+    commands.add_parser(
         "doctor",
         help="show versions, devices, launchers, disk space, missing packages and how to install them",
         description="Show what this machine has for training. Secrets are listed by name only. Exits "
         "with 1 if a library that hftrainer needs is missing or too old.",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_doctor, parser=parser)
 
 
-def _doctor(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     report = examine()
     print(json.dumps(report, indent=2) if options.json else _text(report))
     parser.exit(0 if report["ready"] else 1)
@@ -139,7 +140,7 @@ def examine() -> dict[str, Any]:
         problems.append(str(error))
     disks = dict(_disks())
     problems += [
-        f"{name} has {_gb(disk['free'])} free at {disk['path']}: {_MIN_FREE_SPACE[name][1]}"
+        f"{name} has {format_bytes(disk['free'])} free at {disk['path']}: {_MIN_FREE_SPACE[name][1]}"
         for name, disk in disks.items()
         if disk["free"] < _MIN_FREE_SPACE[name][0]
     ]
@@ -256,10 +257,6 @@ def _disks() -> Iterator[tuple[str, dict[str, Any]]]:
         if os.path.isdir(path):
             usage = shutil.disk_usage(path)
             yield name, {"path": path, "free": usage.free, "total": usage.total}
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 #: Environment variables whose values are not secret.

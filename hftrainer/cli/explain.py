@@ -13,7 +13,6 @@ from hftrainer.cli.parser import Parser
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
 
 if TYPE_CHECKING:
-    from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.trainer import Trainer
     from hftrainer.training_args import TrainingArguments
 
@@ -30,29 +29,18 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
     )
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
     # argparse separates unknown training arguments from the first value and what follows it. `main` joins both.
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
-    parser.set_defaults(execute=_explain, parser=parser)
 
 
-def make_arguments_parser() -> HfArgumentParser:
-    """The parser of training arguments."""
-    from hftrainer.hf_argparser import HfArgumentParser
-    from hftrainer.training_args import TrainingArguments
-
-    return HfArgumentParser(
-        TrainingArguments,
-        prog="python -m hftrainer explain",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-    )
-
-
-def _explain(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     failure: str | None = None
+    name = (options.words or [""])[0].partition("=")[0]
+    # An argument without its dashes, such as optim=sgd. The path of a script has a dot.
+    if name.isidentifier() and not options.as_module and not os.path.exists(name):
+        options.words[0] = f"--{options.words[0]}"
     if options.words and not options.words[0].startswith("-"):
         args, failure = _arguments_of_script(parser, *options.words, as_module=options.as_module)
     elif options.as_module:
@@ -60,7 +48,7 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
     else:
         words = [word for word in options.words if word != "--json"]
         options.json |= len(words) < len(options.words)
-        args = _arguments(words)
+        args = _arguments(parser, words)
     try:
         explanation = args.explain()
     # OSError for a file that an argument names. Our errors derive from ValueError.
@@ -72,16 +60,23 @@ def _explain(parser: Parser, options: argparse.Namespace) -> None:
     parser.exit(1 if explanation.refused or explanation.errors else 0)
 
 
-def _arguments(words: list[str]) -> TrainingArguments:
-    parser = make_arguments_parser()
+def _arguments(parser: Parser, words: list[str]) -> TrainingArguments:
+    from hftrainer.hf_argparser import HfArgumentParser
+    from hftrainer.training_args import TrainingArguments
+
+    arguments_parser = HfArgumentParser(
+        TrainingArguments, prog=parser.prog, usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
+    )
+    setattr(arguments_parser, "error", parser.error)  # noqa: B010 - mypy rejects an assignment
     try:
         args: TrainingArguments
-        args, unknown = parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
+        args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
     except ValueError as error:
         parser.error(str(error))
     if unknown:
-        options = [f"--{field.name}" for field in dataclasses.fields(args)]
-        hint = suggest(unknown[0], options, "; a script must come first: explain train.py --fp16")
+        names = ["json", *(field.name for field in dataclasses.fields(args))]
+        hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", "mean '--")
+        hint = hint or "; a script must come first: explain train.py --fp16"
         parser.error(f"unknown argument {unknown[0]}{hint}")
     return args
 

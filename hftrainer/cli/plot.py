@@ -22,6 +22,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
+        epilog="example: %(prog)s out",
         usage="%(prog)s [--html] [--json] [--x AXIS] [--out FILE] OUTPUT_DIR ...\n"
         "       %(prog)s [--html] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output DIR]",
@@ -36,11 +37,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
     parser.add_argument("--output", metavar="DIR", help="the folder for a study's plots; default: the current one")
-    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
-    parser.set_defaults(execute=_plot, parser=parser)
 
 
-def _plot(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
+    from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
 
@@ -55,8 +56,7 @@ def _plot(parser: Parser, options: argparse.Namespace) -> None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
         else:
             paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step")
-    # Our errors derive from ValueError.
-    except (ValueError, OSError) as error:
+    except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
         print(json.dumps({"files": paths}, indent=2))
@@ -92,7 +92,8 @@ def _compare(folders: list[str]) -> str:
         time, share = "" if seconds is None else format_duration(seconds), "" if goodput is None else f"{goodput:.0%}"
         settings = next(line.settings for line in curves.values() if line.run == run)
         rows.append((run, *map(format_number, numbers), time, share, settings))
-    return align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
+    return f"{table}\n\ngoodput: kept steps / all time" if any(row[-2] for row in rows[1:]) else table
 
 
 def _show(paths: list[str], folders: list[str]) -> None:

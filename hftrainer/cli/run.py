@@ -37,14 +37,12 @@ _SCRIPT = ("module", "training_script", "training_script_args")
 
 def add(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
-    parser = commands.add_parser(
-        "run", help="run an unmodified Trainer script, in one or more processes", usage=_USAGE, add_help=False
-    )
-    parser.add_argument("words", nargs=argparse.REMAINDER)
-    parser.set_defaults(execute=_run, parser=parser)
+    text = "run an unmodified Trainer script, in one or more processes"
+    commands.add_parser("run", help=text, usage=_USAGE, add_help=False).add_argument("words", nargs=argparse.REMAINDER)
 
 
-def _run(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     if options.words[:1] in (["-h"], ["--help"]):
         print(f"{parser.format_usage()}\n{_HELP}", end="")
         return
@@ -90,6 +88,11 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
 
 def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught exception without the frames outside the script."""
+    # The first rank's training notes below a Ctrl-C what is saved. Another Ctrl-C may end the uploads that follow.
+    notes = [note for each in (error.__context__, error) for note in getattr(each, "__notes__", ())]
+    if isinstance(error, KeyboardInterrupt) and (notes or os.environ.get("RANK", "0") != "0"):
+        sys.stderr.writelines(f"{note}\n" for note in notes)
+        return
     ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen runpy>", runpy.__file__)
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename.startswith(ours):
@@ -99,8 +102,12 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     traceback.print_exception(kind, error, first if first or has_no_frame else trace)
 
 
-def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
-    """Make torchrun's parser, with the additional options `--nproc`, `--tpu` and `--num-cores`."""
+def launch(parser: Parser, words: list[str]) -> NoReturn:
+    """Start the processes, forward signals to them, and wait for them.
+
+    Raises:
+        SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
+    """
     from torch.distributed.run import get_args_parser
 
     launcher = get_args_parser()
@@ -108,16 +115,6 @@ def make_launch_parser(parser: Parser) -> argparse.ArgumentParser:
     launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS)
     launcher.add_argument("--tpu", action="store_true")
     launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")
-    return launcher
-
-
-def launch(parser: Parser, words: list[str]) -> NoReturn:
-    """Start the processes, forward signals to them, and wait for them.
-
-    Raises:
-        SystemExit: with 0, with the status of the first process that failed, or with 128 + the number of a signal.
-    """
-    launcher = make_launch_parser(parser)
     defaults = vars(launcher.parse_args(["SCRIPT"]))
     # argparse keeps the value of an existing attribute, so an option that is still None was not set.
     parsed, unknown = launcher.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults)))

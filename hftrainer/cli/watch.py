@@ -41,29 +41,24 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "watch",
         help="show live or finished runs in the terminal: curves, speeds, time by activity, checkpoints, warnings",
+        epilog="example: %(prog)s out --every 5",
         description="Show each run from the files in its folder, until Ctrl-C. A run with "
         "observe=True is shown live, any other run as of its newest checkpoint.",
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="+", help="a run's output folder; several are compared")
     parser.add_argument("--once", action="store_true", help="print the page once; the default for a pipe or a file")
-    parser.add_argument("--every", metavar="SECONDS", type=seconds, default=2.0, help="between two updates; default: 2")
-    parser.add_argument("--json", action="store_true", help="print the data behind the page, for programs")
-    parser.set_defaults(execute=_watch, parser=parser)
+    parser.add_argument("--every", metavar="SECONDS", type=float, default=2.0, help="between two updates; default: 2")
 
 
-def seconds(text: str) -> float:
-    """A number of seconds. The errors of argparse contain this function's name."""
-    if not 0 < (number := float(text)) <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400")
-    return number
-
-
-def _watch(parser: Parser, options: argparse.Namespace) -> None:
+def execute(parser: Parser, options: argparse.Namespace) -> None:
+    """Run the subcommand."""
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.monitoring.journal import check_folder
     from hftrainer.monitoring.page import WatchedRun
     from hftrainer.reporting.plot import run_names
 
+    if not 0 < options.every <= 86_400:
+        parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")
     runs = [WatchedRun(folder) for folder in options.folders]
     names = run_names(options.folders)
     try:
@@ -226,7 +221,7 @@ def _facts(page: dict[str, Any], now: float) -> Iterator[str]:
     if page["resumed_from"]:
         yield f"resumed from {os.path.basename(page['resumed_from'])}"
     if page["goodput"] is not None:
-        yield f"goodput {page['goodput']:.0%}"
+        yield f"goodput (kept steps / all time) {page['goodput']:.0%}"
 
 
 def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:

@@ -164,6 +164,14 @@ def wrap_text(text: str, stream: Any) -> str:
     return "\n".join(textwrap.fill(line, width, **options) for line in unbroken_text.splitlines()).replace("\xa0", " ")
 
 
+def format_bytes(size: float) -> str:
+    """A number of bytes as text, such as '382 MB' or '1.23 GB'."""
+    units = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
+    unit = next((unit for unit, scale in units.items() if size >= 0.9995 * scale), "kB")
+    number = size / units[unit]
+    return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
+
+
 def tell(text: str) -> None:
     """Log a message about a run at level info. Only settings that hide warnings hide it."""
     is_visible = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)

@@ -65,10 +65,11 @@ def read_state(folder: str) -> TrainerState:
     paths = (Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder)))
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
+        run = min(Path(folder).glob("*/checkpoint-*/"), default=None)
         raise InvalidArgument(
             f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it contains "
-            f"{names.TRAINER_STATE_NAME}. A run writes it with each checkpoint and in trainer.save_state(), and watch "
-            "and plot also read the journal of observe=True; pass the output_dir of a run."
+            f"{names.TRAINER_STATE_NAME}, which a run writes with each checkpoint and in trainer.save_state(), nor is "
+            f"there a journal of observe=True; pass the output_dir of a run{f', such as {run.parent}' if run else ''}."
         )
     try:
         return TrainerState.load_from_json(str(file))

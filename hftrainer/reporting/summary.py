@@ -12,6 +12,7 @@ from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import TrainerState
+from hftrainer.compat.messages import format_bytes
 from hftrainer.parallel import devices
 
 
@@ -75,7 +76,7 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     for name, part_seconds in parts.items():
         yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
-        yield f"  {'goodput (of all time)':30}{'':12}{share:>7.1%}"
+        yield f"  {'goodput: kept steps / all time':30}{'':12}{share:>7.1%}"
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
@@ -98,7 +99,7 @@ def _time(seconds: float) -> str:
 def _memory() -> str:
     """The peak memory of this process, and of its tensors on an accelerator."""
     peaks = {"": peak_process_memory(), " of tensors on the accelerator": devices.memory_peak()}
-    return ", ".join(f"{peak / 1e9:.3g} GB{label}" for label, peak in peaks.items() if peak) or "unknown"
+    return ", ".join(f"{format_bytes(peak)}{label}" for label, peak in peaks.items() if peak) or "unknown"
 
 
 def peak_process_memory() -> int:

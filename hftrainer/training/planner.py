@@ -133,6 +133,14 @@ class Planner(Component):
             if self.trainer.is_world_process_zero():
                 num_train_epochs = self.trainer.args.num_train_epochs if self.trainer.args.max_steps <= 0 else 0
                 tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, num_train_epochs))
+        args, steps = self.trainer.args, schedule.max_steps
+        # In a search, each trial would repeat it.
+        if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
+            batch = (
+                f"{schedule.total_train_batch_size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
+            )
+            parameters = f"{sizes['Trainable parameters']:,} parameters on {args.world_size} x {args.device.type}"
+            tell(f"Training {parameters}: {steps:,} steps of {batch}.")
         if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
             return
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch
-from hftrainer.compat.messages import tell
+from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.elastic import accumulation_steps
@@ -188,8 +189,8 @@ class TrainingRunner(Component):
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
         reason = ""
-        should_save = components.saver.should_save_on_interrupt()
-        self.run.signal_listener = SignalListener(should_save, has_launcher=trainer.args.world_size > 1)
+        saves = components.saver.should_save_on_interrupt()
+        self.run.signal_listener = SignalListener(saves, self._describe_saved, has_launcher=trainer.args.world_size > 1)
         try:
             with (
                 health.serve_health(
@@ -209,6 +210,11 @@ class TrainingRunner(Component):
             reason = type(error).__name__
             close_bars(trainer.callback_handler.callbacks)
             components.checkpoint_writer.close_ignoring_errors()
+            if text := self._describe_saved():
+                if isinstance(error, KeyboardInterrupt):
+                    add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
+                elif self.run.signal_listener.signal_number is not None:
+                    tell(text)
             # After an Exception, a search continues with the next trial.
             if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
                 components.uploads.finish(is_urgent=lambda: True)
@@ -222,6 +228,16 @@ class TrainingRunner(Component):
             trainer.is_in_train = False
             if watcher is not None:
                 watcher.remove()
+
+    def _describe_saved(self) -> str:
+        """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""
+        run, step = self.run, self.trainer.state.global_step
+        if not (self.trainer.is_world_process_zero() and self.components.saver.should_save_on_interrupt()):
+            return ""
+        text = f"A second signal stopped the run at step {step}, before its save was complete. "
+        since = f" since {run.resumed_from}" if run.resumed_from else ""
+        hint = summary.make_resume_hint(run.checkpoints_written, is_complete=False)
+        return (text if run.signal_listener.is_forced else "") + (hint or f"No checkpoint was saved{since}.")
 
     def attempt(
         self, args: TrainingArguments, batch_size: int | None, folder: str | None, trial: Any, ignore_keys: Any

@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.compat.messages import tell
-from hftrainer.compat.tracebacks import add_note
 from hftrainer.parallel.processes import Processes
-from hftrainer.reporting import summary
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -45,18 +42,22 @@ class SignalListener:
 
     Args:
         should_save: whether a signal triggers a checkpoint; if False, signals are not handled.
+        describe: says what the run has saved, for a second signal.
         has_launcher: whether a launcher forwards signals.
 
     Attributes:
         signal_number: the number of the received signal, or None.
+        is_forced: whether a second signal has stopped the run before its save.
         can_abort_evaluation: whether the evaluation in progress may be aborted.
     """
 
-    def __init__(self, should_save: bool, *, has_launcher: bool = False) -> None:
+    def __init__(self, should_save: bool, describe: Callable[[], str] = str, *, has_launcher: bool = False) -> None:
         self._should_save = should_save
+        self._describe = describe
         self._duplicate_window = _DUPLICATE_WINDOW if has_launcher else 0.0
         self._signal_time = 0.0
         self.signal_number: int | None = None
+        self.is_forced = False
         self.can_abort_evaluation = False
         self._default_handlers: dict[int, Any] = {}
         self._process_id = 0
@@ -67,7 +68,7 @@ class SignalListener:
         if not self._should_save or threading.current_thread() is not threading.main_thread():
             yield
             return
-        self.signal_number = None
+        self.signal_number, self.is_forced = None, False
         self._process_id = os.getpid()
         self._default_handlers = {
             number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in _DEFAULTS
@@ -120,15 +121,15 @@ class SignalListener:
         if time.monotonic() - self._signal_time < self._duplicate_window:
             return
         self._restore()
+        self.is_forced = True
         if number == signal.SIGINT:
             raise KeyboardInterrupt
+        if text := self._describe():
+            tell(text)
         os.kill(os.getpid(), number)
 
-    def end_script(self, message: str = "") -> NoReturn:
+    def end_script(self) -> NoReturn:
         """End the script as the signal would: by KeyboardInterrupt or with status 128 + signal number.
-
-        Args:
-            message: text to print last; for KeyboardInterrupt, below its traceback.
 
         Raises:
             KeyboardInterrupt: for Ctrl-C.
@@ -136,12 +137,7 @@ class SignalListener:
         """
         assert self.signal_number is not None
         if self.signal_number == signal.SIGINT:
-            interrupt = KeyboardInterrupt()
-            if message:
-                add_note(interrupt, f"[hftrainer] {message}")
-            raise interrupt
-        if message:
-            tell(message)
+            raise KeyboardInterrupt
         raise SystemExit(128 + self.signal_number)
 
 
@@ -245,7 +241,4 @@ class ControlSync:
             listener.signal_number = None
             self._signal = 0
             return
-        close_bars(self.trainer.callback_handler.callbacks)
-        is_main = self.trainer.is_world_process_zero()
-        hint = summary.make_resume_hint(self.run.checkpoints_written, is_complete=False) if is_main else ""
-        listener.end_script(hint)
+        listener.end_script()

@@ -99,6 +99,32 @@ def test_ctrl_c(tmp_path, processes):
     assert process.returncode in (-signal.SIGINT, 130)
 
 
+def test_ctrl_c_in_training_ends_with_what_is_saved(tmp_path, processes):
+    """Without a traceback, unlike a Ctrl-C elsewhere in the script."""
+    path = script(
+        tmp_path,
+        f"""
+        import signal
+        from hftrainer.demo import model, train
+        from transformers import Trainer, TrainerCallback, TrainingArguments
+
+        class Stops(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 3:
+                    signal.raise_signal(signal.SIGINT)
+
+        args = TrainingArguments({str(tmp_path / "out")!r}, max_steps=9, use_cpu=True, report_to=[])
+        Trainer(model, args, train_dataset=train, callbacks=[Stops()]).train()
+        """,
+    )
+    line = [sys.executable, "-m", "hftrainer", "run", str(path)]  # `fresh` would print a traceback of its own
+    done = subprocess.run(line, env=processes.environment(), capture_output=True, text=True)
+    assert done.returncode in (-signal.SIGINT, 130)
+    assert "Traceback" not in done.stderr
+    last = f"[hftrainer] Last checkpoint: {tmp_path}/out/checkpoint-3; trainer.train(resume_from_checkpoint=True)"
+    assert done.stderr.splitlines()[-1].startswith(last)
+
+
 ORDERS = {
     "install-first": "import hftrainer; hftrainer.install()\nimport transformers",
     "transformers-first": "import transformers\nimport hftrainer; hftrainer.install()",

@@ -64,16 +64,28 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
         assert_same(end, undisturbed)
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_signal_that_stops_at_once(tmp_path, waiting, saves):
-    started = waiting(save_on_interrupt=saves)
-    if saves:
-        os.kill(started.process.pid, signal.SIGTERM)
-        started.wait_for(".*SIGTERM: saving after this optimizer step")
+def test_a_signal_that_stops_at_once(tmp_path, waiting):
+    started = waiting(save_on_interrupt=False)
     os.kill(started.process.pid, signal.SIGTERM)
     started.process.join()
     assert started.process.exitcode == -signal.SIGTERM
     assert names(tmp_path / "run") == ["checkpoint-7"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("every", "left"), [(7, ["checkpoint-7"]), (100, [])])
+def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting, number, every, left):
+    started = waiting(save_steps=every)
+    os.kill(started.process.pid, number)
+    started.wait_for(f".*{number.name}: saving after this optimizer step")
+    os.kill(started.process.pid, number)
+    started.process.join()
+    assert started.process.exitcode == -number
+    assert names(tmp_path / "run") == left
+    last = started.output.read_text().rstrip().splitlines()[-1]
+    assert "second signal stopped the run at step 9, before its save was complete" in last
+    resumes = f"Last checkpoint: {tmp_path}/run/checkpoint-7; trainer.train(resume_from_checkpoint=True) resumes"
+    assert (resumes if left else "No checkpoint was saved.") in last
 
 
 def fail():

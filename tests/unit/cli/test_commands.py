@@ -1,5 +1,8 @@
 """What all subcommands of `python -m hftrainer` have in common."""
 
+import json
+import subprocess
+
 import pytest
 
 from hftrainer.__main__ import main, make_parser
@@ -8,7 +11,7 @@ from hftrainer.__main__ import main, make_parser
 def test_all_but_the_run_of_a_script_write_json():
     commands = next(action for action in make_parser()._actions if action.dest == "command")
     without = [name for name, parser in commands.choices.items() if "--json" not in parser._option_string_actions]
-    assert without == ["run"]
+    assert without == ["run", "completion"]
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -25,6 +28,87 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         main(words)
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("--help\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("rnu", "'rnu' is not a command; did you mean 'run'?"),
+        ("check", "'check' is not a command; did you mean 'checkpoint'?"),
+        ("nonsense", "'nonsense' is not a command: use run, explain, doctor"),
+        ("--verison", "did you mean '--version'?"),
+        ("doctor --jsn", "--jsn; did you mean '--json'?"),
+        ("ask out sav", "'sav' is not allowed; did you mean 'save'?"),
+        ("ask save", "request; example: python -m hftrainer ask out save;"),
+        ("diff a", "RUN; example: python -m hftrainer diff out-1 out-2;"),
+        ("plot", "pass the output folders of runs, or --study for a search; example: python -m hftrainer plot out;"),
+        ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400; example: python"),
+        ("completion tcsh", "'tcsh' is not allowed: use one of bash, zsh, fish"),
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_wrong_command_lines_say_what_to_type(words, message, as_json, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*words.split(), *(["--json"] if as_json else [])])
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert message in (json.loads(printed.out)["error"] if as_json else printed.err)
+    assert not (printed.err if as_json else printed.out)
+
+
+def test_errors_of_a_command_are_json_too(tmp_path, capsys):
+    for words, status in ((["plot", "absent"], 2), (["checkpoint", str(tmp_path)], 2), (["explain", "absent.py"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main([words[0], "--json", *words[1:]])
+        printed = capsys.readouterr()
+        assert ended.value.code == status and not printed.err
+        assert words[1] in json.loads(printed.out)["error"]
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"), [(["help"], "  doctor  "), (["help", "ask"], "example: python -m hftrainer ask out save")]
+)
+def test_help_is_a_command(words, shown, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code
+    assert shown in capsys.readouterr().out
+
+
+def test_completion_in_bash(capsys):
+    main(["completion", "bash"])
+    words = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hftrainer; echo "${COMPREPLY[*]}"'
+    script = f"{capsys.readouterr().out}\n{words}"
+
+    def complete(*typed):
+        done = subprocess.run(["bash", "-c", script, "bash", "hftrainer", *typed], capture_output=True, text=True)
+        assert not done.stderr
+        return done.stdout.split()
+
+    assert complete("") == [*make_parser()._subparsers._group_actions[0].choices]
+    assert complete("wa") == ["watch"]
+    assert complete("watch", "--e") == ["--every"]
+    assert complete("run", "--n") == ["--nproc"]
+    assert complete("watch", "") == []  # files, by -o default
+
+
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [
+        ("zsh", "autoload -U +X compinit bashcompinit && compinit && bashcompinit"),
+        ("fish", "complete -c hftrainer -n '__fish_seen_subcommand_from ask' -a '--timeout --json --help'"),
+    ],
+)
+def test_completion_in_other_shells(shell, line, capsys):
+    main(["completion", shell])
+    assert line in capsys.readouterr().out.splitlines()
+
+
+def test_a_folder_of_runs_names_one(tmp_path, capsys):
+    (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        main(["plot", str(tmp_path)])
+    assert f"pass the output_dir of a run, such as {tmp_path / 'run'}." in capsys.readouterr().err
 
 
 def test_unknown_options_of_run_name_the_nearest(capsys):
@@ -48,6 +132,7 @@ def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
         assert ended.value.code == 2 and reason in error and "checkpoint-xxx" in error
     else:
         assert ended.value.code == 1 and "no run writes here now" in error
+        assert "no run has saved anything here yet; waiting for 0 s" in error
     assert path in error
 
 

@@ -141,5 +141,5 @@ def test_a_small_disk_and_a_wrong_launcher(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "many")
     monkeypatch.setenv("SLURM_PROCID", "0")
     problems = " ".join(doctor.examine()["problems"])
-    assert "folder has 0.1 GB free" in problems and "save_total_limit" in problems
+    assert "folder has 67.1 MB free" in problems and "save_total_limit" in problems
     assert "SLURM_STEP_NUM_TASKS='many'" in problems

@@ -198,9 +198,10 @@ def test_a_run_that_is_ahead_of_its_checkpoint(tmp_path):
 def test_a_table_of_observed_runs(tmp_path, capsys):
     runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
-    _, _, header, *rows = capsys.readouterr().out.splitlines()
+    _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
     titles = ["steps", "last loss", "best loss", "mean samples/s", "mean tokens/s", "time", "goodput"]
     assert re.split("  +", header.strip()) == titles
+    assert explanation == "goodput: kept steps / all time"
     # 10 steps at 17.5 samples per second and 10 at 35.
     assert [row.split()[:6] for row in rows] == [[name, "20", "2", "1", "23.33", "9,000"] for name in "ab"]
 

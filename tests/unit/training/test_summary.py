@@ -33,9 +33,10 @@ def said(caplog):
 
 def test_end_of_a_run(tmp_path, said):
     trainer = train(tmp_path, metric_for_best_model="accuracy", **SAVED)
-    spent, speed, best, newest = said()
+    begins, spent, speed, best, newest = said()
+    assert begins == f"Training {trainer.get_num_trainable_parameters()} parameters on 1 x cpu: 4 steps of 8 samples."
     assert re.match(r"Trained 4 steps in [\d.e-]+ s: ", spent)
-    assert re.fullmatch(r"[\d,.]+ samples/s, peak memory [\d.]+ GB.*\.", speed)
+    assert re.fullmatch(r"[\d,.]+ samples/s, peak memory [\d.]+ [MG]B.*\.", speed)
     state = trainer.state
     where = f"at step {state.best_global_step}, in {state.best_model_checkpoint}"
     assert best == f"Best eval_accuracy: {state.best_metric:.6g} {where}."
