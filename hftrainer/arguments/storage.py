@@ -19,7 +19,7 @@ def separate_storage(args: BaseArguments) -> None:
     """Move a URL from `output_dir` to `storage_url`, so that `output_dir` is always a local folder.
 
     Raises:
-        InvalidArgument: for two URLs, or one with a password.
+        InvalidArgument: for two URLs, or one that `check_url` refuses.
     """
     output_dir = str(args.output_dir)
     if re.match(r"[a-z][a-z0-9]+:/[^/]", output_dir):
@@ -39,15 +39,34 @@ def separate_storage(args: BaseArguments) -> None:
 
 
 def check_url(argument: str, url: str) -> None:
-    """Raise `InvalidArgument` if `url` is not a URL, or contains credentials."""
-    if "://" not in url:
-        raise InvalidArgument(f"{argument}={url!r}: use a URL, such as 's3://bucket/run'.")
+    """Raise `InvalidArgument` if `url` is incomplete, has an unknown scheme, or contains credentials."""
     parts = urlsplit(url)
     if parts.password or parts.query:
         raise InvalidArgument(
             f"{argument}: a password or a signature in a URL would be written to logs and checkpoints. Set the "
             "credentials in the environment variables or the configuration file of the package for that storage."
         )
+    # Imported late, since it takes 0.1 s.
+    import fsspec
+
+    scheme, separator, path = url.partition("://")
+    # As in simplecache::s3://bucket.
+    scheme = scheme.rpartition("::")[2]
+    folders = path.removeprefix("datasets/").split("/")
+    problem = ""
+    if not separator or not scheme:
+        problem = "is not a URL"
+    elif scheme in ("http", "https"):
+        problem = "is on a web server, whose files can only be read"
+    elif scheme not in fsspec.available_protocols():
+        problem = f"has the unknown scheme {scheme!r}"
+    elif not path.strip("/") or (scheme in ("s3", "gs") and not folders[0]):
+        problem = "names no bucket or folder"
+    elif scheme == "hf" and not all([*folders, ""][:2]):
+        problem = "names no repository, which is user/name"
+    if problem:
+        examples = "'s3://bucket/run', 'gs://bucket/run', 'hf://datasets/user/name/run' or 'file:///folder'"
+        raise InvalidArgument(f"{argument}={url!r} {problem}. Use a URL such as {examples}.")
 
 
 def explain_unreadable_url(path: str) -> str | None:

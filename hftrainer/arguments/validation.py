@@ -44,6 +44,14 @@ ALIASES = {
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 
+#: Integers for which transformers refuses a float too, even one without a fraction.
+_NEVER_FLOATS = frozenset(
+    """
+    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_steps seed
+    dataloader_num_workers
+    """.split()
+)
+
 #: Schedules that step on an evaluation metric.
 _METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
 
@@ -56,7 +64,9 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; the error also names those out of range.
     """
-    _convert_whole_floats(args)
+    for name in ("save_total_limit", "keep_local", "max_rollbacks"):
+        if isinstance(value := getattr(args, name), float) and value.is_integer():
+            setattr(args, name, int(value))
     # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
@@ -101,14 +111,6 @@ def normalize(args: BaseArguments) -> None:
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
         if isinstance(value, float) and 1 < value < math.inf and value == int(value):
-            setattr(args, name, int(value))
-
-
-def _convert_whole_floats(args: BaseArguments) -> None:
-    """Convert floats without a fraction, as from YAML or a division, where an argument is an integer."""
-    for name, argument in ARGUMENTS.items():
-        value = getattr(args, name, None)
-        if argument.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
             setattr(args, name, int(value))
 
 
@@ -288,15 +290,15 @@ _TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseA
 
 
 def check_types(args: BaseArguments) -> Iterator[str]:
-    """An error message for each number or boolean that is text, and each fractional integer."""
+    """An error message for each number or boolean that is text, and each integer that is a float."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
         if isinstance(value, str) and kind in ("int", "float"):
             yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
-        elif isinstance(value, float) and value % 1 and kind == "int":
-            yield f"{name}={value!r}: use a whole number."
+        elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and name in _NEVER_FLOATS)):
+            yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
         elif value is None and name in ("num_train_epochs", "max_steps"):
             yield f"{name}=None: use a number."
 
