@@ -47,7 +47,7 @@ def check_url(argument: str, url: str) -> None:
             "credentials in the environment variables or the configuration file of the package for that storage."
         )
     # Imported late, since it takes 0.1 s.
-    import fsspec
+    from fsspec.registry import known_implementations, registry
 
     scheme, separator, path = url.partition("://")
     # As in simplecache::s3://bucket.
@@ -58,7 +58,7 @@ def check_url(argument: str, url: str) -> None:
         problem = "is not a URL"
     elif scheme in ("http", "https"):
         problem = "is on a web server, whose files can only be read"
-    elif scheme not in fsspec.available_protocols():
+    elif scheme not in known_implementations and scheme not in registry:
         problem = f"has the unknown scheme {scheme!r}"
     elif not path.strip("/") or (scheme in ("s3", "gs") and not folders[0]):
         problem = "names no bucket or folder"
