@@ -18,7 +18,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.compat.reading import load_torch_file
-from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsafeCheckpoint
 
 #: Suffixes of files that `torch.save` writes.
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -33,7 +33,9 @@ _NULLABLE_SWITCHES = ("fused", "foreach")
 #: Keys of Adam's state for each parameter that it has updated.
 _ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq"}
 #: Optimizer settings of every supported torch release. Later releases added settings with defaults.
-_SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
+_SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"}
+#: What to do if an optimizer's state cannot be used.
+FRESH_OPTIMIZER = "Without optimizer.pt in that folder, optimizer and schedule start from scratch."
 
 
 # ---- Files ---------------------------------------------------------------------------------------------------------
@@ -166,14 +168,16 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizers are not checked.
 
     Raises:
-        TypeError, KeyError, ValueError: if the state cannot belong to this optimizer.
+        InvalidSetup: if the state belongs to another optimizer, or to other parameters.
+        TypeError, KeyError, ValueError: if the state is damaged.
     """
     groups = state["param_groups"]
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
         check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
         if missing := (_SETTINGS & group.keys()) - saved.keys():
-            raise ValueError(
-                f"it was written with another optim, whose groups lack {min(missing)!r}: set optim as in that run"
+            raise InvalidSetup(
+                f"The checkpoint is of another optimizer, whose groups lack {min(missing)!r}: resume with the same. "
+                f"{FRESH_OPTIMIZER}"
             )
         if saved.get("fused") and saved.get("differentiable"):
             raise ValueError("param_groups sets both fused and differentiable")
@@ -181,6 +185,12 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     indices = [index for group in groups for index in group["params"]]
     if not (type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)):
         return
+    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
+    if sizes != saved_sizes:
+        raise InvalidSetup(
+            f"The checkpoint's optimizer has {sum(saved_sizes)} tensors in groups of {saved_sizes}, this run's "
+            f"{sum(sizes)} in groups of {sizes}: train the same parameters in the same groups. {FRESH_OPTIMIZER}"
+        )
     for index, parameter in zip(indices, parameters, strict=False):
         for name, value in state["state"].get(index, {}).items():
             _check_moment(name, value, parameter)

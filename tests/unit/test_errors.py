@@ -1,6 +1,7 @@
 """Bad input gets one clear error that names the argument, the reason and what to do, before any training."""
 
 import functools
+import re
 import signal
 
 import lightning.pytorch as pl
@@ -231,6 +232,24 @@ def test_names_of_lightning(make_args):
         trainer.train(max_epochs=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("strategy", "ddp", "pass TrainingArguments(..., lightning_config={'strategy': 'ddp'})"),
+        ("strategy", "fsdp", "it must be 'auto' or 'ddp'. For sharding, set the argument fsdp or deepspeed."),
+        ("precision", "bf16-mixed", "lightning_config={'precision': 'bf16-mixed'})"),
+        ("devices", 2, "lightning_config={'devices': 2})"),
+        ("profiler", "simple", "lightning_config={'profiler': 'simple'})"),
+        ("accelerator", "gpu", "use use_cpu=True for the CPU; other devices are found"),
+        ("logger", True, "use report_to or Trainer(loggers=[...])"),
+    ],
+)
+def test_keywords_of_lightning(make_args, name, value, hint):
+    for make in (TrainingArguments, functools.partial(Trainer, make_plain(), make_args())):
+        with pytest.raises(UnknownArgument, match=f"has no argument {name!r}: .*{re.escape(hint)}"):
+            make(**{name: value})
+
+
 def test_the_old_name_of_processing_class(make_args):
     with pytest.warns(FutureWarning, match="processing_class"):
         assert Trainer(make_plain(), make_args(), tokenizer="it").processing_class == "it"
@@ -333,7 +352,7 @@ def test_whole_numbers_with_a_point(make_args):
     """transformers accepts some floats for integers; for others, its DataLoader or `range` fails."""
     args = make_args(save_strategy="steps", save_steps=1.0, save_total_limit=1.0, dataloader_num_workers=0.0)
     assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
-    refused = {name: 4.0 for name in ("per_device_train_batch_size", "max_steps", "seed", "dataloader_num_workers")}
+    refused = dict.fromkeys(("per_device_train_batch_size", "max_steps", "seed", "dataloader_num_workers"), 4.0)
     with pytest.raises(WrongObject) as caught:
         Trainer(make_plain(), make_args(**refused))
     assert all(f"{name}=4.0 is a float: use a whole number, 4." in str(caught.value) for name in refused)
