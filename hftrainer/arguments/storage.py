@@ -49,24 +49,19 @@ def check_url(argument: str, url: str) -> None:
     # Imported late, since it takes 0.1 s.
     from fsspec.registry import known_implementations, registry
 
-    scheme, separator, path = url.partition("://")
-    # As in simplecache::s3://bucket.
-    scheme = scheme.rpartition("::")[2]
-    folders = path.removeprefix("datasets/").split("/")
-    problem = ""
-    if not separator or not scheme:
-        problem = "is not a URL"
-    elif scheme in ("http", "https"):
+    # The last scheme, as in simplecache::s3://bucket.
+    match = re.match(r"(?:.*::)?(.+?)://(?:datasets/)?(.*)", url)
+    scheme, path = match.groups() if match else ("", "")
+    if scheme in ("http", "https"):
         problem = "is on a web server, whose files can only be read"
     elif scheme not in known_implementations and scheme not in registry:
-        problem = f"has the unknown scheme {scheme!r}"
-    elif not path.strip("/") or (scheme in ("s3", "gs") and not folders[0]):
-        problem = "names no bucket or folder"
-    elif scheme == "hf" and not all([*folders, ""][:2]):
-        problem = "names no repository, which is user/name"
-    if problem:
-        examples = "'s3://bucket/run', 'gs://bucket/run', 'hf://datasets/user/name/run' or 'file:///folder'"
-        raise InvalidArgument(f"{argument}={url!r} {problem}. Use a URL such as {examples}.")
+        problem = "has no known scheme"
+    elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:
+        problem = "names no bucket, repository or folder"
+    else:
+        return
+    examples = "'s3://bucket/run', 'gs://bucket/run', 'hf://datasets/user/name/run' or 'file:///folder'"
+    raise InvalidArgument(f"{argument}={url!r} {problem}. Use a URL such as {examples}.")
 
 
 def explain_unreadable_url(path: str) -> str | None:

@@ -45,12 +45,9 @@ ALIASES = {
 }
 
 #: Integers for which transformers refuses a float too, even one without a fraction.
-_NEVER_FLOATS = frozenset(
-    """
-    per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps max_steps seed
-    dataloader_num_workers
-    """.split()
-)
+_NEVER_FLOATS = {f"per_device_{kind}_batch_size" for kind in ("train", "eval")} | {
+    *("gradient_accumulation_steps", "max_steps", "seed", "dataloader_num_workers")
+}
 
 #: Schedules that step on an evaluation metric.
 _METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
@@ -64,9 +61,6 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; the error also names those out of range.
     """
-    for name in ("save_total_limit", "keep_local", "max_rollbacks"):
-        if isinstance(value := getattr(args, name), float) and value.is_integer():
-            setattr(args, name, int(value))
     # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
