@@ -52,10 +52,8 @@ def check_url(argument: str, url: str) -> None:
     # The last scheme, as in simplecache::s3://bucket.
     match = re.match(r"(?:.*::)?(.+?)://(?:datasets/)?(.*)", url)
     scheme, path = match.groups() if match else ("", "")
-    if scheme in ("http", "https"):
-        problem = "is on a web server, whose files can only be read"
-    elif scheme not in known_implementations and scheme not in registry:
-        problem = "has no known scheme"
+    if scheme not in {*known_implementations, *registry} - {"http", "https"}:
+        problem = "has no scheme that can be written"
     elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:
         problem = "names no bucket, repository or folder"
     else:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -55,8 +56,7 @@ def refuse_unknown(method_name: str, function: Callable[..., Any], unknown: Mapp
     parameters, errors = list(inspect.signature(function).parameters)[1:-1], []
     for name, value in unknown.items():
         of_arguments = suggest(name, BaseArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
-        hint = explain_keyword(name, value) or suggest(name, parameters, of_arguments)
-        errors.append(f"{method_name} has no argument {name!r}{hint}")
+        errors.append(f"{method_name} has no argument {name!r}{explain_keyword(name, value, parameters, of_arguments)}")
     if errors:
         raise UnknownArgument("; ".join(errors))
 
@@ -160,6 +160,11 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         warnings.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
+    # A subclass may have similar names of its own.
+    for name in vars(args) if type(args).__module__.startswith("hftrainer.") else ():
+        match = difflib.get_close_matches(name, args.__dataclass_fields__, 1, 0.9)
+        if match and not name.startswith("_") and match[0] not in name and name not in legacy.HIDDEN_FIELDS:
+            warnings.append(f"args.{name} is no argument, and has no effect; did you mean args.{match[0]}?")
     return warnings + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in _OVERRIDDEN_ARGUMENTS.items()
@@ -220,14 +225,15 @@ RELEASE_KEYWORDS = ("devices", "num_nodes", "behaviour")
 _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
-def explain_keyword(name: str, value: Any) -> str | None:
-    """The end of an error about an unknown argument that `lightning.Trainer` has; None for other arguments."""
-    if name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__:
-        return f": use {RESERVED[name]}"
-    if name not in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
-        return None
-    errors = _check_keywords({name: value})
-    return f": {errors[0]}" if errors else f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
+def explain_keyword(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error about an unknown argument: how to pass one of `lightning.Trainer`, or as `suggest`."""
+    if name in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
+        errors = _check_keywords({name: value})
+        return (
+            f": {errors[0]}" if errors else f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
+        )
+    is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
+    return f": use {RESERVED[name]}" if is_reserved else suggest(name, known, otherwise)
 
 
 def _check_keywords(config: Mapping[str, Any]) -> list[str]:

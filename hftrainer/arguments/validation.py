@@ -44,11 +44,6 @@ ALIASES = {
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 
-#: Integers for which transformers refuses a float too, even one without a fraction.
-_NEVER_FLOATS = {f"per_device_{kind}_batch_size" for kind in ("train", "eval")} | {
-    *("gradient_accumulation_steps", "max_steps", "seed", "dataloader_num_workers")
-}
-
 #: Schedules that step on an evaluation metric.
 _METRIC_BASED = ("reduce_lr_on_plateau", "greedy")
 
@@ -287,11 +282,13 @@ def check_types(args: BaseArguments) -> Iterator[str]:
     """An error message for each number or boolean that is text, and each integer that is a float."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
+        # For these, transformers fails with a float that has no fraction too.
+        is_strict = name == "max_steps" or ARGUMENTS[name].minimum is not None
         if isinstance(value, str) and kind in ("int", "float"):
             yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
-        elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and name in _NEVER_FLOATS)):
+        elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
             yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
         elif value is None and name in ("num_train_epochs", "max_steps"):
             yield f"{name}=None: use a number."

@@ -174,23 +174,17 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     groups = state["param_groups"]
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
         check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
-        if missing := (_SETTINGS & group.keys()) - saved.keys():
-            raise InvalidSetup(
-                f"The checkpoint is of another optimizer, whose groups lack {min(missing)!r}: resume with the same. "
-                f"{FRESH_OPTIMIZER}"
-            )
+        count, saved_count = len(group["params"]), len(saved["params"])
+        if (missing := (_SETTINGS & group.keys()) - saved.keys()) or count != saved_count:
+            problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {count}"
+            advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
+            raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
         if saved.get("fused") and saved.get("differentiable"):
             raise ValueError("param_groups sets both fused and differentiable")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in groups for index in group["params"]]
     if not (type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)):
         return
-    sizes, saved_sizes = ([len(group["params"]) for group in each] for each in (optimizer.param_groups, groups))
-    if sizes != saved_sizes:
-        raise InvalidSetup(
-            f"The checkpoint's optimizer has {sum(saved_sizes)} tensors in groups of {saved_sizes}, this run's "
-            f"{sum(sizes)} in groups of {sizes}: train the same parameters in the same groups. {FRESH_OPTIMIZER}"
-        )
     for index, parameter in zip(indices, parameters, strict=False):
         for name, value in state["state"].get(index, {}).items():
             _check_moment(name, value, parameter)

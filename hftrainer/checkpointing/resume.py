@@ -334,9 +334,8 @@ def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Calla
         state = state if convert is None else convert(state)
         expected = target.state_dict()
         # As in transformers, a schedule that follows a metric may continue any other.
-        if "factor" in expected and "lr_lambdas" in state:
-            expected = {key: value for key, value in expected.items() if key in state}
-        check_values(state, expected)
+        is_other = "factor" in expected and "lr_lambdas" in state
+        check_values(state, {key: value for key, value in expected.items() if key in state or not is_other})
         target.load_state_dict(state)
 
 

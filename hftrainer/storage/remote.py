@@ -59,8 +59,8 @@ class RemoteFolder:
     def __init__(self, url: str) -> None:
         scheme = url.partition("://")[0]
         if scheme == "hf" and constants.HF_HUB_OFFLINE:
-            variable = "HF_HUB_OFFLINE" if "HF_HUB_OFFLINE" in os.environ else "TRANSFORMERS_OFFLINE"
-            raise StorageError(f"{url} cannot be reached, since {variable} is set: unset it, or use a local folder.")
+            advice = "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE, or use a local folder"
+            raise StorageError(f"{url} cannot be reached, since HF_HUB_OFFLINE=1 is set: {advice}.")
         try:
             filesystem, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if scheme in ("file", "local") else {}))
         except ImportError:

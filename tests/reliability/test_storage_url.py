@@ -398,12 +398,12 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         (
             {"storage_url": "bucket/run"},
             InvalidArgument,
-            "'bucket/run' has no known scheme. Use a URL such as 's3://bucket/run'",
+            "'bucket/run' has no scheme that can be written. Use a URL such as 's3://bucket/run'",
         ),
         ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
         ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),
-        ({"storage_url": "nosuch://bucket"}, InvalidArgument, "has no known scheme"),
-        ({"storage_url": "https://host/run"}, InvalidArgument, "can only be read"),
+        ({"storage_url": "nosuch://bucket"}, InvalidArgument, "has no scheme that can be written"),
+        ({"storage_url": "https://host/run"}, InvalidArgument, "no scheme that can be written"),
         ({"storage_url": "gs://bucket/run"}, MissingPackage, "pip install gcsfs"),
         ({"keep_local": 0, "storage_url": "memory://run"}, InvalidArgument, "keep_local=0"),
     ],
@@ -422,8 +422,8 @@ def test_what_cannot_be_used(tmp_path, settings, error, words):
             for url in ("s3://", "s3:///run", "gs://", "file://", "hf://")
         ),
         ("hf://datasets/user", "names no bucket, repository or folder"),
-        ("://run", "has no known scheme"),
-        ("S3://bucket/run", "has no known scheme"),
+        ("://run", "has no scheme that can be written"),
+        ("S3://bucket/run", "has no scheme that can be written"),
     ],
 )
 def test_malformed_urls_are_refused_with_the_arguments(url, problem):
