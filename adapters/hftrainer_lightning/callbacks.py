@@ -94,9 +94,7 @@ def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
     for callback in callbacks:
         if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
             meant = monitor.replace("val_", "eval_", 1)
-            logger.warning(
-                "Callbacks monitor %r, but a Trainer's evaluations log 'eval_...'; did you mean %r?", monitor, meant
-            )
+            logger.warning("A callback monitors %r, but evaluations log 'eval_...'; did you mean %r?", monitor, meant)
     # Report only the first problem of each callback.
     problems = [message for callback in callbacks for message in itertools.islice(_find_problems(callback, run), 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):

@@ -50,8 +50,7 @@ def check_url(argument: str, url: str) -> None:
     from fsspec.registry import known_implementations, registry
 
     # The last scheme, as in simplecache::s3://bucket.
-    match = re.match(r"(?:.*::)?(.+?)://(?:datasets/)?(.*)", url)
-    scheme, path = match.groups() if match else ("", "")
+    scheme, path = re.findall(r"^(?:(?:.*::)?(.+?)://(?:datasets/)?)?(.*)", url)[0]
     if scheme not in {*known_implementations, *registry} - {"http", "https"}:
         problem = "has no scheme that can be written"
     elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:

@@ -161,9 +161,10 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
     # A subclass may have similar names of its own.
-    for name in vars(args) if type(args).__module__.startswith("hftrainer.") else ():
+    attributes = vars(args) if type(args).__module__.startswith("hftrainer.") else {}
+    for name in sorted(attributes.keys() - args.__dataclass_fields__.keys() - legacy.HIDDEN_FIELDS.keys()):
         match = difflib.get_close_matches(name, args.__dataclass_fields__, 1, 0.9)
-        if match and not name.startswith("_") and match[0] not in name and name not in legacy.HIDDEN_FIELDS:
+        if match and name[0] != "_" and match[0] not in name:
             warnings.append(f"args.{name} is no argument, and has no effect; did you mean args.{match[0]}?")
     return warnings + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
@@ -228,10 +229,8 @@ _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_
 def explain_keyword(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> str:
     """The end of an error about an unknown argument: how to pass one of `lightning.Trainer`, or as `suggest`."""
     if name in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
-        errors = _check_keywords({name: value})
-        return (
-            f": {errors[0]}" if errors else f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
-        )
+        advice = f"pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
+        return f": {[*_check_keywords({name: value}), advice][0]}"
     is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
     return f": use {RESERVED[name]}" if is_reserved else suggest(name, known, otherwise)
 

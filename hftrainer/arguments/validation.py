@@ -204,7 +204,8 @@ def _convert_strings(value: Any) -> Any:
 def _debug_options(value: Any) -> list[Any]:
     """The options as members of their enumeration. Unknown ones are kept, and `check_values` reports them."""
     members = {option.value: option for option in DebugOption}
-    words = [word for part in ([value] if isinstance(value, str) else value or []) for word in as_text(part).split()]
+    parts = value if isinstance(value, (list, tuple, set)) else [value or ""]
+    words = [word for part in parts for word in as_text(part).split()]
     return [members.get(word, word) for word in words]
 
 

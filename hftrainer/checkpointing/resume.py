@@ -261,10 +261,8 @@ def explain_other_kind(folder: str, args: TrainingArguments, error: Exception) -
     name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
     kind, saved_kind = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
     if saved_kind not in (None, kind):
-        raise InvalidSetup(
-            f"{folder} was written with {name}={saved_kind!r}, whose state {name}={kind!r} cannot use: resume with "
-            f"{name}={saved_kind!r}. {FRESH_OPTIMIZER}"
-        ) from error
+        problem = f"{folder} was written with {name}={saved_kind!r}, whose state {name}={kind!r} cannot use"
+        raise InvalidSetup(f"{problem}: resume with {name}={saved_kind!r}. {FRESH_OPTIMIZER}") from error
 
 
 def _check_group_count(scheduler_file: str, count: int) -> None:

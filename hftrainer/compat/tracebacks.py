@@ -118,21 +118,18 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
     columns = inputs if isinstance(inputs, Mapping) else {}
     lookups = (embedding.__code__, cross_entropy.__code__)
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
-    length, limit = (
-        [0, *getattr(columns.get("input_ids"), "shape", ())][-1],
-        getattr(config, "max_position_embeddings", None),
-    )
+    length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
+    limit = getattr(config, "max_position_embeddings", None)
     if isinstance(error, IndexError) and calls:
         call, is_label = calls[-1], "target" in calls[-1]
         indices, rows = call["target" if is_label else "input"], call["input" if is_label else "weight"].shape
-        name = next(
-            (name for name, value in columns.items() if value is indices), "labels" if is_label else "positions"
-        )
+        other = "labels" if is_label else "positions"
+        name = next((name for name, value in columns.items() if value is indices), other)
         indices = indices[indices != call.get("ignore_index")]
         values = f"{indices.min()} to {indices.max()}, but the model accepts 0 to {rows[: 1 + is_label][-1] - 1}"
         add_note(error, f"The values of {name} are {values}: {_REMEDIES.get(name, 'correct them')}.")
     elif limit is not None and length > limit and str(limit) in str(error):
-        remedy = f"shorten them, as with tokenizer(..., truncation=True, max_length={limit})"
-        add_note(error, f"The samples have {length} tokens, more than max_position_embeddings={limit}: {remedy}.")
+        remedy = f"tokenize with truncation=True, max_length={limit}"
+        add_note(error, f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}.")
     elif "device-side assert" in str(error):
         add_note(error, "A label or another index is probably out of range: with use_cpu=True, the error names it.")

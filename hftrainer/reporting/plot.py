@@ -102,7 +102,8 @@ def curves(state: TrainerState) -> Curves:
     diverged_steps = {step for step, name, value in all_values if name == "grad_norm" and not _is_finite(value)}
     for step, name, value in all_values:
         if name != "epoch" and _is_number(value):
-            steps, values = panels[_panel_of(name)].setdefault(name, ([], []))
+            panel = _PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
+            steps, values = panels[panel].setdefault(name, ([], []))
             steps.append(step)
             values.append(math.nan if not _is_finite(value) or (name == "loss" and step in diverged_steps) else value)
     return panels
@@ -128,10 +129,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return _is_number(value) and abs(value) <= sys.float_info.max
-
-
-def _panel_of(name: str) -> str:
-    return _PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,6 @@ from tests.support.tiny import Plain, SizedStream, Stream, make_plain, plain_dat
 STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
 
 
-@pytest.fixture
-def make_args(tmp_path):
-    def make(**settings):
-        defaults = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        return TrainingArguments(str(tmp_path / "out"), **{**defaults, **settings})
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -68,7 +59,8 @@ def test_unknown_arguments(settings, message):
         ({"lr_scheduler_kwargs": "{broken"}, ["lr_scheduler_kwargs"]),
         ({"lightning_config": "{broken"}, ["lightning_config is not a valid JSON object"]),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
-        ({"debug": "overflow"}, ["debug"]),
+        ({"debug": "overflow"}, ["debug: unknown ['overflow']: use underflow_overflow and tpu_metrics_debug"]),
+        ({"debug": 3}, ["debug: unknown ['3']: use underflow_overflow and tpu_metrics_debug"]),
         ({"optim": "adam"}, ["'adamw_torch'"]),
         (
             {"adam_beta1": 2.0, "adam_beta2": -1},

@@ -161,7 +161,6 @@ TOKENS = "0 to 49: use the model's tokenizer, or resize_token_embeddings."
 CLASSES = "0 to 2: count them from 0, and load the model with num_labels to match."
 INDICES = {
     "class": (of_text(make_bert, text_data, label=lambda _: 7), f"labels are 7 to 7, but the model accepts {CLASSES}"),
-    "class below 0": (of_text(make_bert, text_data, label=lambda _: -1), f"-1 to -1, but the model accepts {CLASSES}"),
     "no transformers model": (of_text(make_plain, plain_data, labels=lambda _: torch.tensor(7)), f"accepts {CLASSES}"),
     "token": (
         of_text(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60),
@@ -171,17 +170,13 @@ INDICES = {
         of_text(make_llama, language_data, labels=lambda ids: ids * 0 + 60),
         "labels are 60 to 60, .* 0 to 49",
     ),
-    "segment": (
-        of_text(make_bert, lambda: [{**row, "token_type_ids": torch.full((12,), 3)} for row in text_data()]),
-        "token_type_ids are 3 to 3, but the model accepts 0 to 1: correct them.",
-    ),
     "position": (
         of_text(gpt2, language_data),
         "positions are 0 to 11, but the model accepts 0 to 7: shorten the s",
     ),
     "length": (
         of_text(make_bert, text_data, input_ids=lambda ids: ids.repeat(4), attention_mask=lambda mask: mask.repeat(4)),
-        r"have 48 tokens, more than max_position_embeddings=32: shorten them, as .*max_length=32\)\.",
+        "Samples of 48 tokens exceed max_position_embeddings=32: tokenize with truncation=True, max_length=32.",
     ),
 }
 
