@@ -10,11 +10,10 @@ import pickle
 from collections.abc import Iterable
 
 #: A name in other libraries → our name, which is too different for `difflib`.
-_SYNONYMS: dict[str, str] = {
+SYNONYMS: dict[str, str] = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "adam": "adamw_torch",
     "adamw": "adamw_torch",
-    "accelerator": "use_cpu",
     "ckpt_path": "resume_from_checkpoint",
     "batch_size": "per_device_train_batch_size",
     "device": "use_cpu",
@@ -22,14 +21,13 @@ _SYNONYMS: dict[str, str] = {
     "gradient_clip_val": "max_grad_norm",
     "lr": "learning_rate",
     "max_epochs": "num_train_epochs",
-    "precision": "bf16",
 }
 
 
 def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
     """The end of an error about an unknown name: the probable name, or else `otherwise`."""
     choices, text = list(known), str(name)
-    synonym = _SYNONYMS.get(text)
+    synonym = SYNONYMS.get(text)
     matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.65)
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 

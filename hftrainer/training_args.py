@@ -29,9 +29,10 @@ from hftrainer.arguments.choices import (
 )
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.setters import ChainingSetters
+from hftrainer.arguments.support import explain_keyword
 from hftrainer.arguments.validation import ALIASES, check_values, normalize
 from hftrainer.compat.tracebacks import HideEngineFrames
-from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
+from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
 
@@ -86,8 +87,9 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         field_names = {field.name for field in dataclasses.fields(cls) if field.init}
         unknown = [name for name in kwargs if name not in field_names]
         if unknown and (unknown := _find_unknown_keywords(cls.__init__, unknown)):
+            hints = {name: explain_keyword(name, kwargs[name], field_names) for name in unknown}
             raise UnknownArgument(
-                "; ".join(f"{cls.__name__} has no argument {name!r}{suggest(name, field_names)}" for name in unknown)
+                "; ".join(f"{cls.__name__} has no argument {name!r}{hints[name]}" for name in unknown)
             )
         if len(args) > 1:
             _check_positional(cls, args)

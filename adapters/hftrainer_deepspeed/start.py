@@ -6,7 +6,7 @@ import difflib
 import logging
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +46,7 @@ def check_config(config: Any) -> None:
     Raises:
         InvalidConfig: for each key that DeepSpeed refuses, with its reason.
     """
+    from deepspeed.runtime import constants
     from deepspeed.runtime.config import DeepSpeedConfig as Config
 
     # Without the process group, DeepSpeed cannot check the total batch size against the number of ranks.
@@ -63,18 +64,10 @@ def check_config(config: Any) -> None:
             for line in _explain_error(key, values, key_error)
         ]
         raise InvalidConfig("\n".join(reasons or [f"deepspeed: {error}: correct the configuration."])) from error
-    for key, known_key in _find_misspelled_keys(values):
-        logger.warning("deepspeed: DeepSpeed ignores the key %r: did you mean %r?", key, known_key)
-
-
-def _find_misspelled_keys(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Keys that DeepSpeed ignores, each with the known key that it resembles."""
-    from deepspeed.runtime import constants
-
     known_keys = {value for value in vars(constants).values() if isinstance(value, str)}
-    for key in config.keys() - known_keys:
+    for key in values.keys() - known_keys:
         if matches := difflib.get_close_matches(key, known_keys, n=1, cutoff=0.8):
-            yield key, matches[0]
+            logger.warning("deepspeed: DeepSpeed ignores the key %r: did you mean %r?", key, matches[0])
 
 
 def _find_error(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Exception | None:

@@ -91,6 +91,10 @@ class RunFacts(NamedTuple):
 
 def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
     """An error message for each callback that cannot work in the run."""
+    for callback in callbacks:
+        if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
+            meant = monitor.replace("val_", "eval_", 1)
+            logger.warning("A callback monitors %r, but evaluations log 'eval_...'; did you mean %r?", monitor, meant)
     # Report only the first problem of each callback.
     problems = [message for callback in callbacks for message in itertools.islice(_find_problems(callback, run), 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):

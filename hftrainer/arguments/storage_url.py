@@ -19,7 +19,7 @@ def separate_storage(args: BaseArguments) -> None:
     """Move a URL from `output_dir` to `storage_url`, so that `output_dir` is always a local folder.
 
     Raises:
-        InvalidArgument: for two URLs, or one with a password.
+        InvalidArgument: for two URLs, or one that `check_url` refuses.
     """
     output_dir = str(args.output_dir)
     if re.match(r"[a-z][a-z0-9]+:/[^/]", output_dir):
@@ -39,15 +39,26 @@ def separate_storage(args: BaseArguments) -> None:
 
 
 def check_url(argument: str, url: str) -> None:
-    """Raise `InvalidArgument` if `url` is not a URL, or contains credentials."""
-    if "://" not in url:
-        raise InvalidArgument(f"{argument}={url!r}: use a URL, such as 's3://bucket/run'.")
+    """Raise `InvalidArgument` if `url` is incomplete, has an unknown scheme, or contains credentials."""
     parts = urlsplit(url)
     if parts.password or parts.query:
         raise InvalidArgument(
             f"{argument}: a password or a signature in a URL would be written to logs and checkpoints. Set the "
             "credentials in the environment variables or the configuration file of the package for that storage."
         )
+    # Imported late, since it takes 0.1 s.
+    from fsspec.registry import known_implementations, registry
+
+    # The last scheme, as in simplecache::s3://bucket.
+    scheme, path = re.findall(r"^(?:(?:.*::)?(.+?)://(?:datasets/)?)?(.*)", url)[0]
+    if scheme not in {*known_implementations, *registry} - {"http", "https"}:
+        problem = "has no scheme that can be written"
+    elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:
+        problem = "names no bucket, repository or folder"
+    else:
+        return
+    examples = "'s3://bucket/run', 'gs://bucket/run', 'hf://datasets/user/name/run' or 'file:///folder'"
+    raise InvalidArgument(f"{argument}={url!r} {problem}. Use a URL such as {examples}.")
 
 
 def explain_unreadable_url(path: str) -> str | None:

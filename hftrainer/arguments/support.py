@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import inspect
 import logging
 import os
@@ -20,7 +21,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import check_ranges
 from hftrainer.compat.peers import is_instance
-from hftrainer.errors import InvalidArgument, InvalidConfig, UnknownArgument, suggest
+from hftrainer.errors import SYNONYMS, InvalidArgument, InvalidConfig, UnknownArgument, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
 from hftrainer.parallel.environment import LAUNCHERS, can_rerun_script, check_launcher_config, check_rank_info
 from hftrainer.parallel.plan import LightningPlan, check_layout
@@ -50,12 +51,12 @@ def non_neutral_arguments(args: BaseArguments) -> dict[str, tuple[Any, Argument]
     }
 
 
-def refuse_unknown(method_name: str, function: Callable[..., Any], unknown: Iterable[str]) -> None:
+def refuse_unknown(method_name: str, function: Callable[..., Any], unknown: Mapping[str, Any]) -> None:
     """Raise `UnknownArgument`, with suggestions, for the keyword arguments in a method's `**unknown`."""
     parameters, errors = list(inspect.signature(function).parameters)[1:-1], []
-    for name in unknown:
+    for name, value in unknown.items():
         of_arguments = suggest(name, BaseArguments.__dataclass_fields__).replace("?", " of TrainingArguments?")
-        errors.append(f"{method_name} has no argument {name!r}{suggest(name, parameters, of_arguments)}")
+        errors.append(f"{method_name} has no argument {name!r}{explain_keyword(name, value, parameters, of_arguments)}")
     if errors:
         raise UnknownArgument("; ".join(errors))
 
@@ -159,6 +160,12 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         warnings.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
+    # A subclass may have similar names of its own.
+    attributes = vars(args) if type(args).__module__.startswith("hftrainer.") else {}
+    for name in sorted(attributes.keys() - args.__dataclass_fields__.keys() - legacy.HIDDEN_FIELDS.keys()):
+        match = difflib.get_close_matches(name, args.__dataclass_fields__, 1, 0.9)
+        if match and name[0] != "_" and match[0] not in name:
+            warnings.append(f"args.{name} is no argument, and has no effect; did you mean args.{match[0]}?")
     return warnings + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in _OVERRIDDEN_ARGUMENTS.items()
@@ -178,7 +185,7 @@ FORWARDED = frozenset(
 )
 #: Keyword arguments that the Trainer's own arguments set → what to use instead.
 RESERVED = {
-    "accelerator": "use_cpu",
+    "accelerator": "use_cpu=True for the CPU; other devices are found",
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "callbacks": "Trainer(callbacks=[...])",
     "check_val_every_n_epoch": "eval_strategy and eval_steps",
@@ -219,6 +226,15 @@ RELEASE_KEYWORDS = ("devices", "num_nodes", "behaviour")
 _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
+def explain_keyword(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of an error about an unknown argument: how to pass one of `lightning.Trainer`, or as `suggest`."""
+    if name in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
+        advice = f"pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
+        return f": {[*_check_keywords({name: value}), advice][0]}"
+    is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
+    return f": use {RESERVED[name]}" if is_reserved else suggest(name, known, otherwise)
+
+
 def _check_keywords(config: Mapping[str, Any]) -> list[str]:
     """Error messages for keyword arguments that are unknown or not supported."""
     errors = list(check_launcher_config(config))
@@ -228,7 +244,8 @@ def _check_keywords(config: Mapping[str, Any]) -> list[str]:
             errors.append(f"lightning_config[{name!r}] is reserved for the Trainer: use {RESERVED[name]}.")
         elif value not in allowed:
             choices = " or ".join(map(repr, allowed))
-            errors.append(f"lightning_config[{name!r}]={value!r} is not supported: it must be {choices}.")
+            more = " For sharding, set the argument fsdp or deepspeed." if name == "strategy" else ""
+            errors.append(f"lightning_config[{name!r}]={value!r} is not supported: it must be {choices}.{more}")
         elif name not in FORWARDED and name not in ALLOWED and name not in RELEASE_KEYWORDS:
             hint = suggest(name, [*FORWARDED, *RESERVED, *ALLOWED, *RELEASE_KEYWORDS], ".")
             errors.append(f"lightning_config[{name!r}]: lightning.Trainer has no such argument{hint}")

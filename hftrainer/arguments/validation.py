@@ -56,7 +56,6 @@ def normalize(args: BaseArguments) -> None:
     Raises:
         InvalidArgument: for values that cannot be converted; the error also names those out of range.
     """
-    _convert_whole_floats(args)
     # Subclasses, such as TRL's, add fields that accept JSON objects to this list.
     json_fields = dict.fromkeys([*BaseArguments._VALID_DICT_FIELDS, *args._VALID_DICT_FIELDS])
     errors = [*_parse_enums(args), *(error for name in json_fields if (error := _parse_json(args, name)))]
@@ -101,14 +100,6 @@ def normalize(args: BaseArguments) -> None:
     for name in ("logging_steps", "eval_steps", "save_steps"):
         value = getattr(args, name)
         if isinstance(value, float) and 1 < value < math.inf and value == int(value):
-            setattr(args, name, int(value))
-
-
-def _convert_whole_floats(args: BaseArguments) -> None:
-    """Convert floats without a fraction, as from YAML or a division, where an argument is an integer."""
-    for name, argument in ARGUMENTS.items():
-        value = getattr(args, name, None)
-        if argument.minimum is not None and _TYPES[name] == "int" and isinstance(value, float) and value.is_integer():
             setattr(args, name, int(value))
 
 
@@ -213,7 +204,8 @@ def _convert_strings(value: Any) -> Any:
 def _debug_options(value: Any) -> list[Any]:
     """The options as members of their enumeration. Unknown ones are kept, and `check_values` reports them."""
     members = {option.value: option for option in DebugOption}
-    words = [word for part in ([value] if isinstance(value, str) else value or []) for word in as_text(part).split()]
+    parts = value if isinstance(value, (list, tuple, set)) else [value or ""]
+    words = [word for part in parts for word in as_text(part).split()]
     return [members.get(word, word) for word in words]
 
 
@@ -288,15 +280,17 @@ _TYPES = {name: str(field.type).removesuffix(" | None") for name, field in BaseA
 
 
 def check_types(args: BaseArguments) -> Iterator[str]:
-    """An error message for each number or boolean that is text, and each fractional integer."""
+    """An error message for each number or boolean that is text, and each integer that is a float."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
+        # For these, transformers fails with a float that has no fraction too.
+        is_strict = name == "max_steps" or ARGUMENTS[name].minimum is not None
         if isinstance(value, str) and kind in ("int", "float"):
             yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):
             yield f"{name}={value!r} is text, which counts as true: write True or False, without quotes."
-        elif isinstance(value, float) and value % 1 and kind == "int":
-            yield f"{name}={value!r}: use a whole number."
+        elif isinstance(value, float) and kind == "int" and (value % 1 or (value > 0 and is_strict)):
+            yield f"{name}={value!r} is a float: use a whole number{f', {value:.0f}' if value % 1 == 0 else ''}."
         elif value is None and name in ("num_train_epochs", "max_steps"):
             yield f"{name}=None: use a number."
 

@@ -18,7 +18,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.compat.safe_loading import load_torch_file
-from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsafeCheckpoint
 
 #: Suffixes of files that `torch.save` writes.
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin")
@@ -33,7 +33,9 @@ _NULLABLE_SWITCHES = ("fused", "foreach")
 #: Keys of Adam's state for each parameter that it has updated.
 _ADAM_KEYS = {"step", "exp_avg", "exp_avg_sq"}
 #: Optimizer settings of every supported torch release. Later releases added settings with defaults.
-_SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov"}
+_SETTINGS = {"params", "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay"}
+#: What to do if an optimizer's state cannot be used.
+FRESH_OPTIMIZER = "Without optimizer.pt in that folder, optimizer and schedule start from scratch."
 
 
 # ---- Files ---------------------------------------------------------------------------------------------------------
@@ -166,15 +168,17 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizers are not checked.
 
     Raises:
-        TypeError, KeyError, ValueError: if the state cannot belong to this optimizer.
+        InvalidSetup: if the state belongs to another optimizer, or to other parameters.
+        TypeError, KeyError, ValueError: if the state is damaged.
     """
     groups = state["param_groups"]
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
         check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
-        if missing := (_SETTINGS & group.keys()) - saved.keys():
-            raise ValueError(
-                f"it was written with another optim, whose groups lack {min(missing)!r}: set optim as in that run"
-            )
+        count, saved_count = len(group["params"]), len(saved["params"])
+        if (missing := (_SETTINGS & group.keys()) - saved.keys()) or count != saved_count:
+            problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {count}"
+            advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
+            raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
         if saved.get("fused") and saved.get("differentiable"):
             raise ValueError("param_groups sets both fused and differentiable")
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

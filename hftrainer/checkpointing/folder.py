@@ -419,7 +419,7 @@ def rotate_checkpoints(
         if CheckpointFolder(path).inspect(contents=False).skip_reason is None:
             kept_paths.add(path)
             break
-    surplus = len(checkpoints) - max(save_total_limit, len(kept_paths))
+    surplus = len(checkpoints) - max(int(save_total_limit), len(kept_paths))
     for checkpoint in [path for path in checkpoints if path not in kept_paths][: max(surplus, 0)]:
         logger.info("Deleting older checkpoint %s: save_total_limit=%s.", checkpoint, save_total_limit)
         CheckpointFolder(checkpoint).remove()

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names, regrouping
-from hftrainer.checkpointing.checks import check_optimizer_state, check_values
+from hftrainer.checkpointing.checks import FRESH_OPTIMIZER, check_optimizer_state, check_values
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
     Inspection,
@@ -25,10 +26,11 @@ from hftrainer.checkpointing.folder import (
     sort_checkpoints,
 )
 from hftrainer.checkpointing.names import FULL_STATES, holds
+from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.safe_loading import fitting, load_torch_file, projectors
 from hftrainer.data.randomness import numpy_state_types
-from hftrainer.errors import CheckpointNotFound, InvalidArgument, UnsupportedArgument
+from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -253,6 +255,16 @@ def load_optimizer_and_scheduler(
     _warn_about_kept_settings(initial_groups, optimizer)
 
 
+def explain_other_kind(folder: str, args: TrainingArguments, error: Exception) -> None:
+    """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
+    path = os.path.join(folder, names.TRAINING_ARGS_NAME)
+    name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
+    kind, saved_kind = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
+    if saved_kind not in (None, kind):
+        problem = f"{folder} was written with {name}={saved_kind!r}, whose state {name}={kind!r} cannot use"
+        raise InvalidSetup(f"{problem}: resume with {name}={saved_kind!r}. {FRESH_OPTIMIZER}") from error
+
+
 def _check_group_count(scheduler_file: str, count: int) -> None:
     """Refuse a schedule with more than `count` groups.
 
@@ -318,7 +330,10 @@ def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Calla
     state = load_torch_file(path)
     with fitting(path):
         state = state if convert is None else convert(state)
-        check_values(state, target.state_dict())
+        expected = target.state_dict()
+        # As in transformers, a schedule that follows a metric may continue any other.
+        is_other = "factor" in expected and "lr_lambdas" in state
+        check_values(state, {key: value for key, value in expected.items() if key in state or not is_other})
         target.load_state_dict(state)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from hftrainer.errors import DamagedCheckpoint, UnsafeCheckpoint
+from hftrainer.errors import DamagedCheckpoint, InvalidSetup, UnsafeCheckpoint
 
 #: Environment variables that force `weights_only` to True or False in `torch.load`.
 _FORCE_SAFE, _FORCE_UNSAFE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -160,11 +160,11 @@ def fitting(path: str) -> Iterator[None]:
     """Add the file's name to errors that its content causes.
 
     Raises:
-        DamagedCheckpoint: for any error except OSError, MemoryError, UnpicklingError and DamagedCheckpoint.
+        DamagedCheckpoint: for any error except OSError, MemoryError, UnpicklingError, InvalidSetup, and itself.
     """
     try:
         yield
-    except (OSError, MemoryError, DamagedCheckpoint, pickle.UnpicklingError):
+    except (OSError, MemoryError, DamagedCheckpoint, InvalidSetup, pickle.UnpicklingError):
         raise
     except Exception as error:
         raise DamagedCheckpoint(

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import cross_entropy, embedding
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +70,10 @@ def _package(trace: TracebackType) -> str:
 
 
 def _join_frames(frames: list[TracebackType]) -> TracebackType | None:
-    traceback = None
+    trace = None
     for frame in reversed(frames):
-        traceback = TracebackType(traceback, frame.tb_frame, frame.tb_lasti, frame.tb_lineno or 0)
-    return traceback
+        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno or 0)
+    return trace
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -93,3 +95,41 @@ def describe_shapes(value: Any) -> str:
     if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     return f"a {type(value).__name__}"
+
+
+#: Column → what to do if an index in it is too large for the model.
+_REMEDIES = {
+    "input_ids": "use the model's tokenizer, or resize_token_embeddings",
+    "labels": "count them from 0, and load the model with num_labels to match",
+    "positions": "shorten the samples",
+}
+
+
+def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
+    """Add to an error the batch that caused it and, for an index that is too large, the column and the limit.
+
+    Args:
+        error: the error.
+        place: where it happened.
+        inputs: the batch.
+        config: the model's configuration, if it has one.
+    """
+    add_note(error, f"This happened in {place}, with the batch {describe_shapes(inputs)}.")
+    columns = inputs if isinstance(inputs, Mapping) else {}
+    lookups = (embedding.__code__, cross_entropy.__code__)
+    calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
+    length = [0, *getattr(columns.get("input_ids"), "shape", ())][-1]
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(error, IndexError) and calls:
+        call, is_label = calls[-1], "target" in calls[-1]
+        indices, rows = call["target" if is_label else "input"], call["input" if is_label else "weight"].shape
+        other = "labels" if is_label else "positions"
+        name = next((name for name, value in columns.items() if value is indices), other)
+        indices = indices[indices != call.get("ignore_index")]
+        values = f"{indices.min()} to {indices.max()}, but the model accepts 0 to {rows[: 1 + is_label][-1] - 1}"
+        add_note(error, f"The values of {name} are {values}: {_REMEDIES.get(name, 'correct them')}.")
+    elif limit is not None and length > limit and str(limit) in str(error):
+        remedy = f"tokenize with truncation=True, max_length={limit}"
+        add_note(error, f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}.")
+    elif "device-side assert" in str(error):
+        add_note(error, "A label or another index is probably out of range: with use_cpu=True, the error names it.")

@@ -235,9 +235,8 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
     sentence = f"The batch has no {match['missing']!r}, which {match[1]}.forward needs"
     if match["missing"] in keys:
-        raise UnknownKey(
-            f"{sentence}, but the samples have it, so data_collator or compute_loss has dropped it."
-        ) from error
+        reason = "it is None, or data_collator or compute_loss has dropped it"
+        raise UnknownKey(f"{sentence}, but the samples have it: {reason}.") from error
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
     raise UnknownKey(
         f"{sentence}{have}. Rename the key, tokenize texts first, or let a data_collator build the inputs."

@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat.overrides import has_length, takes
-from hftrainer.compat.tracebacks import add_note, describe_shapes
+from hftrainer.compat.tracebacks import note_batch
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
 from hftrainer.errors import InvalidArgument
@@ -120,9 +120,8 @@ class EvaluationPass:
             try:
                 predicted = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
             except Exception as error:
-                add_note(
-                    error, f"This happened in batch {self.seen_batches} of an evaluation: {describe_shapes(inputs)}."
-                )
+                place = f"batch {self.seen_batches} of an evaluation"
+                note_batch(error, place, inputs, getattr(self.trainer.model, "config", None))
                 raise
             rows = self._rows(*predicted, inputs, position)
             self._keep(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))

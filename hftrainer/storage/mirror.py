@@ -194,7 +194,7 @@ class Mirror:
         if limit is None or limit <= 0:
             return
         uploaded_names = [name for name in checkpoints if name not in self._missing_reasons]
-        surplus = len(uploaded_names) - max(limit, len([name for name in uploaded_names if name in kept_names]))
+        surplus = len(uploaded_names) - max(int(limit), len([name for name in uploaded_names if name in kept_names]))
         self._delete_remote([name for name in uploaded_names if name not in kept_names][: max(surplus, 0)])
 
     def _prune(self, folder: str, kept_names: Collection[str]) -> None:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.registry import known_implementations
+from huggingface_hub import constants
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
@@ -50,22 +51,23 @@ class RemoteFolder:
         url: such as `s3://bucket/run`; fsspec finds the credentials in the environment.
 
     Raises:
-        InvalidArgument: if the scheme is unknown.
+        InvalidArgument: if the package for the scheme refuses the URL.
+        StorageError: for a URL of the Hub with HF_HUB_OFFLINE=1.
         MissingPackage: if the package for the scheme is not installed.
     """
 
     def __init__(self, url: str) -> None:
         scheme = url.partition("://")[0]
-        advice = "use s3://, gs://, hf:// or file://"
-        if scheme in ("http", "https"):
-            raise InvalidArgument(f"{url!r}: files of a web server can only be read; {advice}.")
+        if scheme == "hf" and constants.HF_HUB_OFFLINE:
+            advice = "unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE, or use a local folder"
+            raise StorageError(f"{url} cannot be reached, since HF_HUB_OFFLINE=1 is set: {advice}.")
         try:
             filesystem, path = fsspec.url_to_fs(url, **({"auto_mkdir": True} if scheme in ("file", "local") else {}))
         except ImportError:
             package = known_implementations[scheme]["class"].partition(".")[0]
             raise MissingPackage(f"{url} needs a package that is not installed: pip install {package}") from None
         except ValueError as error:
-            raise InvalidArgument(f"{url!r}: {error}; {advice}.") from None
+            raise InvalidArgument(f"{url!r}: {error}.") from None
         self.url = url
         self._filesystem = DirFileSystem(path, filesystem)
 

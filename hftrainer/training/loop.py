@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
+from hftrainer.checkpointing.resume import explain_other_kind
 from hftrainer.compat import overrides
 from hftrainer.compat.safe_loading import as_bytes
 from hftrainer.data.accumulation import AccumulationWindow, MicroBatchIterator, TrainingSchedule
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 from hftrainer.data.randomness import rng_state
-from hftrainer.errors import CheckpointNotWritten, RanksLost, UnsupportedArgument
+from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, InvalidSetup, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimization import add_missing_groups, keep_argument_settings, needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
@@ -113,7 +114,11 @@ class TrainingLoop:
         optimizer, scheduler = self.components.require_optimizer(), self.trainer.lr_scheduler
         add_missing_groups(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler):
-            self.trainer._load_optimizer_and_scheduler(self.resume_folder)
+            try:
+                self.trainer._load_optimizer_and_scheduler(self.resume_folder)
+            except (DamagedCheckpoint, InvalidSetup) as error:
+                explain_other_kind(str(self.resume_folder), self.trainer.args, error)
+                raise
 
     @property
     def is_finished(self) -> bool:

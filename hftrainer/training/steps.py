@@ -16,7 +16,7 @@ from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords, is_overridden
-from hftrainer.compat.tracebacks import add_note, describe_shapes
+from hftrainer.compat.tracebacks import note_batch
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -138,7 +138,7 @@ class TrainingSteps(Component):
                 loss = trainer.compute_loss(model, inputs, **kwargs)
         except Exception as error:
             step = trainer.state.global_step + 1
-            add_note(error, f"This happened in training step {step}, with the batch {describe_shapes(inputs)}.")
+            note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
             raise
         self.run.health.note_sign()
         interval = trainer.args.torch_empty_cache_steps

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 
@@ -394,19 +395,52 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"storage_url": "bucket/run"}, InvalidArgument, "use a URL, such as 's3://bucket/run'"),
+        (
+            {"storage_url": "bucket/run"},
+            InvalidArgument,
+            "'bucket/run' has no scheme that can be written. Use a URL such as 's3://bucket/run'",
+        ),
         ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
         ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),
-        ({"storage_url": "nosuch://bucket"}, InvalidArgument, "Protocol not known: nosuch"),
-        ({"storage_url": "https://host/run"}, InvalidArgument, "can only be read"),
+        ({"storage_url": "nosuch://bucket"}, InvalidArgument, "has no scheme that can be written"),
+        ({"storage_url": "https://host/run"}, InvalidArgument, "no scheme that can be written"),
         ({"storage_url": "gs://bucket/run"}, MissingPackage, "pip install gcsfs"),
-        ({"keep_local": 0, "storage_url": FAULTY}, InvalidArgument, "keep_local=0"),
+        ({"keep_local": 0, "storage_url": "memory://run"}, InvalidArgument, "keep_local=0"),
     ],
 )
 def test_what_cannot_be_used(tmp_path, settings, error, words):
     with pytest.raises(error, match=words) as raised:
         make_trainer(tmp_path, **settings)
     assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "problem"),
+    [
+        *(
+            (url, "names no bucket, repository or folder")
+            for url in ("s3://", "s3:///run", "gs://", "file://", "hf://")
+        ),
+        ("hf://datasets/user", "names no bucket, repository or folder"),
+        ("://run", "has no scheme that can be written"),
+        ("S3://bucket/run", "has no scheme that can be written"),
+    ],
+)
+def test_malformed_urls_are_refused_with_the_arguments(url, problem):
+    with pytest.raises(
+        InvalidArgument, match=re.escape(f"output_dir={url!r} {problem}") + r"\b.*Use a URL such as 's3:"
+    ):
+        TrainingArguments(url)
+
+
+def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(remote, "with_retries", None)
+    message = "since HF_HUB_OFFLINE=1 is set: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"
+    with pytest.raises(StorageError, match=message):
+        make_trainer(tmp_path, storage_url="hf://datasets/user/name")
+    with pytest.raises(StorageError, match=message):
+        make_trainer(tmp_path).train(resume_from_checkpoint="hf://datasets/user/name/checkpoint-1")
 
 
 def test_a_url_of_two_kinds():

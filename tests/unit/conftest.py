@@ -16,3 +16,12 @@ def deepspeed_installed(monkeypatch):
 def nobody_to_meet(monkeypatch):
     """The launchers of these tests are made up: their variables name processes that are not there."""
     monkeypatch.setattr(TrainingArguments, "_join_process_group", lambda self: None)
+
+
+@pytest.fixture
+def make_args(tmp_path):
+    def make(**settings):
+        defaults = {"max_steps": 2, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        return TrainingArguments(str(tmp_path / "out"), **{**defaults, **settings})
+
+    return make

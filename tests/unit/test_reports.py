@@ -5,6 +5,7 @@ The numbers are issues of huggingface/transformers; most of these are silent the
 
 import copy
 import logging
+import os
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import hftrainer
 from hftrainer import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from hftrainer.errors import InvalidSetup
 from tests.support.tiny import Stream, make_bert, make_plain, pad, plain_data, text_data, varied_language_data
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -166,12 +168,45 @@ def test_said_when_resuming(make_trainer, said, tmp_path, case):
     assert re.search(expected, said())
 
 
-def test_resuming_with_another_optimizer_is_named(make_trainer, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        *(({}, {"optim": optim}) for optim in ("sgd", "adafactor", "adagrad", "rmsprop")),
+        ({"optim": "sgd"}, {}),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, {"lr_scheduler_type": "linear"}),
+    ],
+    ids=str,
+)
+def test_resuming_with_another_kind_is_named(make_trainer, tmp_path, before, after):
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    first = make_trainer(**SAVED, **before)
+    first.train()
+    name = next(iter({**after, **before}))
+    then = make_trainer(**{"max_steps": 3, **before, **after, **({} if after else {"optim": "adamw_torch"})})
+    was, now = (getattr(trainer.args, name).value for trainer in (first, then))
+    message = (
+        f"{folder} was written with {name}={was!r}, whose state {name}={now!r} cannot use: resume with {name}={was!r}"
+    )
+    with pytest.raises(InvalidSetup, match=re.escape(message)) as caught:
+        then.train(resume_from_checkpoint=folder)
+    assert "Without optimizer.pt in that folder" in str(caught.value)
+    os.remove(f"{folder}/optimizer.pt")
+    assert then.train(resume_from_checkpoint=folder).global_step == 3
+
+
+def test_a_schedule_by_metric_continues_another(make_trainer, tmp_path):
+    """As in transformers, since its state keeps what the other lacks."""
     make_trainer(**SAVED).train()
-    with pytest.raises(
-        ValueError, match="written with another optim, whose groups lack 'dampening': set optim as in that run"
-    ):
-        make_trainer(optim="sgd").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    then = make_trainer(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch", max_steps=3)
+    assert then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2")).global_step == 3
+
+
+def test_resuming_with_fewer_parameters_is_named(make_trainer, tmp_path):
+    make_trainer(**SAVED).train()
+    then = make_trainer()
+    next(then.model.parameters()).requires_grad_(False)
+    with pytest.raises(InvalidSetup, match="has 2 tensors in a group, not 1: train the same parameters"):
+        then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
 
 
 class Returns(TrainerCallback):

@@ -1,14 +1,17 @@
 """An error in the code of a script: what its traceback shows, and what is said of where it happened."""
 
+import re
 import traceback
 
 import pytest
 import torch
+import transformers
 
 import hftrainer
+from hftrainer.compat.tracebacks import note_batch
 from hftrainer.errors import MissingPackage
 from hftrainer.reporting import plot
-from tests.support.tiny import Plain, make_plain, plain_data
+from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data
 
 
 class Fails(Plain):
@@ -59,7 +62,7 @@ CASES = {
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
         ["train", "forward", "forward"],
-        "in batch 1 of an evaluation: x: float32 (1, 3), labels: int64 (1,).",
+        "in batch 1 of an evaluation, with the batch x: float32 (1, 3), labels: int64 (1,).",
     ),
 }
 
@@ -141,3 +144,60 @@ def test_the_cause_of_a_missing_package(monkeypatch, error, is_shown):
     with pytest.raises(MissingPackage, match="pip install") as caught:
         plot.load("matplotlib.pyplot")
     assert ("broken" in "".join(traceback.format_exception(caught.value))) is is_shown
+
+
+def of_text(make_model, data, **changes):
+    samples = [{name: changes.get(name, lambda each: each)(value) for name, value in row.items()} for row in data()]
+    return {"model": make_model(), "train_dataset": samples, "eval_dataset": samples, "compute_metrics": None}
+
+
+def gpt2():
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.GPT2Config(vocab_size=50, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    )
+
+
+TOKENS = "0 to 49: use the model's tokenizer, or resize_token_embeddings."
+CLASSES = "0 to 2: count them from 0, and load the model with num_labels to match."
+INDICES = {
+    "class": (of_text(make_bert, text_data, label=lambda _: 7), f"labels are 7 to 7, but the model accepts {CLASSES}"),
+    "no transformers model": (of_text(make_plain, plain_data, labels=lambda _: torch.tensor(7)), f"accepts {CLASSES}"),
+    "token": (
+        of_text(make_bert, text_data, input_ids=lambda ids: ids * 0 + 60),
+        f"input_ids are 60 to 60, .* {TOKENS}",
+    ),
+    "next token": (
+        of_text(make_llama, language_data, labels=lambda ids: ids * 0 + 60),
+        "labels are 60 to 60, .* 0 to 49",
+    ),
+    "position": (
+        of_text(gpt2, language_data),
+        "positions are 0 to 11, but the model accepts 0 to 7: shorten the s",
+    ),
+    "length": (
+        of_text(make_bert, text_data, input_ids=lambda ids: ids.repeat(4), attention_mask=lambda mask: mask.repeat(4)),
+        "Samples of 48 tokens exceed max_position_embeddings=32: tokenize with truncation=True, max_length=32.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "note"), INDICES.values(), ids=INDICES)
+def test_indices_beyond_the_model(tmp_path, given, note):
+    for settings in ({}, {"eval_on_start": True}):
+        notes = fail_to_train(tmp_path, given, **settings).__notes__
+        assert re.search(note, notes[1]), notes
+
+
+def test_indices_on_a_gpu():
+    error = RuntimeError("CUDA error: device-side assert triggered")
+    note_batch(error, "training step 1", {"labels": torch.tensor([7])}, None)
+    assert "with use_cpu=True, the error names it" in error.__notes__[1]
+
+
+def test_errors_that_are_no_index_have_one_note():
+    """Also for a batch that is no mapping, or longer than a model's positions, which some models allow."""
+    config = transformers.LlamaConfig(max_position_embeddings=4)
+    for inputs in ([1], {"input_ids": torch.ones(2, 8)}, {"input_ids": torch.tensor(1)}, {"input_ids": None}):
+        for error in (IndexError("list index out of range"), RuntimeError("shape '[2, 8]' is invalid")):
+            note_batch(error, "training step 1", inputs, config)
+            assert len(error.__notes__) == 1
