@@ -223,25 +223,16 @@ def load_optimizer_and_scheduler(
             return regrouping.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
 
         load_optimizer(model, optimizer, folder, read)
-    else:
-        if has_dcp:
-            from hftrainer.checkpointing.sharded import read_dcp_optimizer
+    elif has_dcp:
+        from hftrainer.checkpointing.sharded import read_dcp_optimizer
 
-            optimizer_file = str(parts)
-            state = read_dcp_optimizer(optimizer_file, model, optimizer)
-        else:
-            saved_state = _read_optimizer(optimizer_file)
-            with fitting(optimizer_file):
-                state = regrouping.match_by_name(saved_state, model, optimizer)
-            is_regrouped = state is not saved_state
+        _load_whole_optimizer(read_dcp_optimizer(str(parts), model, optimizer), str(parts), model, optimizer)
+    else:
+        saved_state = _read_optimizer(optimizer_file)
         with fitting(optimizer_file):
-            check_optimizer_state(state, optimizer)
-            if next(model.parameters()).device.type == "xla":
-                # torch's fused optimizers do not run on XLA devices.
-                for group in state["param_groups"]:
-                    if group.get("fused"):
-                        group["fused"] = None
-            optimizer.load_state_dict(state)
+            state = regrouping.match_by_name(saved_state, model, optimizer)
+        is_regrouped = state is not saved_state
+        _load_whole_optimizer(state, optimizer_file, model, optimizer)
     if is_regrouped or regrouping.has_named_groups(optimizer):
         has_changed = regrouping.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
@@ -253,6 +244,20 @@ def load_optimizer_and_scheduler(
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
     _warn_about_kept_settings(initial_groups, optimizer)
+
+
+def _load_whole_optimizer(
+    state: dict[str, Any], path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Check and load the state of all parameters, which was read from `path`."""
+    with fitting(path):
+        check_optimizer_state(state, optimizer)
+        if next(model.parameters()).device.type == "xla":
+            # torch's fused optimizers do not run on XLA devices.
+            for group in state["param_groups"]:
+                if group.get("fused"):
+                    group["fused"] = None
+        optimizer.load_state_dict(state)
 
 
 def explain_other_kind(folder: str, args: TrainingArguments, error: Exception) -> None:

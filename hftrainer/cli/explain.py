@@ -65,13 +65,17 @@ def _arguments(parser: Parser, words: list[str]) -> TrainingArguments:
     from hftrainer.training_args import TrainingArguments
 
     arguments_parser = HfArgumentParser(
-        TrainingArguments, prog=parser.prog, usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
+        TrainingArguments,
+        prog=parser.prog,
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+        exit_on_error=False,
     )
-    setattr(arguments_parser, "error", parser.error)  # noqa: B010 - mypy rejects an assignment
     try:
         args: TrainingArguments
         args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
     if unknown:
         names = ["json", *(field.name for field in dataclasses.fields(args))]
