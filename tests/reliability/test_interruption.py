@@ -9,6 +9,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from hftrainer import Trainer
 from hftrainer.checkpointing import folder
+from hftrainer.checkpointing.run_progress import load_progress
 from tests.reliability import job
 from tests.support.checkpoints import BACKGROUND, BEST, At, assert_same_end, finished, make_trainer
 from tests.support.faults import FailsOnce
@@ -208,6 +209,16 @@ def test_place_after_an_error(tmp_path, accumulation, calls):
         with pytest.raises(RuntimeError, match="my own bug"):
             make(f"{call}", call).train()
         assert_same_end(finished(make(f"{call}"), True), whole)
+
+
+def test_an_error_before_the_data_of_an_epoch_is_read(tmp_path):
+    settings = {"max_steps": 14, "save_steps": 20}
+    with pytest.raises(RuntimeError, match="my own bug"):
+        make_trainer(tmp_path / "left", callbacks=[at(10, event="on_epoch_begin")], **settings).train()
+    progress = load_progress(str(tmp_path / "left" / "checkpoint-10"), 0, 1)
+    assert progress is not None and (progress.epoch, progress.data) == (None, None)
+    whole = finished(make_trainer(tmp_path / "whole", **settings))
+    assert_same_end(finished(make_trainer(tmp_path / "left", **settings), True), whole)
 
 
 @pytest.mark.parametrize("max_steps", [8, 14])
