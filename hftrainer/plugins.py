@@ -54,7 +54,7 @@ def load(name: str, module: str = "") -> Any:
 
 
 @functools.cache
-def adapter() -> Any:
+def lightning_adapter() -> Any:
     """The module `hftrainer_lightning.engine`, which is the API of the adapter for Lightning."""
     # The import takes seconds.
     load("lightning").import_lightning()

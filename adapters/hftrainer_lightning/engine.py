@@ -88,13 +88,9 @@ class LightningEngine:
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         *,
-        max_epochs: int,
-        global_step: int,
         log_every_n_steps: int,
-        resumed_from: Mapping[str, Any] | None,
-        automatic_optimization: bool,
+        resumed_state: Mapping[str, Any] | None,
         find_unused_parameters: bool,
-        sync_each_batch: bool = False,
     ) -> None:
         """Run training in Lightning's loop.
 
@@ -103,14 +99,12 @@ class LightningEngine:
             model: the model to train.
             optimizer: the model's optimizer.
             scheduler: the optimizer's learning-rate scheduler.
-            max_epochs: epochs after which training ends; `sys.maxsize` when only the training loop ends it.
-            global_step: optimizer steps done.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_from: the callbacks' state, as `saving` yielded it for the checkpoint; None for a new run.
-            automatic_optimization: False if `Trainer.training_step` runs the backward pass.
+            resumed_state: the callbacks' state, as `saving` yielded it for the checkpoint; None for a new run.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
-            sync_each_batch: whether ranks average gradients after each micro-batch, rather than once a step.
         """
+        automatic_optimization = not training_loop.needs_manual_optimization
+        max_epochs, sync_each_batch = training_loop.schedule.num_train_epochs, training_loop.syncs_each_batch
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
@@ -124,7 +118,7 @@ class LightningEngine:
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(training_loop, optimizer, scheduler, resumed_from, automatic_optimization=automatic_optimization)
+        module.attach(training_loop, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
         install_window_accumulation(trainer, training_loop.micro_batches)
         if training_loop.first_epoch or training_loop.position:
             restore_progress(
@@ -132,7 +126,7 @@ class LightningEngine:
                 epoch=training_loop.first_epoch,
                 batch=training_loop.position,
                 batches_per_epoch=len(training_loop.micro_batches),
-                global_step=global_step,
+                global_step=training_loop.trainer.state.global_step,
             )
         self.is_fitting = True
         reset_averages(self.callbacks)

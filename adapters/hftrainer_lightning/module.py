@@ -34,8 +34,8 @@ class TrainerModule(WithoutBatchTransfer):
     begin_epoch            on_train_epoch_start
     call_run_epoch           (none: Lightning's epoch, with all calls below, runs within it)
     begin_micro_batch      on_train_batch_start
-    begin_backward         training_step (automatic optimization), after `TrainingSteps.loss`
-    training_step          training_step (manual optimization)
+    loss                   training_step (automatic optimization)
+    call_training_step     training_step (manual optimization)
     end_micro_batch        on_after_backward / training_step
     before_optimizer_step  configure_gradient_clipping
     after_optimizer_step   optimizer_step
@@ -215,14 +215,11 @@ class TrainerModule(WithoutBatchTransfer):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch. Manual optimization also runs backward and the optimizer step."""
         loop = self.training_loop
-        window = loop.micro_batches.window
         if self.automatic_optimization:
-            loss = loop.components.steps.loss(self.model, batch, window.num_items)
-            loop.begin_backward(loss, batch)
-            return loss
-        loss = loop.training_step(self.model, batch)
+            return loop.loss(self.model, batch)
+        loss = loop.call_training_step(self.model, batch)
         loop.end_micro_batch()
-        if window.is_last:
+        if loop.micro_batches.window.is_last:
             assert self._optimizer is not None
             self._precision.unscale(self._optimizer)
             loop.before_optimizer_step(self.model)
@@ -244,8 +241,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
         loop = self.training_loop
-        window = loop.micro_batches.window
-        if window.is_last:
+        if loop.micro_batches.window.is_last:
             loop.end_step(self.model)
         else:
             loop.end_substep()

@@ -128,7 +128,7 @@ class EvaluationPass:
         self.components.announce("on_prediction_step")
         self.components.run.signal_listener.check()
         # After the last batch, computing the metrics may take long.
-        self.components.run.health.note_sign(is_slow=is_last)
+        self.components.run.heartbeat.beat(is_slow=is_last)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
             for collector in self._collectors.values():
                 collector.move_to_cpu()

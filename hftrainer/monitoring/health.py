@@ -1,6 +1,6 @@
 """`/health` and `/metrics` of a run (`metrics_port`), and the stack of a rank that hangs.
 
-The training thread of each rank records its progress in `Progress`. A second thread writes it to the folder `_health`
+The training thread of each rank records its progress in `Heartbeat`. A second thread writes it to the folder `_health`
 of the run. The first rank of each node serves the ranks of its node, and rank 0 all ranks that share the folder.
 """
 
@@ -47,7 +47,7 @@ _CACHED = 60.0
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 
 
-class Progress:
+class Heartbeat:
     """The progress of this rank's training thread.
 
     Attributes:
@@ -65,7 +65,7 @@ class Progress:
         self._is_slow = False
         self._longest = dict.fromkeys(PHASES, 0.0)
 
-    def note_sign(self, is_slow: bool = False) -> None:
+    def beat(self, is_slow: bool = False) -> None:
         """Record progress; `is_slow` if the next sign may take minutes."""
         now = time.monotonic()
         if now - self._time > self._longest[self.phase] and not self._is_slow:
@@ -75,14 +75,14 @@ class Progress:
 
     def end_step(self) -> None:
         """Record the end of an optimizer step."""
-        self.note_sign()
+        self.beat()
         self.signs, self.step_time = 0, self._time
         if self.phase == "starting":
             self.phase = "training"
 
     def enter_phase(self, phase: str) -> None:
         """Enter a phase."""
-        self.note_sign()
+        self.beat()
         self.phase, self._is_slow = phase, phase == "saving"
 
     @contextlib.contextmanager
@@ -107,12 +107,12 @@ class Progress:
         return _SLOW if self._is_slow or not longest else max(_QUIET, _FACTOR * longest)
 
 
-class NoProgress(Progress):
-    """Takes the place of `Progress` in a run without `metrics_port`."""
+class NoHeartbeat(Heartbeat):
+    """Takes the place of `Heartbeat` in a run without `metrics_port`."""
 
     __slots__ = ()
 
-    def note_sign(self, is_slow: bool = False) -> None:
+    def beat(self, is_slow: bool = False) -> None:
         """Do nothing."""
 
 
@@ -120,16 +120,18 @@ class _Recorder(threading.Thread):
     """Writes the record of this rank, and its stack if there is no progress, until `stop`.
 
     Args:
-        progress: the progress of the thread that creates this object.
+        heartbeat: the progress of the thread that creates this object.
         state: returns the state of the Trainer.
         path: the file of the record. The stacks are next to it, with the suffix .txt.
         rank: this rank.
         reporter: reads the records of the ranks that this rank serves; None if it serves none.
     """
 
-    def __init__(self, progress: Progress, state: _GetState, path: Path, rank: int, reporter: _Reporter | None) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, state: _GetState, path: Path, rank: int, reporter: _Reporter | None
+    ) -> None:
         super().__init__(name="health", daemon=True)
-        self._progress, self._state, self._path, self._reporter = progress, state, path, reporter
+        self._heartbeat, self._state, self._path, self._reporter = heartbeat, state, path, reporter
         self._rank, self._thread = rank, threading.get_ident()
         self._stopped = threading.Event()
         self._stacks = open(path.with_suffix(".txt"), "ab", buffering=0)  # noqa: SIM115
@@ -149,10 +151,10 @@ class _Recorder(threading.Thread):
             self._stopped.wait(_INTERVAL)
 
     def _write(self) -> None:
-        progress = self._progress
+        heartbeat = self._heartbeat
         # Read the limit first, since the training thread may reset the seconds.
-        limit = progress.limit()
-        quiet = progress.seconds_since_sign()
+        limit = heartbeat.limit()
+        quiet = heartbeat.seconds_since_sign()
         self._stacks.truncate(0)
         if quiet > _STACK_AFTER:
             faulthandler.dump_traceback(self._stacks)
@@ -163,8 +165,8 @@ class _Recorder(threading.Thread):
             "pid": os.getpid(),
             "thread": self._thread,
             "step": self._state().global_step,
-            "signs": progress.signs,
-            "phase": progress.phase,
+            "signs": heartbeat.signs,
+            "phase": heartbeat.phase,
             "seconds_since_sign": quiet,
             "limit": limit,
         }
@@ -204,14 +206,14 @@ class _Reporter:
     """Answers `/health`, and `/metrics` as a collector of prometheus_client.
 
     Args:
-        progress: the progress of this rank.
+        heartbeat: the progress of this rank.
         state: returns the state of the Trainer.
         last_checkpoint: returns the newest complete checkpoint of the run.
         paths: the files of the records.
     """
 
-    def __init__(self, progress: Progress, state: _GetState, last_checkpoint: _GetFolder, paths: list[Path]) -> None:
-        self._progress, self._state, self._last_checkpoint, self._paths = progress, state, last_checkpoint, paths
+    def __init__(self, heartbeat: Heartbeat, state: _GetState, last_checkpoint: _GetFolder, paths: list[Path]) -> None:
+        self._heartbeat, self._state, self._last_checkpoint, self._paths = heartbeat, state, last_checkpoint, paths
         self._host = socket.gethostname()
         #: The record of each rank, and the time when this process first read it, since clocks of nodes may differ.
         self._records: dict[Path, tuple[dict[str, Any], float]] = {}
@@ -239,7 +241,7 @@ class _Reporter:
         for path, (record, read_at) in self._records.items():
             age = max(0.0, time.monotonic() - read_at - (0 if record["host"] == self._host else _CACHED))
             quiet, limit = record["seconds_since_sign"] + age, record["limit"]
-            if record["phase"] == "starting" != self._progress.phase:
+            if record["phase"] == "starting" != self._heartbeat.phase:
                 # Ranks finish the first step together, so a record that still says "starting" is stale.
                 quiet, limit = age, _QUIET
             is_late = limit is not None and quiet > limit
@@ -247,7 +249,7 @@ class _Reporter:
 
     def report(self) -> dict[str, Any]:
         """The response of `/health`. A run is stalled if the ranks furthest behind exceed their limits."""
-        state, phase, ranks = self._state(), self._progress.phase, list(self._ranks())
+        state, phase, ranks = self._state(), self._heartbeat.phase, list(self._ranks())
         # When a slow rank continues, its record is newer than those of the ranks that waited for it, which seem behind.
         threshold = time.monotonic() - 2 * _INTERVAL
         late = [rank for rank in self._behind() if self._late_since.get(_position(rank), math.inf) <= threshold]
@@ -256,7 +258,7 @@ class _Reporter:
             "step": state.global_step,
             "max_steps": state.max_steps,
             "phase": phase,
-            "seconds_since_step": round(time.monotonic() - self._progress.step_time, 1),
+            "seconds_since_step": round(time.monotonic() - self._heartbeat.step_time, 1),
             "ranks": [{name: rank[name] for name in ("rank", "step", "phase", "seconds_since_sign")} for rank in ranks],
             "late_ranks": [
                 {**{name: rank[name] for name in ("rank", "host", "pid")}, "stack": _stack(rank)} for rank in late
@@ -364,8 +366,8 @@ def _run_server(address: int | str, reporter: _Reporter) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpoint: _GetFolder) -> Iterator[Progress]:
-    """Serve `/health` and `/metrics` during the block. Yields the `Progress` to update.
+def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpoint: _GetFolder) -> Iterator[Heartbeat]:
+    """Serve `/health` and `/metrics` during the block. Yields the `Heartbeat` to update.
 
     Args:
         args: the training arguments.
@@ -378,12 +380,12 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
         MissingPackage: on all ranks, if a rank that serves has no prometheus_client.
     """
     if (address := args.metrics_port) is None:
-        yield NoProgress()
+        yield NoHeartbeat()
         return
     folder, rank = Path(args.output_dir, NAME), processes.rank
     ranks = range(processes.world_size) if rank == 0 else range(rank, rank + processes.local_world_size)
-    progress, error = Progress(), None
-    reporter = _Reporter(progress, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])
+    heartbeat, error = Heartbeat(), None
+    reporter = _Reporter(heartbeat, state, last_checkpoint, [folder / f"rank-{each}.json" for each in ranks])
     is_server = processes.local_rank == 0
     with contextlib.ExitStack() as stack:
         if is_server:
@@ -398,7 +400,7 @@ def serve_health(args: Any, processes: Processes, state: _GetState, last_checkpo
                 raise each
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank-{rank}.json"
-        recorder = _Recorder(progress, state, path, rank, reporter if is_server else None)
+        recorder = _Recorder(heartbeat, state, path, rank, reporter if is_server else None)
         recorder.start()
         stack.callback(recorder.stop)
-        yield progress
+        yield heartbeat

@@ -329,7 +329,7 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     labels = [textwrap.fill(_describe_run(run, lines), 70 * columns) for run in runs]
     bottom = 0.65 + 0.17 * sum(label.count("\n") + 1 for label in labels)
     height = 3.6 * rows + bottom
-    figure = load("matplotlib.figure").Figure(figsize=(5.5 * columns, height))
+    figure = import_plotting("matplotlib.figure").Figure(figsize=(5.5 * columns, height))
     # tight_layout is slow.
     margins = {"left": 0.18 / columns, "right": 0.98, "bottom": bottom / height, "top": 1 - 0.5 / height}
     figure.subplots_adjust(**margins, wspace=0.25, hspace=0.3)
@@ -338,7 +338,7 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
         axis = figure.add_subplot(rows, columns, number)
         _draw_panel(axis, panel_lines)
         axis.set_xlim(_range([step for line in lines for step in line.steps]))
-    proxy = load("matplotlib.lines").Line2D
+    proxy = import_plotting("matplotlib.lines").Line2D
     handles = [proxy([], [], label=label, **style) for label, style in zip(labels, runs.values(), strict=True)]
     figure.legend(handles=handles, loc="lower center", fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
@@ -359,7 +359,7 @@ def _draw_panel(axis: Any, lines: list[Line]) -> None:
         style = {"color": line.colour, "linestyle": ["-", "--", ":", "-."][line.dash], "linewidth": 1.3}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
         axis.plot(line.steps, line.values, **marks, **style)
-        proxy = load("matplotlib.lines").Line2D
+        proxy = import_plotting("matplotlib.lines").Line2D
         handles.setdefault(line.name, proxy([], [], label=WORDS.get(line.name, line.name), **style | run_style))
         if line.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
@@ -380,7 +380,7 @@ def _draw_panel(axis: Any, lines: list[Line]) -> None:
 
 def draw_html(lines: list[Line], path: str, title: str) -> None:
     """Write the panels in two columns, as an interactive HTML page that works offline."""
-    subplots, objects = load("plotly.subplots"), load("plotly.graph_objects")
+    subplots, objects = import_plotting("plotly.subplots"), import_plotting("plotly.graph_objects")
     panels = _group_by_panel(lines)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
@@ -420,7 +420,7 @@ def draw_html(lines: list[Line], path: str, title: str) -> None:
     Path(path).write_text(page, encoding="utf-8")
 
 
-def load(module: str) -> Any:
+def import_plotting(module: str) -> Any:
     """Import a module of a plotting library.
 
     Raises:
@@ -481,7 +481,7 @@ class PlotCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        load("matplotlib.figure")
+        import_plotting("matplotlib.figure")
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Draw the run's log."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting.plot import load
+from hftrainer.reporting.plot import import_plotting
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         InvalidArgument: if the study does not exist, or has no completed trial.
         MissingPackage: if matplotlib is not installed, or plotly for the HTML pages.
     """
-    load("matplotlib").use("agg")
+    import_plotting("matplotlib").use("agg")
     study = _load_study(storage, study_name)
     completed_trials = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
     if not completed_trials:
@@ -64,7 +64,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             paths.append(str(path))
             if html:
                 paths.append(str(page := path.with_suffix(".html")))
-                figure = getattr(load("optuna.visualization"), function)(study, **objective)
+                figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
                 figure.write_html(page, include_plotlyjs=True)
     return paths
 
@@ -75,7 +75,7 @@ def _objective(number: int) -> dict[str, Any]:
 
 
 def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
-    plt, visualization = load("matplotlib.pyplot"), load("optuna.visualization.matplotlib")
+    plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
     with warnings.catch_warnings():
         # Optuna warns that its matplotlib plots are experimental.
         warnings.simplefilter("ignore")
@@ -91,7 +91,7 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
 
 
 def _load_study(storage: str, study_name: str | None) -> Study:
-    optuna = load("optuna")
+    optuna = import_plotting("optuna")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     is_file = "://" not in storage
     path = storage if is_file else storage.removeprefix("sqlite:///").partition("?")[0]

@@ -104,6 +104,8 @@ class TrainingLoop:
             skips=self.divergence.should_skip,
         )
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
+        #: Whether ranks average gradients after each micro-batch, rather than once a step.
+        self.syncs_each_batch = self.components.resolved.accelerator_config.sync_each_batch
         # Inspect the signature of an override once, not at each step.
         self._get_batch_samples = overrides.drop_unaccepted_keywords(trainer.get_batch_samples, "device")
 
@@ -177,7 +179,7 @@ class TrainingLoop:
                 "instead, or use a callback."
             )
 
-    def run_epoch(self, arguments: dict[str, Any]) -> None:
+    def run_lightning_epoch(self, arguments: dict[str, Any]) -> None:
         """Run Lightning's epoch. `arguments` are those that `Trainer._run_epoch` received."""
         expected = self._epoch_arguments()
         changed = [
@@ -212,7 +214,7 @@ class TrainingLoop:
         self.epoch = epoch
         self.epoch_ended = False
         # The loader may start worker processes.
-        self.run.health.note_sign(is_slow=True)
+        self.run.heartbeat.beat(is_slow=True)
         self.control_sync.begin_epoch()
         self.grad_norm = self.learning_rate = None
         self.micro_batches.window = AccumulationWindow()
@@ -286,13 +288,20 @@ class TrainingLoop:
         if window.is_first:
             self.components.announce("on_step_begin")
 
-    def training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+    def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """The loss of a micro-batch, of which Lightning then runs backward."""
+        loss = self.components.steps.loss(model, inputs, self.micro_batches.window.num_items)
+        self._micro_batch = loss, inputs
+        self.watch.begin_backward()
+        return loss
+
+    def call_training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Call `Trainer.training_step`, which runs backward.
 
-        Only the window's last micro-batch all-reduces gradients, unless `sync_each_batch` is set.
+        Only the window's last micro-batch all-reduces gradients, unless `syncs_each_batch`.
         """
         window = self.micro_batches.window
-        is_local = not window.is_last and not self.components.resolved.accelerator_config.sync_each_batch
+        is_local = not (window.is_last or self.syncs_each_batch)
         step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
             loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
@@ -301,13 +310,8 @@ class TrainingLoop:
 
     @property
     def needs_manual_optimization(self) -> bool:
-        """Whether the next optimizer step calls `training_step`, rather than `TrainingSteps.loss`."""
+        """Whether the next optimizer step calls `Trainer.training_step`, rather than `loss`."""
         return overrides.needs_manual_optimization(self.trainer)
-
-    def begin_backward(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Keep the loss of `TrainingSteps.loss` and its batch until the micro-batch ends."""
-        self._micro_batch = loss, inputs
-        self.watch.begin_backward()
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch after its backward pass, and add its loss."""
@@ -367,7 +371,7 @@ class TrainingLoop:
         clear_gradients(model)
         self.components.strategy.run_recorded_operations()
         state.global_step += 1
-        self.run.health.end_step()
+        self.run.heartbeat.end_step()
         state.epoch = self._epoch_after_step()
         self._is_stepping = self._has_uncounted_step = False
         self.is_between_steps = True

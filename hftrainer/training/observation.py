@@ -45,7 +45,7 @@ class RunWatch:
 
     def begin_micro_batch(self) -> None:
         """Note that the data of a micro-batch has been read."""
-        self.run.health.note_sign()
+        self.run.heartbeat.beat()
         if self._flops is not None:
             self._flops.begin()
 
@@ -56,7 +56,7 @@ class RunWatch:
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add`."""
-        self.run.health.note_sign()
+        self.run.heartbeat.beat()
         if self.sources is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
@@ -74,7 +74,7 @@ class RunWatch:
     def phase(self, name: str) -> Iterator[None]:
         """Time the block, an 'evaluation' or 'saving', and report it."""
         block = contextlib.nullcontext() if self.observer is None else self.observer.phase(name)
-        with block, self.run.health.in_phase(name), self.run.measure_time(name):
+        with block, self.run.heartbeat.in_phase(name), self.run.measure_time(name):
             yield
         if self.requests is not None:
             self.requests.note(name)

@@ -143,8 +143,12 @@ class Restarts(Component):
         self.run.resumed_from = folder
         return folder
 
-    def halve_batches(self) -> None:
-        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state."""
+    def halve_batches(self, folder: str | None) -> str | None:
+        """Discard the optimizer, hooks and checkpoints of a failed attempt, and restore the initial state.
+
+        Returns:
+            The checkpoint to resume from: `folder`, with which the failed attempt began.
+        """
         initial_state = self.run.initial_state
         assert initial_state is not None
         self.run.train_batch_size //= 2
@@ -152,6 +156,7 @@ class Restarts(Component):
         self._end_attempt("out of memory", initial_state.optimizers)
         self.components.storage_sync.discard(self.run.checkpoints_written)
         initial_state.restore()
+        return folder
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
         """Release the objects of an attempt, and set the optimizer and scheduler from before it."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.component import Component
-from hftrainer.training.divergence import Diverged, Finding
+from hftrainer.training.divergence import Diverged
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
@@ -156,8 +157,8 @@ class TrainingRunner(Component):
         with self._training_context():
             self.restarts.prepare(folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
+            restart: Callable[[], str | None]
             while True:
-                finding: Finding | None = None
                 try:
                     return self.trainer._inner_training_loop(
                         batch_size=self.run.train_batch_size,
@@ -167,7 +168,7 @@ class TrainingRunner(Component):
                         ignore_keys_for_eval=ignore_keys,
                     )
                 except Diverged as error:
-                    finding = error.finding
+                    restart = functools.partial(self.restarts.roll_back, error.finding, optimizers)
                 except Exception as error:
                     if not (self.trainer.args.auto_find_batch_size and devices.is_out_of_memory(error)):
                         raise
@@ -175,11 +176,9 @@ class TrainingRunner(Component):
                         raise RuntimeError(
                             "auto_find_batch_size: a batch of one sample does not fit into memory."
                         ) from error
+                    restart = functools.partial(self.restarts.halve_batches, folder)
                 # Outside the `except` block, since the error references the tensors of the failed attempt.
-                if finding is not None:
-                    folder = self.restarts.roll_back(finding, optimizers)
-                else:
-                    self.restarts.halve_batches()
+                folder = restart()
 
     @contextlib.contextmanager
     def _training_context(self) -> Iterator[None]:
@@ -195,7 +194,7 @@ class TrainingRunner(Component):
             with (
                 health.serve_health(
                     trainer.args, trainer.accelerator.processes, lambda: trainer.state, components.saver.last_checkpoint
-                ) as self.run.health,
+                ) as self.run.heartbeat,
                 apply_model_arguments(
                     components.unwrapped_model, trainer.args, components.engine.plan.read_once, trainer=trainer
                 ),
@@ -249,7 +248,7 @@ class TrainingRunner(Component):
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
-        self.run.begin()
+        self.run.reset_attempt()
         if folder is None:
             self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
@@ -267,15 +266,11 @@ class TrainingRunner(Component):
                     model,
                     self.components.require_optimizer(),
                     trainer.lr_scheduler,
-                    max_epochs=loop.schedule.num_train_epochs,
-                    global_step=trainer.state.global_step,
                     log_every_n_steps=self.planner.steps_between_logs(loop.schedule),
-                    resumed_from=resume.load_lightning_callbacks(folder),
-                    automatic_optimization=not needs_manual_optimization(trainer),
+                    resumed_state=resume.load_lightning_callbacks(folder),
                     find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
-                    sync_each_batch=self.components.resolved.accelerator_config.sync_each_batch,
                 )
-        self.run.health.enter_phase("ended")
+        self.run.heartbeat.enter_phase("ended")
         return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
 
     def _make_loop(

@@ -43,7 +43,7 @@ from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, Unsuppor
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
-from hftrainer.plugins import adapter
+from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
@@ -100,7 +100,7 @@ class TrainerSetup(Component):
     def init_attributes(self) -> None:
         """Initialize the documented attributes that a run, a search or an upload sets later."""
         trainer = self.trainer
-        check_lightning_methods(type(trainer), {*EVENTS, *adapter().HOOKS})
+        check_lightning_methods(type(trainer), {*EVENTS, *lightning_adapter().HOOKS})
         trainer.is_in_train = False
         trainer.hp_name = trainer.hp_search_backend = trainer.objective = trainer._mixed_mesh_grads = None
         trainer.hub_model_id = trainer.push_in_progress = None
@@ -152,14 +152,14 @@ class TrainerSetup(Component):
         lightning_callbacks = self.components.lightning_callbacks
         if _is_lightning_callback(callback):
             lightning_callbacks.append(make_callback(callback))
-            warn_of_misspelt_events(type(lightning_callbacks[-1]), adapter().HOOKS, HOOK_BY_EVENT)
+            warn_of_misspelt_events(type(lightning_callbacks[-1]), lightning_adapter().HOOKS, HOOK_BY_EVENT)
         else:
             handler.add_callback(callback)
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
                 run_folder = functools.partial(_run_dir, self.trainer, self.run)
                 new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder())
-        if adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
+        if lightning_adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
                 "state.log_history; disable_tqdm=True also prints them."
@@ -187,7 +187,7 @@ class TrainerSetup(Component):
         components.checkpoint_writer = CheckpointWriter(
             in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )
-        components.engine = adapter().LightningEngine(
+        components.engine = lightning_adapter().LightningEngine(
             strategy,
             components.lightning_callbacks,
             loggers=components.loggers,
@@ -279,7 +279,7 @@ class TrainerSetup(Component):
         """Start the other processes unless a launcher did, join the process group, and select the strategy."""
         args = self.trainer.args
         resolved = self.components.resolved
-        adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
+        lightning_adapter().start_other_processes(resolved.rank_info, args.ddp_timeout)
         if not resolved.rank_info.started:
             resolved.forget_rank_info()
         plan = make_plan(resolved)
@@ -392,10 +392,10 @@ def _is_lightning_callback(callback: Any) -> bool:
     Raises:
         InvalidArgument: for a logger.
     """
-    if adapter().is_lightning_logger(callback):
+    if lightning_adapter().is_lightning_logger(callback):
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
-    return bool(adapter().is_lightning_callback(callback))
+    return bool(lightning_adapter().is_lightning_callback(callback))
 
 
 def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:

@@ -140,7 +140,7 @@ class TrainingSteps(Component):
             step = trainer.state.global_step + 1
             note_batch(error, f"training step {step}", inputs, getattr(trainer.model, "config", None))
             raise
-        self.run.health.note_sign()
+        self.run.heartbeat.beat()
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
             devices.empty_cache()

@@ -285,7 +285,7 @@ def test_a_disk_that_is_full(tmp_path, port, monkeypatch):
 )
 def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
     now = start = time.monotonic()
-    progress = health.Progress()
+    progress = health.Heartbeat()
     monkeypatch.setattr(health.time, "monotonic", lambda: now)
     progress.end_step()
     usual = {"host": socket.gethostname(), "pid": 1, "thread": 1, "phase": "training", "signs": 3, "limit": 15}
