@@ -6,7 +6,7 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 27_980, "modules": 190, "packages": 26, "lines of tests": 40_600}
+LIMITS = {"lines of code": 27_980, "modules": 191, "packages": 26, "lines of tests": 40_600}
 LONGEST, LONGER = (
     500,
     {"hftrainer/trainer.py": 1_200, "hftrainer/arguments/fields.py": 550},

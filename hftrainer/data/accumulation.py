@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hftrainer.errors import InvalidArgument
@@ -47,39 +47,57 @@ class Span:
     micro_batches: int
 
 
-@dataclass(eq=False)
 class MicroBatchIterator:
     """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
-    items in a window must be known before its first loss.
+    items in a window must be known before its first loss. The methods up to `is_interrupted` are the run's.
 
     Args:
         schedule: the lengths of the run.
-        planned_accumulation: returns the micro-batches per optimizer step that the schedule assumes for this epoch.
-        accumulation: returns the current micro-batches per optimizer step. Callbacks may change it: the next window
-            uses the new value, and the epoch keeps its planned number of windows, as in `transformers.Trainer`.
-        open_epoch: called with no argument when an epoch's iteration begins; returns its batch iterator.
-        get_window: `(iterator, count) -> (micro-batches, num_items)`.
-        on_first_window: called once after the first window of an iteration is fetched.
-        is_interrupted: returns True once a callback has ended the epoch or the training.
-        skips: `(index of a window's first micro-batch) -> whether the window is dropped` after it is fetched.
+        position: index of the first micro-batch of the first iteration.
 
     Attributes:
         window_start: index of the first micro-batch of the current window.
     """
 
-    schedule: TrainingSchedule
-    planned_accumulation: Callable[[], int]
-    accumulation: Callable[[], int]
-    open_epoch: Callable[[], Iterator[Any]]
-    get_window: Callable[[Iterator[Any], int], tuple[list[Any], Any]]
-    on_first_window: Callable[[], None]
-    is_interrupted: Callable[[], bool]
-    position: int
-    skips: Callable[[int], bool] = lambda start: False
-    window_start: int = 0
-    window: AccumulationWindow = field(default_factory=AccumulationWindow)
+    def __init__(self, schedule: TrainingSchedule, position: int = 0) -> None:
+        self.schedule = schedule
+        self.position = position
+        self.window_start = 0
+        self.window = AccumulationWindow()
+
+    def planned_accumulation(self) -> int:
+        """Micro-batches per optimizer step that the schedule assumes for this epoch."""
+        raise NotImplementedError
+
+    def accumulation(self) -> int:
+        """Current micro-batches per optimizer step.
+
+        Callbacks may change it: the next window uses the new value, and the epoch keeps its planned number of windows,
+        as in `transformers.Trainer`.
+        """
+        raise NotImplementedError
+
+    def open_epoch(self) -> Iterator[Any]:
+        """The batches of an epoch, called when its iteration begins."""
+        raise NotImplementedError
+
+    def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
+        """At most `count` micro-batches of a window, and their number of items."""
+        raise NotImplementedError
+
+    def on_first_window(self) -> None:
+        """Called once after the first window of an iteration is fetched."""
+        raise NotImplementedError
+
+    def should_skip(self, start: int) -> bool:
+        """Whether the window that was just fetched, from micro-batch `start` of the epoch, is dropped."""
+        raise NotImplementedError
+
+    def is_interrupted(self) -> bool:
+        """Whether a callback has ended the epoch or the training."""
+        raise NotImplementedError
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
@@ -100,7 +118,7 @@ class MicroBatchIterator:
                 self.on_first_window()
             if not samples:
                 return
-            if self.skips(index):
+            if self.should_skip(index):
                 index += len(samples)
                 self.window = AccumulationWindow(len(samples), num_items, is_first=False, is_last=True, index=index - 1)
                 continue

@@ -99,8 +99,8 @@ class DivergenceWatch:
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
         self._loss: torch.Tensor | None = None
         self._spans: list[Span] = []
-        if self.is_enabled and isinstance(loop.reader.loader, PreparedDataLoader):
-            loop.reader.loader.keep_indices()
+        if self.is_enabled and isinstance(loop.micro_batches.reader.loader, PreparedDataLoader):
+            loop.micro_batches.reader.loader.keep_indices()
 
     def should_skip(self, start: int) -> bool:
         """Whether to skip the window that was just read, from micro-batch `start` of the epoch."""
@@ -160,7 +160,7 @@ class DivergenceWatch:
 
     def _samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
-        loader = self.loop.reader.loader
+        loader = self.loop.micro_batches.reader.loader
         count = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,7 @@ from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing.resume import explain_other_kind
 from hftrainer.compat import overrides
 from hftrainer.compat.safe_loading import as_bytes
-from hftrainer.data.accumulation import AccumulationWindow, MicroBatchIterator, TrainingSchedule
-from hftrainer.data.epoch_reader import EpochReader, ResumePoint
+from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.errors import CheckpointNotWritten, DamagedCheckpoint, InvalidSetup, RanksLost, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
@@ -29,6 +28,7 @@ from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.divergence import DivergenceWatch
 from hftrainer.training.observation import RunWatch
+from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
 
@@ -66,11 +66,11 @@ class TrainingLoop:
         self.trainer = trainer = self.components.trainer
         self.run = self.components.run
         self.saver = self.components.saver
-        self.reader = EpochReader(train_dataloader)
         self.epoch = self.first_epoch
         #: Our progress data in the checkpoint; None for a new run or a checkpoint of transformers.
         self.progress = self.run.progress
-        self.epoch_ended = self._has_restored_rng = False
+        self.micro_batches = RunBatches(self.components, self, train_dataloader)
+        self.epoch_ended = False
         self.grad_norm: Any = None
         self.learning_rate: float | None = None
         self.start_time = time.time()
@@ -92,22 +92,9 @@ class TrainingLoop:
         self.owes_evaluation = False
         #: True if no data is read and no random number drawn for the next step.
         self.is_between_steps = True
-        self.micro_batches = MicroBatchIterator(
-            self.schedule,
-            planned_accumulation=lambda: self.components.engine.accumulation_at(self.epoch),
-            accumulation=self._accumulation,
-            open_epoch=self._open_epoch,
-            get_window=self._get_window,
-            on_first_window=self._restore_rng_in_epoch,
-            is_interrupted=self._is_interrupted,
-            position=self.position,
-            skips=self.divergence.should_skip,
-        )
         self.backward_divisor = trainer.accelerator.gradient_accumulation_steps
         #: Whether ranks average gradients after each micro-batch, rather than once a step.
         self.syncs_each_batch = self.components.resolved.accelerator_config.sync_each_batch
-        # Inspect the signature of an override once, not at each step.
-        self._get_batch_samples = overrides.drop_unaccepted_keywords(trainer.get_batch_samples, "device")
 
     # ---- Training and epochs -----------------------------------------------------------------------------------
 
@@ -155,8 +142,7 @@ class TrainingLoop:
         self.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
-        self._restore_rng_states()
-        self._has_restored_rng = True
+        self.micro_batches.restore_rng_now()
         self._close_epoch()
 
     def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
@@ -198,7 +184,7 @@ class TrainingLoop:
         return {
             "model": self.trainer.model_wrapped,
             "epoch": self.epoch,
-            "train_dataloader": self.reader.loader,
+            "train_dataloader": self.micro_batches.reader.loader,
             "steps_in_epoch": self.schedule.steps_in_epoch,
             "num_update_steps_per_epoch": self.schedule.num_update_steps_per_epoch,
             "trial": self.trial,
@@ -222,33 +208,9 @@ class TrainingLoop:
         self.run.past = None
         self.components.announce("on_epoch_begin")
 
-    def _open_epoch(self) -> Iterator[Any]:
-        if not self._is_resume_epoch():
-            return self.reader.open(self.epoch)
-        data_state = None if self.progress is None else self.progress.data
-        return self.reader.open(self.epoch, ResumePoint(self.position, self._restore_rng_once, data_state))
-
-    def _restore_rng_in_epoch(self) -> None:
-        has_data_state = self.progress is not None and self.progress.data is not None
-        if self._is_resume_epoch() and self.position and not has_data_state:
-            self._restore_rng_states()
-
-    def _restore_rng_once(self) -> None:
-        """Restore the random states, unless `_end_epoch_of_checkpoint` has already done so."""
-        if not self._has_restored_rng:
-            self._restore_rng_states()
-
-    def _restore_rng_states(self) -> None:
-        self.trainer._load_rng_state(self.resume_folder)
-        if self.progress is not None and self.progress.data is not None:
-            self.reader.restore_held(self.progress.data)
-
-    def _is_resume_epoch(self) -> bool:
-        return self.resume_folder is not None and self.epoch == self.first_epoch
-
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
-        if not self.micro_batches.window.size and not (self._is_resume_epoch() and self.position):
+        if not self.micro_batches.window.size and not (self.micro_batches.resumes_epoch and self.position):
             logger.warning(
                 "The training data yielded no batch in epoch %d: stopping training at step %d!",
                 self.epoch,
@@ -266,19 +228,6 @@ class TrainingLoop:
         self.control_sync.stop_if_signalled()
 
     # ---- Micro-batches -----------------------------------------------------------------------------------------
-
-    def _accumulation(self) -> int:
-        """Micro-batches per optimizer step: a callback's value, or else the argument's current value."""
-        argument = self.trainer.args.gradient_accumulation_steps
-        self.components.model_setup.check_accumulation(argument)
-        steps: int = self.components.engine.accumulation_at(self.epoch, argument)
-        return steps
-
-    def _get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
-        self.is_between_steps = False
-        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
-        self.run.accumulation = len(samples)
-        return samples, num_items
 
     def begin_micro_batch(self) -> None:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
@@ -459,14 +408,10 @@ class TrainingLoop:
         """Close the run's data, journal and traces. The journal records `reason`."""
         # A failed micro-batch leaves its loss and batch.
         self._micro_batch = None
-        self.reader.close()
+        self.micro_batches.reader.close()
         self.watch.close(reason)
 
     @property
     def should_stop(self) -> bool:
         """Whether training should stop."""
         return self.control_sync.can_stop and self.trainer.control.should_training_stop
-
-    def _is_interrupted(self) -> bool:
-        control = self.trainer.control
-        return self.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)

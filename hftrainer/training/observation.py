@@ -99,12 +99,12 @@ def _make_observer(components: Components, loop: TrainingLoop) -> Observer | Non
     observations = read_observe(trainer.args.observe)
     if not observations:
         return None
-    loop.reader.time_collator()
+    loop.micro_batches.reader.time_collator()
     peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in observations else None
     has_journal = "journal" in observations and trainer.is_world_process_zero()
     observer = Observer(
         observations,
-        Measurements(lambda: components.run.seconds, loop.reader.waits),
+        Measurements(lambda: components.run.seconds, loop.micro_batches.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(run_folder(trainer, loop.trial) if has_journal else None),

@@ -378,7 +378,10 @@ class TrainingRunner(Component):
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        data_seconds, evaluation_seconds = sum(loop.reader.waits().values()), run.seconds.get("evaluation", 0.0)
+        data_seconds, evaluation_seconds = (
+            sum(loop.micro_batches.reader.waits().values()),
+            run.seconds.get("evaluation", 0.0),
+        )
         seconds = {
             "waiting for data": data_seconds,
             "in evaluations": evaluation_seconds,

@@ -248,7 +248,7 @@ class CheckpointSaver(Component):
             grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
             learning_rate=loop.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=loop.reader.state_dict() if window.size else None,
+            data=loop.micro_batches.reader.state_dict() if window.size else None,
             since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
             recent_losses=list(loop.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(

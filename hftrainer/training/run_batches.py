@@ -1,0 +1,97 @@
+"""`RunBatches`: the micro-batches of a run, from the one that a resumed run reads first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from hftrainer.compat import overrides
+from hftrainer.data.accumulation import MicroBatchIterator
+from hftrainer.data.epoch_reader import EpochReader, ResumePoint
+
+if TYPE_CHECKING:
+    from hftrainer.training.components import Components
+    from hftrainer.training.loop import TrainingLoop
+
+
+class RunBatches(MicroBatchIterator):
+    """Reads the micro-batches of a run, and restores the random states where a resumed run continues.
+
+    Args:
+        components: the parts of the Trainer.
+        loop: the loop of the run.
+        train_dataloader: the loader of the training data.
+    """
+
+    def __init__(self, components: Components, loop: TrainingLoop, train_dataloader: Any) -> None:
+        super().__init__(loop.schedule, loop.position)
+        self.components, self.loop = components, loop
+        self.trainer, self.run = components.trainer, components.run
+        self.reader = EpochReader(train_dataloader)
+        self._data_state = None if loop.progress is None else loop.progress.data
+        self._has_restored_rng = False
+        # Inspect the signature of an override once, not at each step.
+        self._get_batch_samples = overrides.drop_unaccepted_keywords(self.trainer.get_batch_samples, "device")
+
+    # ---- Accumulation ------------------------------------------------------------------------------------------
+
+    def planned_accumulation(self) -> int:
+        """The value of Lightning's `GradientAccumulationScheduler` for the epoch, or else of the argument."""
+        steps: int = self.components.engine.accumulation_at(self.loop.epoch)
+        return steps
+
+    def accumulation(self) -> int:
+        """A callback's value, or else the argument's current value."""
+        argument = self.trainer.args.gradient_accumulation_steps
+        self.components.model_setup.check_accumulation(argument)
+        steps: int = self.components.engine.accumulation_at(self.loop.epoch, argument)
+        return steps
+
+    def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
+        """What `Trainer.get_batch_samples` returns."""
+        self.loop.is_between_steps = False
+        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
+        self.run.accumulation = len(samples)
+        return samples, num_items
+
+    def should_skip(self, start: int) -> bool:
+        """Whether `on_divergence` skips the window."""
+        return self.loop.divergence.should_skip(start)
+
+    def is_interrupted(self) -> bool:
+        """Whether a control flag that all ranks know ends the epoch or the training."""
+        control = self.trainer.control
+        return self.loop.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)
+
+    # ---- Resume ------------------------------------------------------------------------------------------------
+
+    @property
+    def resumes_epoch(self) -> bool:
+        """Whether the current epoch is the one in which the run resumes."""
+        return self.loop.resume_folder is not None and self.loop.epoch == self.loop.first_epoch
+
+    def open_epoch(self) -> Iterator[Any]:
+        """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
+        if not self.resumes_epoch:
+            return self.reader.open(self.loop.epoch)
+        point = ResumePoint(self.loop.position, self._restore_rng_once, self._data_state)
+        return self.reader.open(self.loop.epoch, point)
+
+    def on_first_window(self) -> None:
+        """Restore the random states of a checkpoint without reading state."""
+        if self.resumes_epoch and self.loop.position and self._data_state is None:
+            self._restore_rng_states()
+
+    def _restore_rng_once(self) -> None:
+        if not self._has_restored_rng:
+            self._restore_rng_states()
+
+    def restore_rng_now(self) -> None:
+        """Restore the random states of the checkpoint before any data is read."""
+        self._restore_rng_states()
+        self._has_restored_rng = True
+
+    def _restore_rng_states(self) -> None:
+        self.trainer._load_rng_state(self.loop.resume_folder)
+        if self._data_state is not None:
+            self.reader.restore_held(self._data_state)
