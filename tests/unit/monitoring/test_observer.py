@@ -122,28 +122,21 @@ def test_tokens_by_hand(tmp_path):
 
 
 class Clock:
-    """Stands still, except when a part of a run below says that it has taken some seconds."""
+    """Stands still, except for the seconds that the slow parts below add."""
 
     now = 0.0
-
-    def take(self, seconds):
-        self.now += seconds
-
-
-CLOCK = Clock()
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(CLOCK, "now", 0.0)
+    monkeypatch.setattr(Clock, "now", 0.0)
     for name in ("perf_counter", "time"):
-        monkeypatch.setattr(time, name, lambda: CLOCK.now)
-    return CLOCK
+        monkeypatch.setattr(time, name, lambda: Clock.now)
 
 
 class Slow(list):
     def __getitem__(self, index):
-        CLOCK.take(1)
+        Clock.now += 1
         return super().__getitem__(index)
 
 
@@ -154,12 +147,12 @@ class SlowSteps(TrainerCallback):
         self.seconds = seconds
 
     def on_step_begin(self, args, state, control, **kwargs):
-        CLOCK.take(self.seconds.get(state.global_step + 1, 1))
+        Clock.now += self.seconds.get(state.global_step + 1, 1)
 
 
 class SlowEvaluation(Trainer):
     def evaluate(self, *args, **kwargs):
-        CLOCK.take(6)
+        Clock.now += 6
         return super().evaluate(*args, **kwargs)
 
 
@@ -168,14 +161,12 @@ def test_times(tmp_path, clock):
     settings = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4, "max_steps": 24, "observe": True}
     given = {"eval_dataset": plain_data(16), "trainer_class": SlowEvaluation, "train_dataset": Slow(plain_data(200))}
     trainer = train(tmp_path, trainer=given, callbacks=[SlowSteps({})], **settings)
-    expected = {"eval_share": 6 / 26, "data_wait": 16 / 26, "save_share": 0, "step_seconds": 20 / 4}
-    expected["samples_per_second"] = 16 / 20
-    for line in of_lines(trainer)[1:]:
-        assert {name: line[name] for name in expected} == expected
+    expected = {"eval_share": 6 / 26, "data_wait": 16 / 26, "step_seconds": 20 / 4, "samples_per_second": 16 / 20}
+    assert [{name: line[name] for name in expected} for line in of_lines(trainer)[1:]] == [expected] * 5
 
 
 def slowly_collated(samples):
-    CLOCK.take(4)
+    Clock.now += 4
     return default_data_collator(samples)
 
 
@@ -189,7 +180,7 @@ class SlowOrder(SequentialSampler):
 
     def __iter__(self):
         for index in super().__iter__():
-            CLOCK.take(1)
+            Clock.now += 1
             yield index
 
 
@@ -200,11 +191,11 @@ class OwnOrder(Trainer):
 
 @pytest.mark.parametrize(
     ("part", "given"),
-    [  # after twelve steps thirteen batches were awaited, but by a loader of the script's twelve
+    [  # 48 s in twelve batches, and 4 in the one read ahead, which the script's loader does not do
         ("81 % of the time, mostly for the dataset: raise", {"train_dataset": Slow(plain_data(200))}),
         ("81 % of the time, mostly for data_collator: raise", {"data_collator": slowly_collated}),
         ("80 % of the time, mostly for the script's loader: let", {"trainer_class": OwnLoader}),
-        # and two batches were chosen before
+        # 8 s pass before the first wait, when the first two batches are chosen
         ("72 % of the time, mostly for the loading processes: raise", {"trainer_class": OwnOrder, "workers": 1}),
     ],
 )
@@ -216,12 +207,11 @@ def test_a_warning_names_what_is_slow(tmp_path, caplog, clock, part, given):
     assert len(messages) == 1 and messages[0].startswith(f"Steps wait for data {part}")
 
 
-def test_a_slow_step_is_named(tmp_path, caplog, clock):
+def test_a_slow_step_is_named(tmp_path, clock):
     """Step 16 takes 20 times the median, and not more."""
     train(tmp_path, callbacks=[SlowSteps({16: 20, 18: 30})], max_steps=24, logging_steps=12, observe=True)
-    message = "Step 18 took 30 s, 30 times the median."
-    assert message in caplog.text
-    assert [event["text"] for event in read_events(str(tmp_path)) if event["event"] == "warning"] == [message]
+    texts = [event["text"] for event in read_events(str(tmp_path)) if event["event"] == "warning"]
+    assert texts == ["Step 18 took 30 s, 30 times the median."]
 
 
 # ---- The journal -----------------------------------------------------------------------------------------------------
