@@ -23,6 +23,10 @@ from tests.support.parity import assert_same_weights
 from tests.support.tiny import make_bert
 
 CHANGED = "has changed since it was written"
+NEEDED = ("model.safetensors", "trainer_state.json")
+FILES_OF_TRANSFORMERS = (*NEEDED, "optimizer.pt", "rng_state.pth", "scheduler.pt")
+FILES = tuple(sorted((*FILES_OF_TRANSFORMERS, "config.json", MANIFEST_NAME, "progress.pt", "training_args.bin")))
+HARMED = [(harm, name) for harm in HARM for name in FILES if (harm, name) != ("deleted", MANIFEST_NAME)]
 
 
 @pytest.fixture(scope="module")
@@ -54,44 +58,52 @@ def resumed(checkpoint, resume=None, model="bert"):
     return finished(make_trainer(checkpoint.parent, model), resume or checkpoint).model.state_dict()
 
 
-@pytest.mark.parametrize("harm", HARM)
-def test_every_file(runs, tmp_path, harm, caplog):
+def test_files_of_a_checkpoint(runs):
+    assert tuple(names(runs("bert")[0] / "checkpoint-6")) == FILES
+
+
+@pytest.mark.parametrize(("harm", "name"), HARMED)
+def test_automatic_choice_gives_way(runs, tmp_path, harm, name, caplog):
     caplog.set_level(logging.WARNING)
     source, expected = runs("bert")
-    assert len(names(source / "checkpoint-6")) > 8
-    for name in names(source / "checkpoint-6"):
-        harmed = copy(source, tmp_path / "out") / name
-        HARM[harm](harmed)
-        caplog.clear()
-        assert_same_weights(resumed(harmed.parent, True), expected)
-        if name == MANIFEST_NAME and harm == "deleted":  # then the folder is like one of transformers
-            assert not caplog.text
-            continue
-        assert str(harmed) in caplog.text
-        HARM[harm](copy(source, tmp_path / "out") / name)
-        if harm == "deleted" and name not in ("model.safetensors", "trainer_state.json"):  # can be meant
-            resumed(harmed.parent)
-            assert f"{CHANGED} (removed: {name}). It is used" in caplog.text
-        else:
-            with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + name.replace(".", r"\.")):
-                resumed(harmed.parent)
+    harmed = copy(source, tmp_path / "out") / name
+    HARM[harm](harmed)
+    assert_same_weights(resumed(harmed.parent, True), expected)
+    assert str(harmed) in caplog.text
+
+
+@pytest.mark.parametrize(("harm", "name"), HARMED)
+def test_by_name_is_refused(checkpoint, harm, name, caplog):
+    HARM[harm](checkpoint / name)
+    if harm == "deleted" and name not in NEEDED:  # can be meant
+        resumed(checkpoint)
+        assert f"{CHANGED} (removed: {name}). It is used" in caplog.text
+    else:
+        with pytest.raises(CheckpointNotFound, match="(damaged|lacks).*" + name.replace(".", r"\.")):
+            resumed(checkpoint)
+
+
+def test_without_its_manifest_a_folder_is_like_one_of_transformers(runs, checkpoint, caplog):
+    caplog.set_level(logging.WARNING)
+    (checkpoint / MANIFEST_NAME).unlink()
+    assert_same_weights(resumed(checkpoint, True), runs("bert")[1])
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("harm", ["truncated", "empty", "deleted"])
-def test_folders_of_transformers(runs, tmp_path, harm, caplog):
+@pytest.mark.parametrize("name", FILES_OF_TRANSFORMERS)
+def test_folders_of_transformers(runs, tmp_path, harm, name, caplog):
     """Without a manifest damage is known from the files themselves."""
     caplog.set_level(logging.WARNING)
     source, expected = runs("plain")
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"):
-        folder = copy(source, tmp_path / "out")
-        for manifest in folder.parent.glob(f"*/{MANIFEST_NAME}"):
-            manifest.unlink()
-        HARM[harm](folder / name)
-        caplog.clear()
-        end = resumed(folder, True, model="plain")
-        assert name in caplog.text or "holds no weights" in caplog.text or "lacks the optimizer" in caplog.text
-        if harm != "deleted" or name in ("model.safetensors", "trainer_state.json"):
-            assert_same_weights(end, expected)  # what save_only_model leaves out may be missing, and is another run
+    folder = copy(source, tmp_path / "out")
+    for manifest in folder.parent.glob(f"*/{MANIFEST_NAME}"):
+        manifest.unlink()
+    HARM[harm](folder / name)
+    end = resumed(folder, True, model="plain")
+    assert name in caplog.text or "holds no weights" in caplog.text or "lacks the optimizer" in caplog.text
+    if harm != "deleted" or name in NEEDED:
+        assert_same_weights(end, expected)  # what save_only_model leaves out may be missing, and is another run
 
 
 def test_nothing_whole_is_left(runs, tmp_path):

@@ -1,4 +1,4 @@
-"""What users have reported: an argument without effect is said, and a function or value that does not fit is named.
+"""What users have reported: an argument without effect gets a warning, what does not fit an error with its cause.
 
 The numbers are issues of huggingface/transformers; most of these are silent there, or end with an error of Python.
 """
@@ -38,7 +38,7 @@ def make_trainer(tmp_path):
 
 
 @pytest.fixture
-def said(caplog):
+def warned(caplog):
     return lambda: "\n".join(line.message for line in caplog.records if line.levelno >= logging.WARNING)
 
 
@@ -134,10 +134,10 @@ SILENT = {
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_said(make_trainer, said, case):
+def test_warns(make_trainer, warned, case):
     make_settings, expected = SILENT[case]
     make_trainer(**make_settings()).train()
-    assert re.search(expected, said())
+    assert re.search(expected, warned())
 
 
 RESUMED = {
@@ -155,7 +155,7 @@ RESUMED = {
 
 
 @pytest.mark.parametrize("case", RESUMED)
-def test_said_when_resuming(make_trainer, said, tmp_path, case):
+def test_warns_when_resuming(make_trainer, warned, tmp_path, case):
     changed, expected = RESUMED[case]
 
     def run(resume=None, **settings):
@@ -163,9 +163,9 @@ def test_said_when_resuming(make_trainer, said, tmp_path, case):
         make_trainer(**BEST, **stopping, **settings).train(resume_from_checkpoint=resume)
 
     run()
-    assert "stay in use" not in said() and "from scratch" not in said()
+    assert "stay in use" not in warned() and "from scratch" not in warned()
     run(str(tmp_path / "out" / "checkpoint-2"), max_steps=3, **changed)
-    assert re.search(expected, said())
+    assert re.search(expected, warned())
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_named(make_trainer, case):
+def test_error_names_the_cause(make_trainer, case):
     make_settings, expected = MISFITS[case]
     settings = make_settings()
     with pytest.raises((ValueError, TypeError), match=expected):

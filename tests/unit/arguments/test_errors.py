@@ -1,0 +1,156 @@
+"""Wrong arguments get one clear error that names them, the reason and what to do, before any training."""
+
+import pytest
+
+from hftrainer import Trainer, TrainingArguments
+from hftrainer.arguments.resolved import ResolvedArguments
+from hftrainer.arguments.support import check_supported
+from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, UnsupportedArgument, WrongObject
+from tests.support.tiny import make_plain, plain_data
+
+STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rat": 1}, "has no argument 'learning_rat'; did you mean 'learning_rate'"),
+        ({"num_epochs": 1}, "has no argument 'num_epochs'; did you mean 'num_train_epochs'"),
+        ({"max_epochs": 1}, "did you mean 'num_train_epochs'"),  # as in Lightning, and nearer to max_steps
+        ({"eval_stategy": 1}, "has no argument 'eval_stategy'; did you mean 'eval_strategy'"),
+        ({"sead": 1, "max_step": 2}, "'sead'.*'max_step'"),
+    ],
+)
+def test_unknown_arguments(settings, message):
+    with pytest.raises(UnknownArgument, match=message):
+        TrainingArguments("unused", **settings)
+    assert issubclass(UnknownArgument, TypeError) and issubclass(MetricNotFound, KeyError)  # as in transformers
+
+
+@pytest.mark.parametrize(
+    ("settings", "messages"),
+    [
+        ({"logging_steps": 0}, ["logging_steps"]),
+        ({"logging_steps": 1.5}, ["logging_steps"]),
+        ({"eval_strategy": "steps", "eval_steps": -3}, ["eval_steps"]),
+        (
+            {"eval_strategy": "step"},
+            ["eval_strategy: 'step' is not valid: choose one of no, steps, epoch", "mean 'steps'"],
+        ),
+        ({"save_strategy": "best"}, ["save_strategy"]),
+        ({"bf16": True, "fp16": True}, ["bf16"]),
+        ({"lr_scheduler_kwargs": "{broken"}, ["lr_scheduler_kwargs"]),
+        ({"lightning_config": "{broken"}, ["lightning_config is not a valid JSON object"]),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type"]),
+        ({"debug": "overflow"}, ["debug: unknown ['overflow']: use underflow_overflow and tpu_metrics_debug"]),
+        ({"debug": 3}, ["debug: unknown ['3']: use underflow_overflow and tpu_metrics_debug"]),
+        ({"optim": "adam"}, ["'adamw_torch'"]),
+        (
+            {"adam_beta1": 2.0, "adam_beta2": -1},
+            ["adam_beta1=2.0: use a number of at least 0 and below 1", "beta2=-1"],
+        ),
+        ({"label_smoothing_factor": 1.5}, ["label_smoothing_factor=1.5: use a number"]),
+        ({"seed": None}, ["seed=None: use a number of at least 0"]),
+        ({"num_train_epochs": None}, ["num_train_epochs=None: use a number"]),
+        ({"optim": ["adam"]}, ["optim: ['adam'] is not valid: choose one of adamw_hf"]),
+        ({"log_level": "loud"}, ["log_level"]),
+        ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
+        ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),
+        *(
+            ({"torch_empty_cache_steps": steps}, [f"torch_empty_cache_steps={steps!r}", "at least 1, or None"])
+            for steps in (0, -1, 1.0, "none")
+        ),
+        (
+            {"optim": "adamm", "lr_scheduler_type": "liner", "fsdp_config": "{1", "per_device_eval_batch_size": 0},
+            ["optim: 'adamm'", "lr_scheduler_type: 'liner'", "'linear'?", "fsdp_config is not a valid", "batch_size=0"],
+        ),
+        (
+            {"per_device_train_batch_size": 0, "warmup_steps": -1, "dataloader_prefetch_factor": 2},
+            ["per_device_train_batch_size=0", "warmup_steps=-1", "dataloader_prefetch_factor=2"],
+        ),
+        *(
+            ({"load_best_model_at_end": True, **settings}, [message])
+            for settings, message in [
+                ({"eval_strategy": "steps", "save_strategy": "epoch"}, "'steps' and save_strategy='epoch' differ"),
+                ({"eval_strategy": "no", "save_strategy": "epoch"}, "'no' and save_strategy='epoch' differ"),
+                ({**STEPS, "eval_steps": 4, "save_steps": 6}, "save_steps=6 is not a multiple of eval_steps=4"),
+                ({**STEPS, "eval_steps": 4, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=4"),
+                ({**STEPS, "eval_steps": 0.2, "save_steps": 0.5}, "save_steps=0.5 is not a multiple of eval_steps=0.2"),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_values(settings, messages):
+    with pytest.raises(InvalidArgument) as caught:
+        Trainer(make_plain(), TrainingArguments("unused", **settings))
+    assert all(message in str(caught.value) for message in messages)
+
+
+def test_shares_that_are_multiples(make_args):
+    make_args(load_best_model_at_end=True, **STEPS, eval_steps=0.1, save_steps=0.3)
+
+
+def test_unsupported_arguments_are_named_together(make_args):
+    words = "mp_parameters='a=b' is not supported.*\nfsdp='full_shard' shards the model over processes"
+    with pytest.raises(UnsupportedArgument, match=words):
+        Trainer(make_plain(), make_args(fsdp="full_shard", mp_parameters="a=b"))
+
+
+def test_negative_number_of_epochs(make_args, caplog):
+    Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=-1), train_dataset=plain_data()).train()
+    assert "num_train_epochs=-1 trains no step" in caplog.text
+    caplog.clear()
+    Trainer(make_plain(), make_args(num_train_epochs=-1, max_steps=1), train_dataset=plain_data()).train()
+    assert "num_train_epochs=-1" not in caplog.text
+
+
+def test_whole_numbers_with_a_point(make_args):
+    """transformers accepts some floats for integers; for others, its DataLoader or `range` fails."""
+    args = make_args(save_strategy="steps", save_steps=1.0, save_total_limit=1.0, dataloader_num_workers=0.0)
+    assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
+    refused = dict.fromkeys(("per_device_train_batch_size", "max_steps", "seed", "dataloader_num_workers"), 4.0)
+    with pytest.raises(WrongObject) as caught:
+        Trainer(make_plain(), make_args(**refused))
+    assert all(f"{name}=4.0 is a float: use a whole number, 4." in str(caught.value) for name in refused)
+
+
+@pytest.mark.parametrize(
+    ("settings", "then"),
+    [
+        ({"save_strategy": "best", "eval_strategy": "epoch"}, {"metric_for_best_model": "loss"}),
+        ({"learning_rate": "2e-5"}, {"learning_rate": 2e-5}),
+        ({"per_device_train_batch_size": None}, {"per_device_train_batch_size": 2}),
+        ({"gradient_accumulation_steps": 0}, {"gradient_accumulation_steps": 1}),
+        ({"num_train_epochs": None, "max_steps": None}, {"num_train_epochs": 1.0, "max_steps": -1}),
+    ],
+)
+def test_what_a_run_needs_may_be_filled_in_later(make_args, settings, then):
+    """As in transformers, whose scripts and libraries complete arguments that they have made."""
+    args = make_args(**settings)
+    for name, value in then.items():
+        setattr(args, name, value)
+    Trainer(make_plain(), args, eval_dataset=[])
+
+
+def test_numbers_that_are_text_are_named(make_args):
+    with pytest.raises(WrongObject, match=r"learning_rate='1e-8' is text: .*1\.0e-5 as a number"):
+        Trainer(make_plain(), make_args(learning_rate="1e-8"))
+    with pytest.raises(WrongObject, match=r"num_train_epochs='three' is text: use a number\.\nmax_steps='10' is text"):
+        Trainer(make_plain(), make_args(num_train_epochs="three", max_steps="10"))
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_an_output_dir_that_is_a_file(tmp_path, name):
+    (tmp_path / "file").touch()
+    args = TrainingArguments(str(tmp_path / name), use_cpu=True)
+    with pytest.raises(FileExistsError, match=r"output_dir=.*: this path, or one of its parents, is a file"):
+        Trainer(make_plain(), args)
+
+
+def test_a_timeout_that_no_operation_meets(make_args, monkeypatch):
+    Trainer(make_plain(), make_args(ddp_timeout=-1))  # one process waits for no other
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    found = check_supported(ResolvedArguments(make_args(ddp_timeout=-1)))
+    assert any("ddp_timeout=-1 would end every operation" in each for each in found)

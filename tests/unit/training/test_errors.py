@@ -1,0 +1,221 @@
+"""Data, models, metrics and checkpoints with which training cannot begin or go on: the error names what to do."""
+
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hftrainer import EarlyStoppingCallback, Trainer
+from hftrainer.errors import CheckpointNotFound, InvalidArgument, MetricNotFound, UnknownKey, WrongObject
+from tests.support.tiny import Plain, SizedStream, Stream, make_plain, plain_data
+
+STEPS = {"eval_strategy": "steps", "save_strategy": "steps"}
+
+
+class Returns(nn.Module):
+    def __init__(self, make_output):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.make_output = make_output
+
+    def forward(self, x, labels=None):
+        return self.make_output(self.layer(x))
+
+
+ROWS = [{"pixels": [1.0] * 8, "category": 1}] * 8
+METRICS = {
+    "kind": MetricNotFound,
+    "eval_dataset": plain_data(),
+    "compute_metrics": lambda prediction: {"accuracy": 1.0},
+    "settings": {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "acuracy"},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_dataset": None}, "needs a train_dataset"),
+        ({"settings": {"eval_strategy": "steps"}}, "eval_strategy='steps' needs an eval_dataset"),
+        ({"train_dataset": SizedStream(0)}, "training data has no batches"),
+        ({"train_dataset": Stream(10), "settings": {"max_steps": -1}}, "max_steps must be set"),
+        ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
+        (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
+        ({**METRICS, "compute_metrics": None}, "metric_for_best_model='acuracy': without compute_metrics"),
+        (
+            {"settings": {"torch_compile_backend": "inductr"}},
+            "'inductr' is not a backend of torch; did you mean 'inductor'",
+        ),
+        ({"train_dataset": TensorDataset(torch.zeros(8, 8))}, "A sample is a tuple, .* data_collator=lambda samples"),
+        ({"train_dataset": DataLoader(plain_data())}, "is a DataLoader: pass its dataset, with its collate_fn"),
+        (
+            {"train_dataset": LightningDataModule(), "settings": {"max_steps": -1}},
+            "for a LightningDataModule, pass its datasets",
+        ),
+        (
+            {"train_dataset": LightningDataModule()},
+            "is a LightningDataModule: .*; for a LightningDataModule, pass its data",
+        ),
+        (
+            {"train_dataset": [{"text": "a", "labels": 0}]},
+            "has no 'x', which Plain.forward needs; the samples have tex",
+        ),
+        ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
+        ({"train_dataset": ROWS}, r"have pixels, category; the model accepts label.*, x\."),
+        *(
+            ({"model": Returns(make_output)}, message)
+            for make_output, message in [
+                (lambda logits: {"logits": logits}, "returned no loss, only logits, from the inputs x, labels"),
+                (lambda logits: logits, "returned no loss, a Tensor"),
+                (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\)"),
+                (lambda logits: {"loss": None}, "is NoneType"),
+                (lambda logits: logits.sum(), "returned no loss, a Tensor"),
+            ]
+        ),
+    ],
+)
+def test_training(make_args, given, message):
+    given = {"model": make_plain(), "train_dataset": plain_data(), **given}
+    settings, kind = given.pop("settings", {}), given.pop("kind", InvalidArgument)
+    with pytest.raises(kind, match=message) as caught:
+        Trainer(args=make_args(**settings), **given).train()
+    assert not str(caught.value).startswith("'")  # as a KeyError's message does
+
+
+def test_no_column_of_a_dataset_is_left(make_args):
+    dataset = pytest.importorskip("datasets").Dataset.from_list(ROWS)
+    with pytest.raises(InvalidArgument, match="has category, pixels; the model accepts x, labels"):
+        Trainer(make_plain(), make_args(), train_dataset=dataset).train()
+
+
+def test_columns_of_an_evaluation_do_not_explain_training(make_args):
+    others = [{**sample, "extra": 1} for sample in plain_data(8)]
+    samples = [{"x": sample["x"]} for sample in others]
+    trainer = Trainer(make_plain(), make_args(), train_dataset=samples, eval_dataset=others)
+    with pytest.raises(InvalidArgument, match="returned no loss") as caught:
+        trainer.train()
+    assert not any("extra" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("checkpoint-2/model.safetensors", r"Did you mean '.*checkpoint-2'\?"),
+        ("checkpoint-5", "There are checkpoint-2."),
+        (2, "resume_from_checkpoint=2: pass a checkpoint-xxx folder"),
+    ],
+)
+def test_what_to_resume_from(make_args, given, message):
+    args = make_args(save_strategy="steps", save_steps=2)
+    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    path = given if isinstance(given, int) else f"{args.output_dir}/{given}"
+    with pytest.raises(CheckpointNotFound, match=message):
+        Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=path)
+
+
+def test_labels_that_are_texts(make_args, caplog):
+    samples = [{**sample, "labels": "cat"} for sample in plain_data(8)]
+    with pytest.raises(InvalidArgument, match="returned no loss"):
+        Trainer(make_plain(), make_args(), train_dataset=samples).train()
+    assert "'labels' is dropped: its values are texts, such as 'cat'" in caplog.text
+
+
+def test_labels_that_a_model_does_not_take(make_args):
+    class Unlabelled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    args = make_args(remove_unused_columns=False)
+    with pytest.raises(UnknownKey, match="add a parameter labels=None to forward, and return the loss"):
+        Trainer(Unlabelled(), args, train_dataset=plain_data()).train()
+
+
+def test_stream_that_ends_at_once_stops_training(make_args, caplog):
+    assert Trainer(make_plain(), make_args(), train_dataset=Stream(0)).train().global_step == 0
+    assert "yielded no batch" in caplog.text
+
+
+def test_resume_without_checkpoint(make_args, tmp_path):
+    trainer = Trainer(make_plain(), make_args(), train_dataset=plain_data())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half" / "checkpoint-5").mkdir(parents=True)
+    (tmp_path / "half" / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    for path, message in [
+        (True, "no intact checkpoint-xxx folder"),
+        ("", "the folder does not exist"),
+        ("True", "the folder does not exist.*auto on a command line"),
+        (str(tmp_path / "absent"), "the folder does not exist"),
+        (str(tmp_path / "empty"), "it lacks trainer_state.json"),
+        (str(tmp_path / "half"), "it lacks trainer_state.json"),
+        (str(tmp_path / "half" / "checkpoint-5"), "trainer_state.json does not contain a state"),
+    ]:
+        with pytest.raises(CheckpointNotFound, match=message):
+            trainer.train(resume_from_checkpoint=path)
+    assert trainer.state.global_step == 0
+    assert trainer.lightning_trainer is None
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_errors_of_a_model_pass_through(make_args, kind):
+    """After KeyboardInterrupt, Lightning alone would exit the process, and leave Ctrl-C ignored."""
+
+    class Fails(Plain):
+        def forward(self, x, labels=None):
+            raise kind("my own bug")
+
+    before = signal.getsignal(signal.SIGINT)
+    trainer = Trainer(Fails(), make_args(), train_dataset=plain_data(), eval_dataset=plain_data())
+    for call in (trainer.train, trainer.evaluate, lambda: trainer.predict(plain_data())):
+        with pytest.raises(kind, match="my own bug"):
+            call()
+        assert signal.getsignal(signal.SIGINT) is before
+    assert not trainer.is_in_train
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(3).numpy(), [1.0, 2.0], "high", None])
+def test_a_best_metric_that_is_no_number(make_args, value):
+    args = make_args(**STEPS, eval_steps=1, save_steps=1, metric_for_best_model="score")
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data(8)}
+    with pytest.raises(WrongObject, match=r"metric_for_best_model='score': 'eval_score' is .* must return one number"):
+        Trainer(make_plain(), args, compute_metrics=lambda _: {"score": value}, **data).train()
+
+
+@pytest.mark.parametrize("value", [torch.ones(1), torch.ones(1).numpy(), torch.tensor(1.0), 1])
+def test_a_best_metric_of_one_element(make_args, value):
+    class Own(Trainer):
+        def evaluate(self, *_, **__):
+            return {"eval_score": value}
+
+    args = make_args(**STEPS, eval_steps=1, save_steps=1, metric_for_best_model="score")
+    trainer = Own(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(8))
+    trainer.train()
+    assert trainer.state.best_metric == 1.0
+
+
+@pytest.mark.parametrize(("given", "is_told"), [((), True), ((False,), False), ((None,), True)])
+def test_resume_from_checkpoint_is_for_the_script(make_args, caplog, given, is_told):
+    args = make_args(resume_from_checkpoint=f"checkpoint-{len(given)}-{is_told}")
+    Trainer(make_plain(), args, train_dataset=plain_data()).train(*given)
+    told = "To resume, call train(resume_from_checkpoint=args.resume_from_checkpoint)" in caplog.text
+    assert told is is_told
+
+
+def test_stale_samples_are_not_named(make_args):
+    class Fails(torch.utils.data.Sampler):
+        def __iter__(self):
+            yield from range(8)
+            raise LookupError
+
+    class OwnSampler(Trainer):
+        def _get_train_sampler(self, *_):
+            return Fails()
+
+    with pytest.raises(LookupError) as caught:
+        OwnSampler(make_plain(), make_args(max_steps=9), train_dataset=plain_data()).train()
+    assert not any("samples" in note for note in caught.value.__notes__)
