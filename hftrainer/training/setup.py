@@ -158,7 +158,7 @@ class TrainerSetup(Component):
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
                 run_folder = functools.partial(_run_dir, self.trainer, self.run)
-                new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder())
+                new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder)
         if adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
