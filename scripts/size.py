@@ -6,11 +6,10 @@ import tokenize
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"lines of code": 27_980, "modules": 191, "packages": 26, "lines of tests": 40_600}
-LONGEST, LONGER = (
-    500,
-    {"hftrainer/trainer.py": 1_200, "hftrainer/arguments/fields.py": 550},
-)  # lines of a file; files that may have more
+LIMITS = {"lines of code": 28_100, "modules": 191, "packages": 26, "lines of tests": 40_600}
+#: Lines of a file, and the limits of those that may have more.
+LONGEST = 500
+LONGER = {"hftrainer/trainer.py": 1_200}
 LAYOUT = {getattr(tokenize, name) for name in ("ENCODING", "COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 

@@ -83,10 +83,6 @@ def _closure_arguments(kind: Any) -> tuple[None, ...]:
     return (None,) * len(required)
 
 
-class FullPrecision(PlainPrecision):
-    """Float32 throughout."""
-
-
 class _ForwardPrecision(PlainPrecision):
     """Wraps only the `forward` of the user's model, until `teardown`.
 
@@ -174,7 +170,7 @@ def _to_float32(output: Any) -> Any:
 def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -> Precision:
     """The precision plugin for the plan. The Trainer owns the scaler, so it survives the run."""
     if plan.precision == "32-true":
-        return FullPrecision()
+        return PlainPrecision()
     if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":
         return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)
     return ForwardInType(plan.precision)

@@ -16,7 +16,7 @@ from torch import distributed
 from torch.overrides import TorchFunctionMode
 
 from hftrainer.parallel.plan import LightningPlan
-from hftrainer_lightning.precision import ForwardAutocast, FullPrecision, PlainPrecision
+from hftrainer_lightning.precision import ForwardAutocast, PlainPrecision
 from hftrainer_lightning.private_api.trainer import LaunchedXLA, PrecisionFromPlan
 from hftrainer_lightning.strategies import KeepDeviceStrategy
 from hftrainer_xla import devices as xla
@@ -64,10 +64,6 @@ class _ReplicaPrecision(PlainPrecision):
         """Average the gradients, which are complete by now."""
         if self.reduce is not None:
             self.reduce(optimizer)
-
-
-class XLAFullPrecision(_ReplicaPrecision, FullPrecision):
-    """Float32 throughout."""
 
 
 class XLAForwardAutocast(_ReplicaPrecision, ForwardAutocast):
@@ -226,7 +222,7 @@ def build(plan: LightningPlan, *, shards: bool) -> Strategy:
     Gradients of replicas are averaged once per step, without DDP, those of shards in the backward pass.
     """
     is_mixed = plan.precision == "bf16-mixed"
-    precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if is_mixed else XLAFullPrecision()
+    precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if is_mixed else _ReplicaPrecision()
     if shards:
         return XLAFSDPStrategy(plan, precision)
     return XlaReplicas(plan, precision) if plan.processes.several else SingleXla(precision)

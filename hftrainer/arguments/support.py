@@ -8,7 +8,7 @@ import difflib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -133,23 +133,7 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
 
 def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
     """Warnings for settings without effect: overridden by `lightning_config` or an argument, or unused."""
-    args, config, warnings = resolved.args, resolved.lightning_config, []
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-    # transformers decides the same.
-    if steps.isdecimal() and int(steps) != args.gradient_accumulation_steps:
-        warnings.append(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} overrides the launcher's "
-            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
-        )
-    if unknown_variables := find_unknown_variables():
-        warnings.append(
-            f"{' and '.join(unknown_variables)} will have no effect: no known release of accelerate reads it."
-        )
-    gpus = 1 if "devices" in config else visible_device_count(resolved.device) or 1
-    if gpus > resolved.rank_info.world_size == 1 and not can_rerun_script():
-        warnings.append(
-            f"Only one of {gpus} GPUs is used: run a script or use a launcher to start one process per GPU."
-        )
+    args, config, warnings = resolved.args, resolved.lightning_config, [*_launcher_warnings(resolved)]
     if resolved.deepspeed is not None:
         warnings += resolved.deepspeed.notes
     if "tpu_metrics_debug" in (args.debug or ()) and resolved.device.type != "xla":
@@ -160,18 +144,38 @@ def find_unused_settings(resolved: ResolvedArguments) -> list[str]:
         warnings.append("fsdp_config has no effect without fsdp=True.")
     if args.fsdp and (ddp_names := [f"ddp_{name}" for name in _DDP if getattr(args, f"ddp_{name}", None) is not None]):
         warnings.append(f"{' and '.join(ddp_names)} have no effect with fsdp, which does not use DDP.")
-    # A subclass may have similar names of its own.
-    attributes = vars(args) if type(args).__module__.startswith("hftrainer.") else {}
-    for name in sorted(attributes.keys() - args.__dataclass_fields__.keys() - legacy.HIDDEN_FIELDS.keys()):
-        match = difflib.get_close_matches(name, args.__dataclass_fields__, 1, 0.9)
-        if match and name[0] != "_" and match[0] not in name:
-            warnings.append(f"args.{name} is no argument, and has no effect; did you mean args.{match[0]}?")
-    return warnings + [
+    return [*warnings, *_misspelt_attributes(args)] + [
         f"lightning_config[{name!r}]={config[name]!r} overrides {argument}={getattr(args, argument)!r}."
         for name, arguments in _OVERRIDDEN_ARGUMENTS.items()
         for argument in arguments
         if name in config and getattr(args, argument)
     ]
+
+
+def _launcher_warnings(resolved: ResolvedArguments) -> Iterator[str]:
+    """Warnings for the launcher's variables without effect, and for GPUs without a process."""
+    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    # transformers decides the same.
+    if steps.isdecimal() and int(steps) != resolved.args.gradient_accumulation_steps:
+        yield (
+            f"gradient_accumulation_steps={resolved.args.gradient_accumulation_steps} overrides the launcher's "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS={steps}."
+        )
+    if names := find_unknown_variables():
+        yield f"{' and '.join(names)} will have no effect: no known release of accelerate reads it."
+    gpus = 1 if "devices" in resolved.lightning_config else visible_device_count(resolved.device) or 1
+    if gpus > resolved.rank_info.world_size == 1 and not can_rerun_script():
+        yield f"Only one of {gpus} GPUs is used: run a script or use a launcher to start one process per GPU."
+
+
+def _misspelt_attributes(args: BaseArguments) -> Iterator[str]:
+    """A warning for each attribute with nearly the name of an argument."""
+    # A subclass may have similar names of its own.
+    attributes = vars(args) if type(args).__module__.startswith("hftrainer.") else {}
+    for name in sorted(attributes.keys() - args.__dataclass_fields__.keys() - legacy.HIDDEN_FIELDS.keys()):
+        match = difflib.get_close_matches(name, args.__dataclass_fields__, 1, 0.9)
+        if match and name[0] != "_" and match[0] not in name:
+            yield f"args.{name} is no argument, and has no effect; did you mean args.{match[0]}?"
 
 
 # ---- lightning_config -----------------------------------------------------------------------------------------------

@@ -62,20 +62,11 @@ def normalize(args: BaseArguments) -> None:
     if errors:
         raise InvalidArgument("\n".join([*errors, *check_ranges(args)]))
     args.param_groups = param_groups.read_entries(args.param_groups)
-    if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
-        raise InvalidArgument(f"output_dir={args.output_dir!r}: use the path of a folder.")
-    args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
-    separate_storage(args)
-    # push_to_hub_organization alone sets 'organization/': add the folder's name.
-    if args.hub_model_id and args.hub_model_id.endswith("/"):
-        args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
+    _normalize_output_dir(args)
     if args.disable_tqdm is None:
         args.disable_tqdm = logging.getLogger("hftrainer").getEffectiveLevel() > logging.WARNING
     args.include_num_input_tokens_seen = token_counting_mode(args.include_num_input_tokens_seen)
-    if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
-        args.torch_compile = True
-    if args.torch_compile and args.torch_compile_backend is None:
-        args.torch_compile_backend = "inductor"
+    _normalize_compilation(args)
     choose_start_method(args)
     args.debug = _debug_options(args.debug)
     args.report_to = _as_list(args.report_to)
@@ -83,6 +74,34 @@ def normalize(args: BaseArguments) -> None:
     # A command line passes text.
     if isinstance(args.metrics_port, str) and args.metrics_port.isdecimal():
         args.metrics_port = int(args.metrics_port)
+    _fill_dependent_defaults(args)
+    args.accelerator_config = as_accelerator_config(args.accelerator_config)
+    set_accumulation_steps(ResolvedArguments(args))
+    for name in ("logging_steps", "eval_steps", "save_steps"):
+        value = getattr(args, name)
+        if isinstance(value, float) and 1 < value < math.inf and value == int(value):
+            setattr(args, name, int(value))
+
+
+def _normalize_output_dir(args: BaseArguments) -> None:
+    if not isinstance(args.output_dir, (str, os.PathLike, type(None))):
+        raise InvalidArgument(f"output_dir={args.output_dir!r}: use the path of a folder.")
+    args.output_dir = os.path.expanduser(args.output_dir if args.output_dir is not None else "trainer_output")
+    separate_storage(args)
+    # push_to_hub_organization alone sets 'organization/': add the folder's name.
+    if args.hub_model_id and args.hub_model_id.endswith("/"):
+        args.hub_model_id += os.path.basename(os.path.normpath(args.output_dir))
+
+
+def _normalize_compilation(args: BaseArguments) -> None:
+    if (args.torch_compile_backend or args.torch_compile_mode) and not args.torch_compile:
+        args.torch_compile = True
+    if args.torch_compile and args.torch_compile_backend is None:
+        args.torch_compile_backend = "inductor"
+
+
+def _fill_dependent_defaults(args: BaseArguments) -> None:
+    """Fill in old names, and the defaults that depend on other fields."""
     for old, new in ALIASES.items():
         if getattr(args, new) is None:
             setattr(args, new, getattr(args, old))
@@ -95,12 +114,6 @@ def normalize(args: BaseArguments) -> None:
         args.eval_steps = args.logging_steps
         logger.info("eval_steps is not set: using logging_steps=%s.", args.logging_steps)
     _choose_best_metric(args)
-    args.accelerator_config = as_accelerator_config(args.accelerator_config)
-    set_accumulation_steps(ResolvedArguments(args))
-    for name in ("logging_steps", "eval_steps", "save_steps"):
-        value = getattr(args, name)
-        if isinstance(value, float) and 1 < value < math.inf and value == int(value):
-            setattr(args, name, int(value))
 
 
 def choose_start_method(args: BaseArguments) -> None:
@@ -358,14 +371,12 @@ def _check_best_model(args: BaseArguments) -> Iterator[str]:
         return
     if args.eval_strategy != args.save_strategy:
         evaluation, saving = as_text(args.eval_strategy), as_text(args.save_strategy)
+        same = (
+            f"eval_strategy={saving!r}" if evaluation == "no" else "both to the same value, or use save_strategy='best'"
+        )
         yield (
             f"load_best_model_at_end needs each checkpoint evaluated, but eval_strategy={evaluation!r} and "
-            f"save_strategy={saving!r} differ: "
-            + (
-                f"set eval_strategy={saving!r}."
-                if evaluation == "no"
-                else "set both to the same value, or use save_strategy='best'."
-            )
+            f"save_strategy={saving!r} differ: set {same}."
         )
     elif args.eval_strategy == IntervalStrategy.STEPS and args.eval_steps and not _is_multiple(args):
         yield (

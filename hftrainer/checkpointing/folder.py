@@ -11,12 +11,12 @@ and then `trainer_state.json` are last, since a folder without `trainer_state.js
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
 import shutil
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names
@@ -55,7 +55,7 @@ def _is_weights_file(name: str) -> bool:
     return _WEIGHTS.search(Path(name).name) is not None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Inspection:
     """How a checkpoint differs from its manifest, and why a run cannot resume from it.
 
@@ -145,24 +145,31 @@ class CheckpointFolder:
         manifest = read_manifest(self.path)
         if manifest is None:
             return Inspection(self.path, fault=self._visible_damage())
+        comparison = self._compare(manifest, contents, only_weights)
+        return dataclasses.replace(comparison, fault=self._find_fault(comparison))
+
+    def _compare(self, manifest: Mapping[str, Entry], contents: bool, only_weights: bool) -> Inspection:
+        """How the folder differs from its manifest, without a fault."""
         is_selected = _is_weights_file if only_weights else bool
-        entries = {name: entry for name, entry in manifest.items() if is_selected(name)}
+        entries = [name for name in manifest if is_selected(name)]
         files = {name: self.path / name for name in list_files(self.path) if is_selected(name)}
-        added = [name for name in files if name not in entries]
-        removed = [name for name in entries if name not in files]
+        added = tuple(name for name in files if name not in manifest)
+        removed = tuple(name for name in entries if name not in files)
         common = [name for name in entries if name in files]
-        resized = [name for name in common if files[name].stat().st_size != entries[name].size]
-        altered: list[str] = []
-        if contents:
-            same_size = (name for name in common if name not in resized)
-            altered = [name for name in same_size if crc32_of_file(files[name]) != entries[name].crc32]
-        text = [name for name in resized if not name.endswith(_PARTS_SUFFIXES)]
-        inputs = [files[name] for name in (*text, *added) if name in text or _RESUME_FILES.search(files[name].name)]
-        fault = next((f"{path} {reason}" for path in inputs if (reason := unreadable_reason(path)) is not None), None)
+        resized = tuple(name for name in common if files[name].stat().st_size != manifest[name].size)
+        same_size = (name for name in common if contents and name not in resized)
+        altered = tuple(name for name in same_size if crc32_of_file(files[name]) != manifest[name].crc32)
+        return Inspection(self.path, added, removed, resized, altered)
+
+    def _find_fault(self, found: Inspection) -> str | None:
+        """Why a run cannot resume from the changed folder."""
+        inputs = [name for name in found.resized if not name.endswith(_PARTS_SUFFIXES)]
+        inputs += [name for name in found.added if _RESUME_FILES.search(Path(name).name)]
+        for path in (self.path / name for name in inputs):
+            if (reason := unreadable_reason(path)) is not None:
+                return f"{path} {reason}"
         # The next checks rely on indices, which must not be altered.
-        if fault is None and not altered:
-            fault = self._missing_weights(removed) or self._damaged_part(removed, resized, {*common} - {*resized})
-        return Inspection(self.path, tuple(added), tuple(removed), tuple(resized), tuple(altered), fault)
+        return None if found.altered else self._missing_weights(found.removed) or self._damaged_part(found)
 
     def _visible_damage(self) -> str | None:
         """The damage that is visible without a manifest; None without damage."""
@@ -172,10 +179,8 @@ class CheckpointFolder:
                 return f"{path} {reason}"
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
-        holds_weights = has_deepspeed_parts(str(self.path)) or any(
-            _WEIGHTS_FILE.search(Path(name).name) for name in file_names
-        )
-        return None if holds_weights else f"{self.path} holds no weights"
+        holds_weights_file = any(_WEIGHTS_FILE.search(Path(name).name) for name in file_names)
+        return None if holds_weights_file or has_deepspeed_parts(str(self.path)) else f"{self.path} holds no weights"
 
     def _missing_weights(self, removed: Iterable[str]) -> str | None:
         """Which weights are missing without a replacement. Other formats of a subclass are unknown here."""
@@ -185,12 +190,13 @@ class CheckpointFolder:
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
 
-    def _damaged_part(self, removed: list[str], resized: list[str], unchanged: Container[str]) -> str | None:
+    def _damaged_part(self, found: Inspection) -> str | None:
         """Which part is missing or resized, although its list of parts is unchanged."""
-        for name in (*removed, *resized):
-            is_listed = Path(name).with_name(names.LIST_OF_PARTS).as_posix() in unchanged
+        for name in (*found.removed, *found.resized):
+            is_removed, parts = name in found.removed, Path(name).with_name(names.LIST_OF_PARTS)
+            is_listed = (self.path / parts).is_file() and parts.as_posix() not in (*found.added, *found.resized)
             if name.endswith(names.PART_SUFFIX) and is_listed:
-                return f"{self.path / name} {'is missing' if name in removed else 'has another size than when written'}"
+                return f"{self.path / name} {'is missing' if is_removed else 'has another size than when written'}"
         return None
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -44,11 +45,7 @@ def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
         )
         if not (is_named and is_plain):
             return state
-    if is_named:
-        saved_names = [group["param_names"] for group in saved_groups]
-    else:
-        all_names = iter(getattr(optimizer, NAMES_WITHOUT_GROUPS))
-        saved_names = [list(itertools.islice(all_names, len(group["params"]))) for group in saved_groups]
+    saved_names = _saved_names(saved_groups, optimizer, is_named)
     new_names = [[names_by_id[id(parameter)] for parameter in group["params"]] for group in new_groups]
     if is_named and saved_names == new_names:
         return state
@@ -65,14 +62,25 @@ def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
         for number, name in enumerate(order)
         if name in saved and saved[name][0] in state["state"]
     }
-    groups: list[dict[str, Any]] = []
+    return {**state, "state": states, "param_groups": list(_regroup(saved, new_names, new_groups, saved_groups[0]))}
+
+
+def _saved_names(groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, is_named: bool) -> list[list[str]]:
+    """The names of the parameters in each saved group."""
+    if is_named:
+        return [group["param_names"] for group in groups]
+    all_names = iter(getattr(optimizer, NAMES_WITHOUT_GROUPS))
+    return [list(itertools.islice(all_names, len(group["params"]))) for group in groups]
+
+
+def _regroup(saved: dict[str, Any], new_names: list[list[str]], groups: Any, default: Any) -> Iterator[dict[str, Any]]:
+    """The new groups, each with the settings of the saved group that held its parameters, or else of the default."""
     numbers = itertools.count()
-    for names, group in zip(new_names, new_groups, strict=True):
-        source = next((saved[name][1] for name in names if name in saved), saved_groups[0])
+    for names, group in zip(new_names, groups, strict=True):
+        source = next((saved[name][1] for name in names if name in saved), default)
         settings = {key: value for key, value in source.items() if key not in _NAME_KEYS}
         name_settings = {key: group[key] for key in _NAME_KEYS if key in group}
-        groups.append({**settings, **name_settings, "params": list(itertools.islice(numbers, len(names)))})
-    return {**state, "state": states, "param_groups": groups}
+        yield {**settings, **name_settings, "params": list(itertools.islice(numbers, len(names)))}
 
 
 def apply_settings(

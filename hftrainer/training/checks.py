@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import os
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.utils.data import IterableDataset
 
-from hftrainer.errors import InvalidArgument, WrongObject
+from hftrainer.arguments.choices import as_text
+from hftrainer.arguments.field import changed_arguments
+from hftrainer.compat.overrides import has_length
+from hftrainer.data.mixture import MixtureDataset, MixtureStream
+from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
 from hftrainer.parallel.processes import Processes
+from hftrainer.training.loader_factory import check_dataset
 from hftrainer.training_args import TrainingArguments
 from hftrainer.training_args_seq2seq import Seq2SeqTrainingArguments
+
+if TYPE_CHECKING:
+    from hftrainer.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 #: Arguments that may differ between ranks. All others must be equal, or ranks would train different models.
 PER_RANK = frozenset(
@@ -77,6 +89,83 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
 
 def _full_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
+def check_optimizer(trainer: Trainer) -> None:
+    """Check that only one argument sets the optimizer."""
+    args = trainer.args
+    objects = {"optimizers": trainer.optimizer, "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs}
+    optim, default = as_text(args.optim), TrainingArguments.__dataclass_fields__["optim"].default
+    for name, value in objects.items():
+        if value is not None and optim not in (default, "adamw_torch"):
+            raise InvalidArgument(f"optim={optim!r} and {name} both set the optimizer: use only one of them.")
+    if trainer.optimizer is not None:
+        _warn_of_ignored_arguments(args, trainer.optimizer)
+    if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
+        raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
+    if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
+        raise InvalidSetup(
+            "optimizers would hold the parameters of a model that model_init replaces: pass "
+            "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
+        )
+
+
+def check_memmap(args: TrainingArguments) -> None:
+    """Check `eval_memmap_dir`, the folder for memory-mapped predictions."""
+    folder = args.eval_memmap_dir
+    if folder is not None and not os.path.isdir(folder):
+        raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
+    if folder is not None and not args.eval_do_concat_batches:
+        raise InvalidArgument(
+            "eval_memmap_dir writes one file for all batches, but eval_do_concat_batches=False needs one per "
+            "batch: use only one of them."
+        )
+
+
+def check_data(trainer: Trainer) -> None:
+    """Check that the length of the run can be computed, and log which arguments have no effect."""
+    args = trainer.args
+    if args.max_steps > 0 and args.num_train_epochs > 0:
+        logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
+    is_mixture = isinstance(trainer.train_dataset, (MixtureDataset, MixtureStream))
+    has_weights = args.mixture_weights is not None or args.mixture_temperature != 1
+    if has_weights and trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
+        raise InvalidArgument(
+            "mixture_weights and mixture_temperature need several sources: pass train_dataset={'code': ..., "
+            "'chat': ...}, or set mixture_column to the column that names the source of each sample."
+        )
+    if isinstance(trainer.train_dataset, IterableDataset):
+        logger.log(
+            logging.INFO if args.train_sampling_strategy == "random" else logging.WARNING,
+            "train_sampling_strategy=%r has no effect: train_dataset is iterable and has its own order.",
+            str(args.train_sampling_strategy),
+        )
+    if not callable(trainer.data_collator):
+        raise InvalidArgument(
+            f"data_collator must be callable, got {type(trainer.data_collator).__name__}. It is Trainer's third "
+            "argument: pass datasets by name, as train_dataset=... and eval_dataset=..."
+        )
+    if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
+        name = trainer.data_collator.__name__
+        raise InvalidArgument(f"data_collator is the class {name}: pass an instance, {name}(...).")
+    if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
+        check_dataset(trainer.train_dataset, "training")
+        raise InvalidArgument(
+            "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
+            "computed from num_train_epochs."
+        )
+
+
+def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:
+    """Warn about optimizer arguments that differ from the settings of the script's optimizer."""
+    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
+        value = changed_arguments(args, [name]).get(name)
+        groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]
+        optimizer_values = {float(group.get(f"initial_{key}", group[key])) for group in groups}
+        if value is not None and value not in optimizer_values:
+            logger.warning(
+                "%s=%s has no effect: the optimizer passed in optimizers has %s.", name, value, sorted(optimizer_values)
+            )
 
 
 def check_consistency(args: Any, processes: Processes) -> None:

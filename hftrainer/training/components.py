@@ -6,6 +6,7 @@ looked up on the Trainer, but on this object or on one of its parts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -102,7 +103,6 @@ class Components:
     arguments_before_search: dict[str, Any] | None = None
     needs_rebuild: bool = False
     lightning_callbacks: list[Any] = field(default_factory=list)
-    _log_folder: Any = None
 
     def __post_init__(self) -> None:
         self.setup = setup.TrainerSetup(self)
@@ -178,8 +178,7 @@ class Components:
         if is_requested and self.trainer.is_world_process_zero():
             load("xla", "devices").print_metrics()
 
-    def log_folder(self) -> Any:
+    @functools.cached_property
+    def log_folder(self) -> LogFolder:
         """The folder where trackers write files; the same for all trackers of this Trainer."""
-        if self._log_folder is None:
-            self._log_folder = LogFolder(self.trainer.args)
-        return self._log_folder
+        return LogFolder(self.trainer.args)

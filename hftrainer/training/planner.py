@@ -108,7 +108,7 @@ class Planner(Component):
             schedule: the lengths of the run.
             position: finished epochs, and finished micro-batches of the next; None for a new run.
         """
-        tokens = self.trainer.args.tokens_per_batch
+        args, tokens, steps = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.max_steps
         size_label = "Batch size of a device" if tokens is None else "Most tokens in a batch of a device"
         sizes = {
             "Number of examples": schedule.num_examples,
@@ -117,33 +117,39 @@ class Planner(Component):
             size_label: tokens or self.run.train_batch_size,
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
             "Gradient accumulation steps": self.components.engine.accumulation_at(0),
-            "Optimizer steps": schedule.max_steps,
+            "Optimizer steps": steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
         # Scripts search for the words "Running training" of transformers.
         log_facts(logger, "Running training begins.", sizes)
-        if self.trainer.args.num_train_epochs < 0 and self.trainer.args.max_steps <= 0:
-            logger.warning("num_train_epochs=%s trains no step.", self.trainer.args.num_train_epochs)
+        if args.num_train_epochs < 0 and args.max_steps <= 0:
+            logger.warning("num_train_epochs=%s trains no step.", args.num_train_epochs)
         if position is not None:
-            epochs, micro_batches = position
-            facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
-            if not self.trainer.args.ignore_data_skip:
-                facts["Batches of the next epoch that are skipped"] = micro_batches
-            log_facts(logger, f"Training resumes from {self.run.resumed_from}.", facts)
-            if self.trainer.is_world_process_zero():
-                num_train_epochs = self.trainer.args.num_train_epochs if self.trainer.args.max_steps <= 0 else 0
-                tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, num_train_epochs))
-        args, steps = self.trainer.args, schedule.max_steps
+            self._log_resume(position)
         # In a search, each trial would repeat it.
         if self.trainer.is_world_process_zero() and self.trainer.state.global_step < steps and self.run.trial is None:
-            batch = (
-                f"{schedule.total_train_batch_size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
-            )
-            parameters = f"{sizes['Trainable parameters']:,} parameters on {args.world_size} x {args.device.type}"
-            tell(f"Training {parameters}: {steps:,} steps of {batch}.")
-        if self.trainer.args.device.type != "xla" or self.trainer.args.dataloader_drop_last:
-            return
+            self._tell_start(schedule, sizes["Trainable parameters"])
         # XLA compiles the step for each shape of a batch, which takes minutes for a large model.
+        if args.device.type == "xla" and not args.dataloader_drop_last:
+            self._warn_about_ragged_batches(schedule)
+
+    def _log_resume(self, position: tuple[int, int]) -> None:
+        args, (epochs, micro_batches) = self.trainer.args, position
+        facts = {"Optimizer steps done": self.trainer.state.global_step, "Epochs done": epochs}
+        if not args.ignore_data_skip:
+            facts["Batches of the next epoch that are skipped"] = micro_batches
+        log_facts(logger, f"Training resumes from {self.run.resumed_from}.", facts)
+        if self.trainer.is_world_process_zero():
+            num_train_epochs = args.num_train_epochs if args.max_steps <= 0 else 0
+            tell(summary.make_resume_message(str(self.run.resumed_from), self.trainer.state, num_train_epochs))
+
+    def _tell_start(self, schedule: TrainingSchedule, parameters: int) -> None:
+        args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.total_train_batch_size
+        batch = f"{size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
+        devices = f"{args.world_size} x {args.device.type}"
+        tell(f"Training {parameters:,} parameters on {devices}: {schedule.max_steps:,} steps of {batch}.")
+
+    def _warn_about_ragged_batches(self, schedule: TrainingSchedule) -> None:
         batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_world_size
         if has_length(self.trainer.train_dataset) and schedule.num_examples % batch:
             logger.warning(

@@ -8,12 +8,9 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import IterableDataset
-
 from hftrainer.arguments import legacy
 from hftrainer.arguments.accelerate import copy_accelerator_settings
 from hftrainer.arguments.choices import as_text
-from hftrainer.arguments.field import changed_arguments
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, find_unused_settings, make_plan
@@ -36,10 +33,9 @@ from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import check_lightning_methods, has_length, is_overridden, recorded, refuse_rewritten
+from hftrainer.compat.overrides import check_lightning_methods, is_overridden, recorded, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
-from hftrainer.data.mixture import MixtureDataset, MixtureStream
-from hftrainer.errors import InvalidArgument, InvalidSetup, NotAFolder, UnsupportedArgument, WrongObject
+from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
@@ -50,9 +46,8 @@ from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
 from hftrainer.training.accelerator import EngineAccelerator
-from hftrainer.training.checks import check_consistency
+from hftrainer.training.checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.training.component import Component
-from hftrainer.training.loader_factory import check_dataset
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
@@ -158,7 +153,7 @@ class TrainerSetup(Component):
             new_callback = handler.callbacks[-1]
             if isinstance(new_callback, ReportingCallback):
                 run_folder = functools.partial(_run_dir, self.trainer, self.run)
-                new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder())
+                new_callback.attach(self.trainer.save_model, run_folder, self.components.log_folder)
         if lightning_adapter().has_progress_bar(lightning_callbacks) and handler.remove_progress_bars():
             logger.warning(
                 "Lightning's progress bar replaces the Trainer's. The log lines are in "
@@ -309,81 +304,10 @@ class TrainerSetup(Component):
                 f"eval_strategy={as_text(args.eval_strategy)!r} needs an eval_dataset: pass one, or set "
                 "eval_strategy='no'."
             )
-        self._check_optimizer()
+        check_optimizer(self.trainer)
         as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
-        self._check_memmap()
-        self._check_data()
-
-    def _check_optimizer(self) -> None:
-        """Check that only one argument sets the optimizer."""
-        trainer = self.trainer
-        args = trainer.args
-        optimizer_arguments = {
-            "optimizers": trainer.optimizer,
-            "optimizer_cls_and_kwargs": trainer.optimizer_cls_and_kwargs,
-        }
-        default = TrainingArguments.__dataclass_fields__["optim"].default
-        for name, value in optimizer_arguments.items():
-            if value is not None and as_text(args.optim) not in (default, "adamw_torch"):
-                raise InvalidArgument(
-                    f"optim={as_text(args.optim)!r} and {name} both set the optimizer: use only one of them."
-                )
-        if trainer.optimizer is not None:
-            _warn_of_ignored_arguments(args, trainer.optimizer)
-        if trainer.optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
-            raise InvalidSetup("optimizers and optimizer_cls_and_kwargs both set the optimizer: pass only one.")
-        if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
-            raise InvalidSetup(
-                "optimizers would hold the parameters of a model that model_init replaces: pass "
-                "optimizer_cls_and_kwargs, or override create_optimizer_and_scheduler."
-            )
-
-    def _check_memmap(self) -> None:
-        """Check `eval_memmap_dir`, the folder for memory-mapped predictions."""
-        folder = self.trainer.args.eval_memmap_dir
-        if folder is None:
-            return
-        if not os.path.isdir(folder):
-            raise InvalidArgument(f"eval_memmap_dir={folder!r} is not a folder: create it, or use another.")
-        if not self.trainer.args.eval_do_concat_batches:
-            raise InvalidArgument(
-                "eval_memmap_dir writes one file for all batches, but eval_do_concat_batches=False needs one per "
-                "batch: use only one of them."
-            )
-
-    def _check_data(self) -> None:
-        """Check that the length of the run can be computed, and log which arguments have no effect."""
-        trainer = self.trainer
-        args = trainer.args
-        if args.max_steps > 0 and args.num_train_epochs > 0:
-            logger.info("max_steps=%d is given and overrides num_train_epochs.", args.max_steps)
-        is_mixture = isinstance(trainer.train_dataset, (MixtureDataset, MixtureStream))
-        has_weights = args.mixture_weights is not None or args.mixture_temperature != 1
-        if has_weights and trainer.train_dataset is not None and not is_mixture and args.mixture_column is None:
-            raise InvalidArgument(
-                "mixture_weights and mixture_temperature need several sources: pass train_dataset={'code': ..., "
-                "'chat': ...}, or set mixture_column to the column that names the source of each sample."
-            )
-        if isinstance(trainer.train_dataset, IterableDataset):
-            logger.log(
-                logging.INFO if args.train_sampling_strategy == "random" else logging.WARNING,
-                "train_sampling_strategy=%r has no effect: train_dataset is iterable and has its own order.",
-                str(args.train_sampling_strategy),
-            )
-        if not callable(trainer.data_collator):
-            raise InvalidArgument(
-                f"data_collator must be callable, got {type(trainer.data_collator).__name__}. It is Trainer's third "
-                "argument: pass datasets by name, as train_dataset=... and eval_dataset=..."
-            )
-        if isinstance(trainer.data_collator, type) and "__call__" in dir(trainer.data_collator):
-            name = trainer.data_collator.__name__
-            raise InvalidArgument(f"data_collator is the class {name}: pass an instance, {name}(...).")
-        if trainer.train_dataset is not None and not has_length(trainer.train_dataset) and args.max_steps <= 0:
-            check_dataset(trainer.train_dataset, "training")
-            raise InvalidArgument(
-                "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
-                "computed from num_train_epochs."
-            )
+        check_memmap(args)
+        check_data(self.trainer)
 
 
 def _is_lightning_callback(callback: Any) -> bool:
@@ -396,21 +320,6 @@ def _is_lightning_callback(callback: Any) -> bool:
         name = (callback if isinstance(callback, type) else type(callback)).__name__
         raise InvalidArgument(f"{name} is a Lightning logger, not a callback: pass it as Trainer(loggers=[...]).")
     return bool(lightning_adapter().is_lightning_callback(callback))
-
-
-def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:
-    """Warn about optimizer arguments that differ from the settings of the script's optimizer."""
-    for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
-        value = changed_arguments(args, [name]).get(name)
-        groups = [group for group in getattr(optimizer, "param_groups", ()) if key in group]
-        optimizer_values = {float(group.get(f"initial_{key}", group[key])) for group in groups}
-        if value is not None and value not in optimizer_values:
-            logger.warning(
-                "%s=%s has no effect: the optimizer passed in optimizers has %s.",
-                name,
-                value,
-                sorted(optimizer_values),
-            )
 
 
 def _run_dir(trainer: Trainer, run: Run) -> str:
