@@ -48,7 +48,8 @@ def main(words: Sequence[str] | None = None) -> None:
     Parser.writes_json = "--json" in words and words[0] != "run"
     names = [*COMMANDS, "completion", *parser._option_string_actions]
     if words[0] not in names:
-        parser.error(f"{words[0]!r} is not a command{suggest(words[0], names, ': use ' + ', '.join(COMMANDS))}")
+        hint = suggest(words[0], names, f": use {', '.join(COMMANDS)}", cutoff=0.65)
+        parser.error(f"{words[0]!r} is not a command{hint}")
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.

@@ -24,11 +24,18 @@ SYNONYMS: dict[str, str] = {
 }
 
 
-def suggest(name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The end of an error about an unknown name: the probable name, or else `otherwise`."""
+def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.7) -> str:
+    """The end of an error about an unknown name: the probable name, or else `otherwise`.
+
+    Args:
+        name: the unknown name.
+        known: the known names.
+        otherwise: the text if none of these is similar.
+        cutoff: how similar the probable name must be, from 0 to 1.
+    """
     choices, text = list(known), str(name)
     synonym = SYNONYMS.get(text)
-    matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=0.65)
+    matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=cutoff)
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 
