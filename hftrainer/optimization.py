@@ -128,7 +128,7 @@ def _inverse_sqrt(scale: int, step: int) -> float:
 def _min_lr_ratio(optimizer: Optimizer, min_lr: float | None, min_lr_rate: float | None) -> float:
     """The minimum rate as a fraction of the peak, from one of the two arguments."""
     if (min_lr is None) == (min_lr_rate is None):
-        raise InvalidArgument("lr_scheduler_kwargs: set min_lr, or min_lr_rate as a fraction of the learning rate.")
+        raise InvalidArgument("lr_scheduler_kwargs: set either min_lr or min_lr_rate, a fraction of the learning rate.")
     return min_lr / optimizer.defaults["lr"] if min_lr is not None else float(min_lr_rate)  # type: ignore[arg-type]
 
 

@@ -390,7 +390,7 @@ class Trainer(EarlierMethods):
         return self._hftrainer.steps.prepare_inputs(inputs)
 
     def _prepare_input(self, data: Any) -> Any:
-        """The data on the device; in containers, each item separately."""
+        """Move the data to the device, including the tensors in containers."""
         return self._hftrainer.steps.prepare_input(data)
 
     # ---- Optimizer and scheduler -------------------------------------------------------------------------------

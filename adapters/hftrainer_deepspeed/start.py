@@ -91,6 +91,6 @@ def _explain_error(key: str, config: dict[str, Any], error: Exception) -> Iterat
         path = ".".join(parts if parts[:1] == [key] else [key, *parts])
         prefix = f"deepspeed: {path}={reprlib.repr(detail['input'])}"
         if detail["type"] == "extra_forbidden":
-            yield f"{prefix}: DeepSpeed has no such key: {what_to_do}."
+            yield f"{prefix}: DeepSpeed has no such key: correct or remove it."
         else:
             yield f"{prefix} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {what_to_do}."

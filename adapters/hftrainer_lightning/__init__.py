@@ -48,10 +48,10 @@ def _defer_torchmetrics() -> None:
 
     def find(name: str) -> Any:
         if name in _SUBMODULES:
-            # This goes first: it and the two submodules import each other.
+            # Import this module first: it and the two submodules import each other.
             importlib.import_module("torchmetrics.utilities")
             return getattr(importlib.import_module(f"torchmetrics.{_SUBMODULES[name]}"), name)
-        # Debuggers and warnings look for other names of this kind in every module.
+        # Debuggers and the warnings module look up other dunder names in every module.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'torchmetrics' has no attribute {name!r}")
         names.pop("__getattr__", None)

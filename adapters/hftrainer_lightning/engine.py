@@ -47,7 +47,7 @@ class LightningEngine:
     """Runs a model on Lightning.
 
     Args:
-        strategy: how the processes share the model, with the plan.
+        strategy: how the processes share the model; it holds the plan.
         callbacks: the user's Lightning callbacks; the list may change between runs.
         loggers: returns the loggers when a run starts.
         receive: called with the numbers that callbacks log, if there are no loggers.
@@ -254,7 +254,7 @@ class LightningEngine:
         In the block, the model holds the weights that callbacks save instead of its own.
 
         Yields:
-            Such weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,
+            Those weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,
             which may be empty. A nested block yields the values of the outer one.
         """
         if self._saving is not None or not self.is_fitting:

@@ -106,12 +106,12 @@ class RaySearch(SearchBackend):
         if args.world_size > 1:
             raise errors.UnsupportedArgument(
                 f"backend='ray' starts a process for each trial, but a launcher has started {args.world_size}. Start "
-                "the script without a launcher, on several GPUs with lightning_config={'devices': 1}."
+                "the script without a launcher; on several GPUs, set lightning_config={'devices': 1}."
             )
         resources = kwargs.get("resources_per_trial")
         if isinstance(resources, Mapping) and resources.get("gpu", 0) > 1:
             raise errors.UnsupportedArgument(
-                f"resources_per_trial={resources}: a trial trains in one process, on one GPU or a fraction of one."
+                f"resources_per_trial={resources}: a trial uses one GPU or a fraction of one. Set gpu to at most 1."
             )
         if kwargs.get("resume"):
             _check_state(kwargs)

@@ -148,7 +148,7 @@ class TFTrainer:
     # ---- Training ----------------------------------------------------------------------------------------------
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set `self.optimizer` and `self.lr_scheduler`, unless the script passed them. Override it for your own.
+        """Set `self.optimizer` and `self.lr_scheduler`, unless the script passed them. Override it to use others.
 
         Args:
             num_training_steps: optimizer steps of the run.

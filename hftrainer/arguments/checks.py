@@ -88,11 +88,11 @@ def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterat
         subject = f"{processes} processes are" if processes > 1 else "A sharded or split model is"
         yield (
             f"{subject} not supported on Apple's GPU, a single device on which neither gloo nor nccl works. Start one "
-            "process, without fsdp and devices, and raise gradient_accumulation_steps; or set use_cpu=True."
+            "process, without fsdp or devices, and raise gradient_accumulation_steps; or set use_cpu=True."
         )
     # See https://github.com/pytorch/pytorch/pull/150255.
     if precision == "16-mixed" and torch.__version__ < "2.8":
-        yield f"fp16=True on Apple's GPU needs torch 2.8, whose GradScaler supports mps: upgrade {torch.__version__}."
+        yield f"fp16=True on Apple's GPU needs torch 2.8, with mps in GradScaler: upgrade from {torch.__version__}."
     if precision == "64-true":
         yield "lightning_config['precision']='64-true': Apple's GPU has no float64. Set use_cpu=True."
     if precision == "bf16-mixed" and not torch.backends.mps.is_macos_or_newer(14, 0):

@@ -30,7 +30,7 @@ def asks_for_deepspeed(args: BaseArguments) -> bool:
 
 
 def set_up_deepspeed(args: BaseArguments) -> Any:
-    """Set up DeepSpeed's configuration for models that are made before the Trainer, or return None."""
+    """Set up DeepSpeed's configuration for models created before the Trainer; None without DeepSpeed."""
     return load("deepspeed", "settings").set_up_deepspeed(args) if asks_for_deepspeed(args) else None
 
 

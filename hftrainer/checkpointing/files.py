@@ -216,7 +216,7 @@ def flush_to_disk(path: str | Path) -> None:
 def drop_from_cache(path: str | Path, start: int = 0, end: int = 0) -> None:
     """Drop a large file, or its bytes from `start` to `end`, from the page cache.
 
-    The file must be on the disk. A checkpoint is rarely read again, and would evict the dataset's files from the cache.
+    The file must be flushed. A checkpoint is rarely read again, and would evict the dataset's files from the cache.
     """
     if not hasattr(os, "posix_fadvise") or os.path.getsize(path) < _LARGE:
         return

@@ -89,7 +89,7 @@ class Inspection:
     @property
     def skip_reason(self) -> str | None:
         """Why automatic selection skips this checkpoint: a fault, or a change to a listed file."""
-        kinds = {"is missing": self.removed, "has another size than when it was written": self.resized}
+        kinds = {"is missing": self.removed, "has changed size since it was written": self.resized}
         change = next((f"{self.folder / files[0]} {reason}" for reason, files in kinds.items() if files), None)
         return change or self.unusable_reason
 
@@ -133,7 +133,7 @@ class CheckpointFolder:
         # The checkpoint is being deleted, or the disk fails.
         except OSError as error:
             fault = f"{error.filename or self.path} cannot be read ({error.strerror or error})"
-        # The manifest is damaged, or another file that lists files.
+        # The manifest, or another file that lists files, is damaged.
         except DamagedCheckpoint as error:
             fault = str(error).rstrip(".")
         return Inspection(self.path, fault=fault)

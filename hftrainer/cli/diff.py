@@ -56,7 +56,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether the runs do not differ."""
+        """Whether the runs are equal."""
         differences = (self.partings, self.only_in_one, self.arguments, self.versions)
         return self.steps[0] == self.steps[1] and not any(differences)
 

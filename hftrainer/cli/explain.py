@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
         "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
     )
     parser.add_argument("-m", dest="as_module", action="store_true", help="SCRIPT is the name of a module")
-    # argparse separates unknown training arguments from the first value and what follows it. `main` joins both.
+    # argparse returns unknown options apart from the words after the first value. `main` joins both.
     parser.add_argument("words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="a script with its arguments")
 
 

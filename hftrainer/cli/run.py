@@ -176,7 +176,7 @@ def _find_option_error(options: argparse.Namespace, set_options: Collection[str]
     if options.num_cores is not None and options.num_cores < 1:
         return f"--num-cores {options.num_cores} is not a number >= 1"
     if options.tpu and not {"tpu", "num_cores", *_SCRIPT}.issuperset(set_options):
-        return "--tpu starts processes with torch_xla, the other options configure torchrun: remove one or the other"
+        return "--tpu starts processes with torch_xla; the other options configure torchrun: remove one or the other"
     if not options.module and not os.path.isfile(options.training_script):
         return f"the script {options.training_script!r} does not exist"
     return None

@@ -192,7 +192,7 @@ def check_fields(values: Mapping[str, Any], kind: type) -> None:
     """
     for name, hint in typing.get_type_hints(kind).items():
         if name in values and not _matches_type(values[name], hint):
-            raise TypeError(f"{name} is {reprlib.repr(values[name])}")
+            raise TypeError(f"{name} is {reprlib.repr(values[name])}, not of type {hint}")
 
 
 def _matches_type(value: Any, hint: Any) -> bool:

@@ -428,7 +428,7 @@ class StreamWrapper(IterableDataset[Any]):
 class ShardedStream(StreamWrapper):
     """The samples of one process from a stream that every process reads.
 
-    A round is `size` samples for each process. Samples of the first round complete the last one, or it is dropped.
+    A round is `size` samples for each process. The last round is completed with samples of the first, or dropped.
 
     Args:
         dataset: the stream.

@@ -142,7 +142,7 @@ class PackedBatchSampler(TokenBatchSampler):
         return batches
 
     def _pack(self, order: np.ndarray) -> list[list[int]] | None:
-        """The batches, filled in the descending order of `order`; None if a batch overflows."""
+        """The batches, filled with samples by descending `order`; None if a batch overflows."""
         batches: list[list[int]] = [[] for _ in range(self.count)]
         fill_levels = [(0, index) for index in range(self.count)]
         for sample in np.argsort(-order, kind="stable").tolist():

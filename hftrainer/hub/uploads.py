@@ -52,11 +52,11 @@ class PushInProgress:
 
 
 class Uploads:
-    """Makes the uploads of a Trainer, one at a time, in daemon threads.
+    """Uploads the checkpoints and folders of a Trainer, one at a time, in daemon threads.
 
-    `HfApi.run_as_future` would keep Python from exiting. Of the failed and skipped commits, the newest for each path in
-    the repository is kept, with a snapshot of the newest model and of the newest checkpoint. More snapshots would
-    occupy the disk space of checkpoints that `save_total_limit` has deleted.
+    `HfApi.run_as_future` would keep Python from exiting. For each path in the repository, we keep
+    the newest commit that failed or was skipped, with one snapshot of a model and one of a checkpoint. More snapshots
+    would occupy the disk space of checkpoints that `save_total_limit` has deleted.
 
     Args:
         repository: the target.
@@ -162,7 +162,7 @@ class Uploads:
             problem = reason(error, repository.token)
             self._note_missing(commit, problem)
             logger.warning(
-                "Uploading %r to %s failed, and is retried at the end: %s", commit.message, repository, problem
+                "Uploading %r to %s failed and will be retried at the end: %s", commit.message, repository, problem
             )
             raise HubError(problem) from None
         self._note_uploaded(commit)
@@ -174,7 +174,7 @@ class Uploads:
             self._discard_snapshot(commit)
 
     def _note_missing(self, commit: Commit, problem: str) -> None:
-        """Keep a commit for another attempt, unless a newer one to its path is missing."""
+        """Keep a commit for another attempt, unless we already keep a newer one for its path."""
         commit.reason = problem
         with self._lock:
             other = self._missing_commits.setdefault(commit.path_in_repo, commit)
@@ -205,7 +205,7 @@ class Uploads:
     # ---- The output folder -------------------------------------------------------------------------------------
 
     def push_folder(self, folder: str, message: str, *, blocking: bool, token: str | None, revision: str | None) -> Any:
-        """Upload an output folder without its checkpoints, after those already queued.
+        """Upload an output folder without its checkpoints, after the queued uploads.
 
         Args:
             folder: the output folder.

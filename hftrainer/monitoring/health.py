@@ -100,7 +100,7 @@ class Heartbeat:
         return time.monotonic() - self._time
 
     def limit(self) -> float | None:
-        """Seconds without a sign after which this rank is late; None for no limit."""
+        """Seconds without progress after which this rank is late; None for no limit."""
         if self.phase in ("starting", "ended"):
             return None
         longest = self._longest[self.phase]

@@ -123,7 +123,7 @@ def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def goodput(events: list[dict[str, Any]]) -> float | None:
-    """The share of steps that count in all time since the first start; None before the first interval."""
+    """Fraction of the time since the first start spent on steps that count; None before the first interval."""
     intervals = [event for event in without_undone(events) if event["event"] == "interval"]
     if not intervals:
         return None

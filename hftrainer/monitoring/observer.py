@@ -94,7 +94,7 @@ class Observer(TrainerCallback):
     # ---- Intervals ---------------------------------------------------------------------------------------------
 
     def _read(self) -> dict[str, float]:
-        """The current counters: 'time', 'data', 'evaluation' and 'saving' in seconds, and counts."""
+        """The current counters: seconds of each activity, and numbers of samples and tokens."""
         waits, seconds = self.measured.waits(), self.measured.seconds()
         counters = {name: seconds.get(name, 0.0) for name in ("evaluation", "saving")} | {"data": sum(waits.values())}
         counts = {"samples": self.measured.samples, "tokens": self.measured.tokens}
@@ -146,7 +146,7 @@ class Observer(TrainerCallback):
         self._written, self._written_step = now, self._step
 
     def goodput(self) -> float | None:
-        """The share of steps that count in all time since the first start; None without a journal."""
+        """Fraction of the time since the first start spent on steps that count; None without a journal."""
         self.write_interval()
         return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
 

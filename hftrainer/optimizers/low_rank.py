@@ -71,7 +71,7 @@ def target_parameters(name: str, targets: Any, model: nn.Module) -> set[str]:
 
     Args:
         name: the optimizer's name, for errors.
-        targets: 'all-linear', a regular expression for a layer's full name, or a list of parts of names or of regular
+        targets: 'all-linear', a regular expression for a layer's full name, or a list of substrings or regular
             expressions.
         model: the model to search.
     """

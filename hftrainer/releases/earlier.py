@@ -218,7 +218,7 @@ class PolicyUntil4_54(PolicyUntil4_55):
     """Differences of releases up to and including 4.54."""
 
     until = Release(4, 54)
-    changes = {"loss_divisor": "a loss not divided by its items is always divided by gradient_accumulation_steps"}
+    changes = {"loss_divisor": "a loss not divided by num_items_in_batch is divided by gradient_accumulation_steps"}
 
     def loss_divisor(self, micro_batches: int, args: Any) -> int:
         return int(args.gradient_accumulation_steps)

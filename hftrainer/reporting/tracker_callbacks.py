@@ -449,7 +449,7 @@ class CometCallback(TrackerCallback):
         return True
 
     def run_ids(self) -> dict[str, str]:
-        """The experiment's key; empty offline, where Comet names a key's files at random, from the run's seed."""
+        """The experiment's key; empty offline, where a resumed run may overwrite the files of its key."""
         import comet_ml
 
         is_online = self._experiment is not None and not isinstance(self._experiment, comet_ml.OfflineExperiment)

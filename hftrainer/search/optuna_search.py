@@ -258,7 +258,7 @@ def train_in_worker(packed: PackedTrainer) -> None:
     """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
     components = packed.unpack()
     assert isinstance(components.search, OptunaSearch)
-    # With the same seed, it would repeat the suggestions of the script's process.
+    # With the same seed, the sampler would repeat the suggestions of the script's process.
     components.search.study.sampler.reseed_rng()
     components.search.optimize(components.trainer)
 
@@ -284,8 +284,8 @@ def _check(n_trials: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any],
         )
     if is_distributed and catch:
         raise UnsupportedArgument(
-            "catch is not supported with several processes: when one process fails, the others wait for it. Run the "
-            "search again with load_if_exists=True to continue."
+            "catch is not supported with several processes: when one process fails, the others wait for it. Remove "
+            "catch; to continue after an error, run the search again with load_if_exists=True."
         )
 
 

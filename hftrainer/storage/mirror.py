@@ -178,7 +178,7 @@ class Mirror:
             return False
         except (StorageError, OSError, DamagedCheckpoint) as error:
             if name not in self._missing_reasons:
-                logger.error("%s is written, but not uploaded; the upload is retried later: %s", path, error)
+                logger.error("%s is written but not uploaded; the upload will be retried: %s", path, error)
             self._missing_reasons[name] = str(error)
             return False
         self._missing_reasons.pop(name, None)

@@ -106,7 +106,7 @@ class RemoteFolder:
         return self._call(lambda: self._filesystem.exists(path), f"{self.url}/{path} cannot be read")
 
     def upload(self, local: Path, checkpoint: str) -> None:
-        """Upload a complete checkpoint. Its manifest is last, and makes it a checkpoint.
+        """Upload a checkpoint, its manifest last: the manifest marks it as complete.
 
         Raises:
             StorageError: if the upload fails after retries.
@@ -140,7 +140,7 @@ class RemoteFolder:
                 except FileNotFoundError:
                     raise DamagedCheckpoint(f"{url} is missing.") from None
                 if (path.stat().st_size, crc32_of_file(path)) != (entry.size, entry.crc32):
-                    raise DamagedCheckpoint(f"{url} has other contents than when it was written.")
+                    raise DamagedCheckpoint(f"The contents of {url} have changed since it was written.")
             folder.publish({str(folder.staging / name): entry for name, entry in entries.items()})
         except BaseException:
             folder.discard()
@@ -176,7 +176,7 @@ class RemoteFolder:
         temporary.replace(local)
 
     def delete_files(self, files: Iterable[str]) -> None:
-        """Delete those of the files that exist."""
+        """Delete the files that exist."""
         for name in files:
             failure = f"{self.url}/{name} cannot be deleted"
             try:

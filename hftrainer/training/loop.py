@@ -353,7 +353,7 @@ class TrainingLoop:
         )
 
     def save_after_error(self, error: Exception) -> None:
-        """Save a checkpoint before an error ends the run, if the weights are those after a complete step.
+        """Save a checkpoint before an error ends the run, unless an optimizer step is incomplete.
 
         Distributed runs save no checkpoint: other ranks may be at a different step, and exit with this rank.
         """

@@ -198,7 +198,7 @@ class CheckpointSaver(Component):
         if not self.components.strategy.shards:
             try:
                 self.trainer._load_from_checkpoint(folder)
-            # torch raises it for weights of other shapes.
+            # torch raises this for weights of different shapes.
             except RuntimeError as error:
                 add_note(
                     error, f"This happened while loading the weights of {folder}: check that the model is the same."
@@ -264,7 +264,7 @@ class CheckpointSaver(Component):
         strategy = self.components.strategy
         model = peers.unwrap_compiled(self.trainer.model)
         if internal and strategy.saves_only_parts:
-            # transformers writes nothing else in this case; with 'dcp' we also write the model's other files.
+            # transformers then writes only the parts; with 'dcp' we also write the model's other files.
             yield {"state_dict": {}} if strategy.plan.saves_dcp and self.trainer.args.should_save else None
             return
         weights = strategy.weights_to_save(model)

@@ -203,7 +203,7 @@ WRONG = [
         r"unknown \['cycles'\]; allowed: \['last_epoch', 'num_cycles'\]",
     ),
     ({"lr_scheduler_type": "warmup_stable_decay"}, "set num_decay_steps"),
-    ({"lr_scheduler_type": "cosine_with_min_lr"}, "set min_lr, or min_lr_rate"),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, "set either min_lr or min_lr_rate"),
     ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 9.0}}, "lr_end=9.0 must be below"),
     (
         {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 1, "decay_type": "x"}},

@@ -311,7 +311,7 @@ def test_what_a_checkpoint_says_of_its_run(checkpoint, command):
     truncate(checkpoint / "optimizer.pt")
     status, printed, _ = command(checkpoint)
     assert status == 1
-    assert f"no: {checkpoint / 'optimizer.pt'} has another size than when it was written" in printed
+    assert f"no: {checkpoint / 'optimizer.pt'} has changed size since it was written" in printed
     assert command(checkpoint.parent)[0] == 2
 
 

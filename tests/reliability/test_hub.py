@@ -137,7 +137,7 @@ def test_a_hub_that_fails_for_a_while(hub, tmp_path, undisturbed, caplog, distur
             assert f"{folder}/optimizer.pt" in commit.files
     if disturbance[0] == "hold":
         assert_one_at_a_time(hub)
-    assert ("is retried at the end" in caplog.text) is is_retried
+    assert ("will be retried at the end" in caplog.text) is is_retried
     assert "Not uploaded" not in caplog.text
 
 

@@ -156,9 +156,9 @@ def test_a_storage_that_refuses(tmp_path, caplog, number):
 
     FaultyStorage.fault = refuse
     assert finished(on_machine(tmp_path / "a")).state.global_step == 9
-    assert "is written, but not uploaded" in caplog.text and os.strerror(number) in caplog.text
+    assert "is written but not uploaded" in caplog.text and os.strerror(number) in caplog.text
     assert len(FaultyStorage.requests) < 30  # such errors are not repeated
-    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 is written, but not uploaded"):
+    with pytest.raises(CheckpointNotWritten, match="checkpoint-3 is written but not uploaded"):
         finished(on_machine(tmp_path / "b", lightning_config={"on_save_error": "stop"}))
 
 
@@ -272,7 +272,7 @@ def test_a_bucket_that_is_gone(tmp_path, caplog):
     FaultyStorage.fault = gone
     finished(on_machine(tmp_path / "a", save_total_limit=1))
     FaultyStorage.fault = None
-    assert "is written, but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
+    assert "is written but not uploaded" in caplog.text and "Not uploaded to faulty://bucket/run" in caplog.text
     assert whole_checkpoints(FAULTY)
 
 

@@ -90,7 +90,7 @@ def validate_in_fit(
     group: ValidationGroup | None = None,
     all_batches: bool = False,
 ) -> None:
-    """Run Lightning's validation loop at any point of `fit`, on any loader. Its callbacks see it.
+    """Run Lightning's validation loop at any point of `fit`, on any loader, with its callbacks.
 
     Lightning runs it at fixed points, on one loader, and only from the epoch loop, but the Trainer evaluates when its
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.

@@ -97,7 +97,7 @@ class _TrainerFitLoop(_FitLoop):
     """Runs each epoch within `Trainer._run_epoch`."""
 
     def advance(self) -> None:
-        """Run the epoch and its end."""
+        """Run the epoch and its end hooks."""
         module: Any = self.trainer.lightning_module
         module.training_loop.call_run_epoch(self._advance_and_end)
 
