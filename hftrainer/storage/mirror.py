@@ -82,7 +82,7 @@ class Mirror:
             self._jobs.pop(0).result()
         if self._stop_on_error and self._missing_reasons:
             name, problem = next(iter(self._missing_reasons.items()))
-            raise CheckpointNotWritten(f"{self.local / name} is written, but not uploaded: {problem}")
+            raise CheckpointNotWritten(f"{self.local / name} is written but not uploaded: {problem}")
 
     def add(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
         """Upload a checkpoint in the background, then delete older ones locally and at the URL.
