@@ -73,7 +73,8 @@ def _arguments(text: str) -> str:
             raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
         last = guides[name] if is_own else f"{since} | {rows[name][4]}"
         # A name is a heading, so that the search finds its row.
-        row = f'| <h3 id="{name}"><code>{name}</code></h3> {rows[name][2]} {last} |'
+        link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
+        row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {rows[name][2]} {last} |'
         parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
     # The list of headings leaves its place to the tables, whose cells docs/extra.css puts below each other on a phone.
     page = [
@@ -82,6 +83,8 @@ def _arguments(text: str) -> str:
         intro.replace(" `hftrainer` marks our own.", "").strip(),
     ]
     page.append(" · ".join(f"[{title}](#{_anchor(title)})" for title in parts))
+    links = " · ".join(f'<a href="#{name}">{name}</a>' for name in sorted(rows))
+    page.append(f"<details><summary>All names, by alphabet</summary><p>{links}</p></details>")
     for title, lines in parts.items():
         names = ["guide"] if title == _OWN else ["since", "here"]
         head = ["argument", "what it does", "default", *names]
@@ -157,4 +160,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"]({top}arguments.md)" if anchor == "#arguments" else f"]({top}differences.md{anchor})"
 
     markdown = re.sub(r"\]\((?:\.\./)+(examples/[\w/]+)\.(?:py|ipynb)\)", rf"]({top}\1.md)", markdown)
-    return re.sub(r"\]\((?:\.\./)+COMPATIBILITY\.md(#[\w-]+)?\)", link_to_page, markdown)
+    return re.sub(r"\]\((?:\.\./)*COMPATIBILITY\.md(#[\w-]+)?\)", link_to_page, markdown)

@@ -31,8 +31,11 @@ names of checkpoint files, and the final weights by `torch.equal`.
 
 ## Where hftrainer differs
 
-**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script uses one
-of these:
+**Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script meets one
+of the cases below. A script is not concerned if it trains one model where it sees one GPU at most, in float32, with the
+default optimizer, loss and loaders; if it evaluates on one dataset, with one row of predictions for each sample; and if
+it uses no argument or method that is named here. The release beside it must be 4.52 or newer under `run` and
+`install()`, and 5.24 with the import.
 
 """
 #: What a difference changes → its heading, and a sentence.
@@ -80,7 +83,7 @@ LIBRARIES = """
 ## Libraries built on Trainer
 
 Under `install()` each is trained on tiny models, evaluated, saved and resumed, by `transformers` and by hftrainer in
-one test: log lines, final weights, files and model cards are the same to the last digit, but for the last column.
+one test: log lines, final weights, files and model cards are the same to the last bit, but for the last column.
 `make test-downstream` runs them, and writes this table from what it finds with `WRITE=1`.
 
 Not tried: axolotl 0.19.0. It needs xformers and flash-linear-attention, which are for CUDA. Its two patches of
@@ -186,11 +189,11 @@ that loop.
 
 ## Arguments
 
-`since` is the first release of transformers that has the argument, of 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0 and 5.23,
-so an argument may be a little older. "4.2 to 4.57" has been removed since. `hftrainer` marks our own.
+`since`: the first of these releases of transformers that has the argument: 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0, 5.23.
+"4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
 
 - **mapped**: becomes a setting of Lightning
-- **handled**: does here what it does in transformers
+- **handled**: does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers)
 - **inert**: accepted without effect, for the reason given
 - **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and
   what to use instead
