@@ -22,7 +22,6 @@ SUBJECTS = {
     "metrics": (),
     "weights": (),
 }
-_NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Difference:
         for title, differences in (("arguments", self.arguments), ("versions", self.versions)):
             parts.append(
                 f"{title:<14} "
-                + (_NOT_RECORDED if differences is None else f"{len(differences)} differ" if differences else "equal")
+                + ("not recorded" if differences is None else f"{len(differences)} differ" if differences else "equal")
             )
             parts += [f"  {name}: {_pair(values)}" for name, values in (differences or {}).items()]
         return "\n".join(parts)
@@ -143,9 +142,7 @@ def compare(a: str, b: str) -> Difference:
         if not _same(*part.values) and (subject not in partings or part.step < partings[subject].step):
             partings[subject] = part
     if not any(compared.values()):
-        raise InvalidArgument(
-            f"Nothing to compare: {a} and {b} have no log lines or checkpoints of the same step: set logging_steps."
-        )
+        raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
     return Difference(
         (states[0].global_step, states[1].global_step),
         {subject: partings[subject] for subject in SUBJECTS if subject in partings},
