@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
@@ -22,6 +23,15 @@ _ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments a
 _EVALUATION = "When to evaluate, and what evaluation returns"
 #: Arguments that may be passed by position, and so come before those of their subject → the subject.
 _SUBJECTS = {"eval_strategy": _EVALUATION, "prediction_loss_only": _EVALUATION, "eval_accumulation_steps": _EVALUATION}
+
+
+class RefusedKeywords(griffe.Extension):
+    """Shows `**unknown: NoReturn`, by which type checkers refuse other keywords, as `**unknown`."""
+
+    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+        """Remove the annotation."""
+        if "unknown" in func.parameters:
+            func.parameters["unknown"].annotation = None
 
 
 def on_files(files: Files, config: Any) -> Files:

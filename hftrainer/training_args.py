@@ -71,8 +71,7 @@ class _HiddenFieldsMeta(abc.ABCMeta):
 class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     """All settings of a training run, with the names and defaults of `transformers.TrainingArguments`.
 
-    COMPATIBILITY.md has a table of the fields. The class is a dataclass: subclass it to add fields, or pass it to
-    `HfArgumentParser`.
+    The class is a dataclass: subclass it to add fields, or pass it to `HfArgumentParser`.
 
     Raises:
         UnknownArgument: for a keyword argument that is not a field; the message suggests the nearest name.

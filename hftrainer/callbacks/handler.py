@@ -24,7 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class CallbackHandler(TrainerCallback):
-    """The callbacks of one Trainer, called in the order in which they were added."""
+    """The callbacks of one Trainer, called in the order in which they were added.
+
+    Attributes:
+        stopped_by: the class of the callback that stopped the run, or empty.
+    """
+
+    stopped_by = ""
 
     def __init__(self, callbacks, model, processing_class, optimizer, lr_scheduler):
         self.callbacks: list[Any] = []
@@ -133,13 +139,14 @@ class CallbackHandler(TrainerCallback):
             }
             if is_plain:
                 arguments = accepted_by(handler, arguments)
+            was_stopped = control.should_training_stop
             result = handler(args, state, control, **arguments)
-            if result is None:
-                continue
-            if not hasattr(result, "should_training_stop"):
+            if result is not None and not hasattr(result, "should_training_stop"):
                 name = f"{type(callback).__name__}.{event}"
                 raise NotACallback(f"{name} returned {reprlib.repr(result)}: return the control object, or nothing.")
-            control = result
+            control = control if result is None else result
+            if control.should_training_stop and not was_stopped:
+                self.stopped_by = type(callback).__name__
         return control
 
 

@@ -234,6 +234,11 @@ def weights_files(
         return list_shards(index)
 
 
+def plain_files(folder: str) -> list[str]:
+    """The files with all weights, or all adapters; empty if the weights are in parts."""
+    return weights_files(folder, (names.SAFE_WEIGHTS_NAME, names.WEIGHTS_NAME, *_ADAPTERS, FULL_STATES["model"]))
+
+
 def list_shards(index: str) -> list[str]:
     """The paths of the shards that an index lists, in PyTorch's and TensorFlow's format.
 

@@ -5,24 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections import ChainMap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hftrainer.cli.parser import Parser
+from hftrainer.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from hftrainer.checkpointing.run_progress import RunProgress
-
-#: Subject → the log entries that belong to it; 'metrics' has all others.
+#: Subject → the log entries that belong to it; 'metrics' has all others. Weights are not logged.
 SUBJECTS = {
     "data": ("epoch", "num_input_tokens_seen"),
     "loss": ("loss",),
     "gradient norm": ("grad_norm",),
     "learning rate": ("learning_rate",),
     "metrics": (),
+    "weights": (),
 }
-_NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,8 @@ class Difference:
         parts = [self._summary(), ""]
         for subject in SUBJECTS:
             parting, compared = self.partings.get(subject), self.compared[subject]
-            text = f"equal, {compared} values compared" if compared else _NOT_RECORDED
+            kind = "tensors" if subject == "weights" else "values"
+            text = f"equal, {compared} {kind} compared" if compared else "nothing to compare"
             if parting is not None:
                 text = f"step {parting.step}, {parting.name}: {_pair(parting.values)}"
             parts.append(f"{subject:<14} {text}")
@@ -72,7 +72,7 @@ class Difference:
         for title, differences in (("arguments", self.arguments), ("versions", self.versions)):
             parts.append(
                 f"{title:<14} "
-                + (_NOT_RECORDED if differences is None else f"{len(differences)} differ" if differences else "equal")
+                + ("not recorded" if differences is None else f"{len(differences)} differ" if differences else "equal")
             )
             parts += [f"  {name}: {_pair(values)}" for name, values in (differences or {}).items()]
         return "\n".join(parts)
@@ -84,7 +84,10 @@ class Difference:
             return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
         if self.steps[0] != self.steps[1]:
             return f"The runs are equal in their common steps: A has {self.steps[0]}, B has {self.steps[1]}."
-        return "The runs are equal." if self.equal else "All common values are equal, but other parts differ (A | B)."
+        if not self.equal:
+            return "All common values are equal, but other parts differ (A | B)."
+        recorded = ", ".join(subject for subject in SUBJECTS if self.compared[subject])
+        return f"The runs are equal{'' if all(self.compared.values()) else f' in what was recorded: {recorded}'}."
 
 
 def _pair(values: tuple[Any, Any]) -> str:
@@ -97,7 +100,7 @@ def add(commands: Any) -> None:
         "diff",
         help="show the first step at which two runs differ, and which values differ",
         epilog="example: %(prog)s out-1 out-2",
-        description="Compare the logs, checkpoints and arguments of two runs exactly. Exits with 0 if they are equal, "
+        description="Compare the logs, weights and arguments of two runs exactly. Exits with 0 if they are equal, "
         "1 if they differ, 2 if they cannot be compared. Data is compared by its records: the position in the "
         "epoch, the token count, and, in checkpoints of the same step, what determines the order of samples.",
     )
@@ -120,7 +123,7 @@ def compare(a: str, b: str) -> Difference:
     """Compare two runs.
 
     Raises:
-        InvalidArgument: for a folder without a run.
+        InvalidArgument: for a folder without a run, or if the runs have nothing in common but arguments and versions.
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
@@ -134,10 +137,12 @@ def compare(a: str, b: str) -> Difference:
             values.setdefault(name, {})[step] = value
     partings: dict[str, Divergence] = {}
     compared = dict.fromkeys(SUBJECTS, 0)
-    for subject, part in [*_log_pairs(*logs), *(("data", part) for part in _data_pairs(a, b))]:
+    for subject, part in [*_log_pairs(*logs), *_data_pairs(a, b), *_weight_pairs(a, b)]:
         compared[subject] += 1
         if not _same(*part.values) and (subject not in partings or part.step < partings[subject].step):
             partings[subject] = part
+    if not any(compared.values()):
+        raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
     return Difference(
         (states[0].global_step, states[1].global_step),
         {subject: partings[subject] for subject in SUBJECTS if subject in partings},
@@ -155,15 +160,46 @@ def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -
             yield subject, Divergence(step, name, (a[name][step], b[name][step]))
 
 
-def _data_pairs(a: str, b: str) -> Iterator[Divergence]:
+def _data_pairs(a: str, b: str) -> Iterator[tuple[str, Divergence]]:
     """Pairs of values that determine the sample order, from checkpoints of the same step."""
-    progress_a, progress_b = dict(_progress(a)), dict(_progress(b))
-    for step in sorted(progress_a.keys() & progress_b.keys()):
-        one, other = progress_a[step], progress_b[step]
-        for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
-            yield Divergence(step, name, (one.settings[name], other.settings[name]))
-        is_same = _same(one.data, other.data)
-        yield Divergence(step, "random states of the data", ("the same",) * 2 if is_same else ("one", "another"))
+    from hftrainer.checkpointing.run_progress import load_progress
+
+    for step, *folders in _saved(a, b):
+        one, other = (load_progress(folder, 0, 1) for folder in folders)
+        if one is not None and other is not None:
+            for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
+                yield "data", Divergence(step, name, (one.settings[name], other.settings[name]))
+            yield "data", _whole(step, "random states of the data", one.data, other.data)
+
+
+def _weight_pairs(a: str, b: str) -> Iterator[tuple[str, Divergence]]:
+    """Pairs of tensors, from the newest checkpoints of the same step that are not in parts."""
+    from hftrainer.checkpointing.weights import plain_files
+    from hftrainer.compat.safe_loading import read_weights
+
+    saved = [(step, plain_files(folder_a), plain_files(folder_b)) for step, folder_a, folder_b in _saved(a, b)]
+    for step, *files in [each for each in saved if all(each[1:])][-1:]:
+        one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
+        for name in sorted(one.keys() | other.keys()):
+            yield "weights", _whole(step, name, one.get(name), other.get(name))
+
+
+def _whole(step: int, name: str, a: Any, b: Any) -> Divergence:
+    """A pair of values that are too large to be shown."""
+    return Divergence(step, name, ("the same",) * 2 if _same(a, b) else ("one", "another"))
+
+
+def _saved(a: str, b: str) -> list[tuple[int, str, str]]:
+    """Each optimizer step of which both runs have a state, with their folders."""
+    from hftrainer.callbacks.state import TrainerState
+    from hftrainer.checkpointing.names import TRAINER_STATE_NAME
+
+    def by_step(run: str) -> dict[int, str]:
+        files = filter(os.path.isfile, (os.path.join(folder, TRAINER_STATE_NAME) for folder in _folders(run)))
+        return {TrainerState.load_from_json(file).global_step: os.path.dirname(file) for file in files}
+
+    folders_a, folders_b = by_step(a), by_step(b)
+    return [(step, folders_a[step], folders_b[step]) for step in sorted(folders_a.keys() & folders_b.keys())]
 
 
 def _folders(run: str) -> list[str]:
@@ -171,17 +207,6 @@ def _folders(run: str) -> list[str]:
     from hftrainer.checkpointing.folder import checkpoints_newest_first
 
     return [run, *checkpoints_newest_first(run)]
-
-
-def _progress(run: str) -> Iterator[tuple[int, RunProgress]]:
-    from hftrainer.callbacks.state import TrainerState
-    from hftrainer.checkpointing import names
-    from hftrainer.checkpointing.run_progress import load_progress
-
-    for folder in _folders(run):
-        file = os.path.join(folder, names.TRAINER_STATE_NAME)
-        if os.path.isfile(file) and (progress := load_progress(folder, 0, 1)) is not None:
-            yield TrainerState.load_from_json(file).global_step, progress
 
 
 def _versions(run: str) -> dict[str, Any] | None:
@@ -211,5 +236,6 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     # Arrays and tensors.
     if hasattr(a, "tobytes") or hasattr(a, "untyped_storage"):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+        is_alike = type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape
+        return is_alike and bool(((a == b) | ((a != a) & (b != b))).all())
     return bool(a == b) or (a != a and b != b)

@@ -82,7 +82,7 @@ def add_note(error: BaseException, text: str) -> None:
     if text not in notes:
         vars(error)["__notes__"] = [*notes, text]
         if sys.version_info < (3, 11):
-            logger.error(text)
+            logger.error(text.removeprefix("[hftrainer] "))  # which the log has too
 
 
 def describe_shapes(value: Any) -> str:

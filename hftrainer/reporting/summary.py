@@ -34,6 +34,7 @@ def make_summary(
     seconds: Mapping[str, float],
     steps: int,
     share: float,
+    stopper: str = "",
 ) -> Iterator[str]:
     """Sentences that summarize a finished run.
 
@@ -44,6 +45,7 @@ def make_summary(
         seconds: activity other than training → its seconds.
         steps: optimizer steps of this call of `train()`.
         share: the ratio of `steps` to the steps that the speeds in `metrics` count.
+        stopper: the callback that stopped the run before its end; empty if none did.
     """
     runtime = float(metrics["train_runtime"])
     speeds = {"samples": "train_samples_per_second", "tokens": "train_tokens_per_second"}
@@ -54,7 +56,7 @@ def make_summary(
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
-        yield f"Stopped at {place}, by a callback, a request or a time limit."
+        yield f"Stopped at {place}, by {stopper or 'a request, a signal or the script'}."
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
     if metric is not None and isinstance(best, numbers.Real) and math.isfinite(best):
@@ -80,7 +82,12 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:
-    """A message with a run's newest remaining checkpoint, and how to resume from it; empty if none remains."""
+    """A message with a run's newest remaining checkpoint, and how to resume from it; empty if none remains.
+
+    Args:
+        folders: the checkpoints.
+        is_complete: whether the run has ended on purpose, so that there is nothing to resume.
+    """
     remaining = [folder for folder in folders if os.path.isdir(folder)]
     if not remaining:
         return ""

@@ -249,6 +249,7 @@ class TrainingRunner(Component):
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
         self.run.reset_attempt()
+        trainer.callback_handler.stopped_by = ""
         if folder is None:
             self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
@@ -387,10 +388,13 @@ class TrainingRunner(Component):
             "in evaluations": evaluation_seconds,
             "saving": run.seconds.get("saving", 0.0),
         }
-        lines = [*summary.make_summary(state, metric, metrics, seconds, steps, share)]
+        # Lightning's EarlyStopping notes why it stops.
+        stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
+        stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
+        lines = [*summary.make_summary(state, metric, metrics, seconds, steps, share, stopper)]
         if (observer := loop.watch.observer) is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
-        is_complete = state.global_step >= state.max_steps
+        is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
         for line in filter(None, lines):
             tell(line)

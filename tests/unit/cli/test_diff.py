@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from hftrainer import TrainingArguments
 from hftrainer.__main__ import main
@@ -54,7 +56,7 @@ def test_another_learning_rate(run, capsys):
     assert not found.equal and found.arguments == {"learning_rate": (0.01, 0.1)}
     steps = {subject: parting.step for subject, parting in found.partings.items()}
     # The learning rate of the first step is 0, so the losses of the first two are equal.
-    assert steps == {"loss": 4, "gradient norm": 4, "learning rate": 2, "metrics": 4}
+    assert steps == {"loss": 4, "gradient norm": 4, "learning rate": 2, "metrics": 4, "weights": 12}
     status, shown = command(capsys, run("a"), run("rate"))
     assert status == 1 and "in learning rate" in shown.out.splitlines()[0]
     assert "  learning_rate: 0.01 | 0.1" in shown.out
@@ -65,6 +67,29 @@ def test_another_order_of_the_data(run):
     assert found.partings["loss"].step == 2 and "learning rate" not in found.partings
     assert (found.partings["data"].step, found.partings["data"].name) == (6, "data_seed")
     assert found.arguments == {"data_seed": (None, 7)}
+
+
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
+    """The state of both runs has no log lines, as of a run that was shorter than logging_steps."""
+    runs = [str(tmp_path / name) for name in "abcd"]
+    weights = {"a": torch.ones(3), "b": torch.full((3,), float("nan"))}
+    kinds = weights, dict(weights), {**weights, "a": torch.ones(3) + 1e-6}, {"a": weights["a"]}
+    for path, values in zip(runs, kinds, strict=True):
+        folder = Path(path, "checkpoint-4")
+        folder.mkdir(parents=True)
+        (folder / "trainer_state.json").write_text('{"global_step": 4}')
+        (save_file if kind == "model.safetensors" else torch.save)(values, folder / kind)
+    status, shown = command(capsys, *runs[:2])
+    assert status == 0 and shown.out.startswith("The runs are equal in what was recorded: weights.\n")
+    assert "weights        equal, 2 tensors compared" in shown.out
+    status, shown = command(capsys, "--json", runs[0], runs[2])
+    assert status == 1 and json.loads(shown.out)["partings"]["weights"]["name"] == "a"
+    status, shown = command(capsys, runs[0], runs[3])
+    assert status == 1 and "in weights (A | B)" in shown.out and "step 4, b: 'one' | 'another'" in shown.out
+    Path(runs[1], "checkpoint-4", kind).unlink()
+    status, shown = command(capsys, *runs[:2])
+    assert status == 2 and "Nothing to compare" in shown.err
 
 
 def test_json_of_two_checkpoints(run, tmp_path, capsys):
@@ -150,6 +175,6 @@ def test_any_state(run, capsys, tmp_path, state):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     status, shown = command(capsys, run("a"), str(tmp_path))
     if isinstance(state, dict):
-        assert status == 1 and "in their common steps" in shown.out
+        assert status == 2 and "Nothing to compare" in shown.err
     else:
         assert status == 2 and "trainer_state.json does not hold what a checkpoint" in shown.err

@@ -1,13 +1,17 @@
 """An error in the code of a script: what its traceback shows, and what is said of where it happened."""
 
 import re
+import sys
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
 import hftrainer
+from hftrainer.cli import run
+from hftrainer.compat import tracebacks
 from hftrainer.compat.tracebacks import note_batch
 from hftrainer.errors import MissingPackage
 from hftrainer.reporting import plot
@@ -93,6 +97,17 @@ def test_all_frames_on_request(tmp_path, monkeypatch):
     error = fail_to_train(tmp_path, {"data_collator": fail})
     assert len(traceback.extract_tb(error.__traceback__)) > 20
     assert len(error.__notes__) == 1
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 11)])
+def test_a_note_below_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version):
+    for module in (run, tracebacks):
+        monkeypatch.setattr(module, "sys", SimpleNamespace(version_info=version, stderr=sys.stderr))
+    error = KeyboardInterrupt()
+    tracebacks.add_note(error, "[hftrainer] Last checkpoint: out.")
+    run._print_script_traceback(KeyboardInterrupt, error, None)
+    shown = capsys.readouterr().err.count("[hftrainer] Last checkpoint: out.\n"), caplog.messages
+    assert shown == ((1, []) if version == (3, 11) else (0, ["Last checkpoint: out."]))
 
 
 def test_weights_that_are_frozen(tmp_path):

@@ -75,9 +75,11 @@ def test_evaluate_without_data(asked):
 
 
 @pytest.mark.parametrize(("strategy", "saved"), [("steps", ["checkpoint-3"]), ("no", [])])
-def test_stop(asked, tmp_path, strategy, saved):
+def test_stop(asked, tmp_path, caplog, strategy, saved):
     trainer, _ = asked("stop", save_strategy=strategy)
     assert trainer.state.global_step == 3 and checkpoints(tmp_path) == saved
+    assert "Stopped at step 3 of 20, by a request, a signal or the script." in caplog.messages
+    assert not saved or caplog.messages[-1].endswith("trainer.train(resume_from_checkpoint=True) resumes from it.")
 
 
 @pytest.mark.parametrize(("steps", "last"), [(20, 13), (8, 8)])

@@ -6,6 +6,7 @@ import sys
 import textwrap
 
 import pytest
+from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.callbacks.state import TrainerState
@@ -43,14 +44,17 @@ def test_end_of_a_run(tmp_path, said):
     assert newest == f"Last checkpoint: {tmp_path}/checkpoint-4."
 
 
-def test_a_run_that_can_go_on(tmp_path, said):
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 3
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == 3
 
-    train(tmp_path, callbacks=[Stop()], **SAVED)
-    assert "Stopped at step 3 of 4, by a callback, a request or a time limit." in said()
-    assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2; {GOES_ON}"
+
+@pytest.mark.parametrize("callback", [Stop(), EarlyStopping("eval_loss", stopping_threshold=99.0)])
+def test_a_run_that_a_callback_stops(tmp_path, said, callback):
+    """On purpose, so that nothing is said of how to go on."""
+    train(tmp_path, callbacks=[callback], **{**SAVED, "eval_steps": 3, "max_steps": 40, "num_train_epochs": 9})
+    assert f"Stopped at step 3 of 40, by {type(callback).__name__}." in said()
+    assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
 
 
 def test_only_checkpoints_that_are_left(tmp_path, said):
