@@ -34,8 +34,8 @@ names of checkpoint files, and the final weights by `torch.equal`.
 **Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script meets one
 of the cases below. A script is not concerned if it trains one model where it sees one GPU at most, in float32, with the
 default optimizer, loss and loaders; if it evaluates on one dataset, with one row of predictions for each sample; and if
-it uses no argument or method that is named here. The release beside it must be 4.52 or newer under `run` and
-`install()`, and 5.24 with the import.
+it uses no argument or method that is named here. The transformers that it is compared with must be 4.52 or newer under
+`run` and `install()`, and 5.24 with the import.
 
 """
 #: What a difference changes → its heading, and a sentence.
@@ -189,8 +189,8 @@ that loop.
 
 ## Arguments
 
-`since`: the first of these releases of transformers that has the argument: 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0, 5.23.
-"4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
+`since`: the first of these releases of transformers that has the argument: 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0,
+5.23. "4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
 
 - **mapped**: becomes a setting of Lightning
 - **handled**: does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers)
