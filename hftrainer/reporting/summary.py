@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.compat.messages import format_bytes
@@ -29,7 +30,7 @@ def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
 
 def make_summary(
     state: TrainerState,
-    metric: str | None,
+    args: Any,
     metrics: Mapping[str, Any],
     seconds: Mapping[str, float],
     steps: int,
@@ -39,7 +40,7 @@ def make_summary(
 
     Args:
         state: the state of the run.
-        metric: the name of the metric that compares models.
+        args: the arguments.
         metrics: its last log line.
         seconds: activity other than training → its seconds.
         steps: optimizer steps of this call of `train()`.
@@ -57,10 +58,21 @@ def make_summary(
         yield f"Stopped at {place}, by a callback, a request or a time limit."
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
-    if metric is not None and isinstance(best, numbers.Real) and math.isfinite(best):
+    if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
-        folder = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
-        yield f"Best {evaluation_key(metric)}: {best:.6g}{place}{folder}."
+        yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}{_place_of_best(state, args)}."
+
+
+def _place_of_best(state: TrainerState, args: Any) -> str:
+    """The checkpoint of the best value, as a part of a sentence; or that it has none, and which one was loaded."""
+    folder, step = state.best_model_checkpoint, state.best_global_step
+    # Earlier releases know no step.
+    if not folder or not step or folder.endswith(f"-{step}"):
+        return f", in {folder}" if folder else ""
+    saved = as_text(args.save_strategy)
+    reason = f"save_steps={args.save_steps:g}" if saved == "steps" else f"save_strategy={saved!r}"
+    loaded = f". Loaded: {folder}" if args.load_best_model_at_end else ""
+    return f", of which there is no checkpoint ({reason}){loaded}"
 
 
 def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:
