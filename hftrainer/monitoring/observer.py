@@ -146,7 +146,7 @@ class Observer(TrainerCallback):
         self._written, self._written_step = now, self._step
 
     def goodput(self) -> float | None:
-        """The share of steps that count in all time since the first start; None without a journal."""
+        """The share of steps that count in all time since the start from scratch; None without a journal."""
         self.write_interval()
         return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
 

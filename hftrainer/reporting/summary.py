@@ -81,7 +81,7 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     Args:
         runtime: seconds of the run.
         seconds: activity other than steps → its seconds.
-        share: the share of steps that count in all time since the first start; None if unknown.
+        share: the share of steps that count in all time since the start from scratch; None if unknown.
     """
     parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
     yield "Time by activity:"
