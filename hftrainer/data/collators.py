@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,18 +129,18 @@ class DataCollatorWithPadding:
         return batch
 
 
-#: Collators that draw no random numbers, by their names here and in transformers.
-_WITHOUT_DRAWS = (
-    "default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForTokenClassification"
-)  # fmt: skip
+#: Collators that drop texts and None, by their names here and in transformers.
+_DROPPING = ("default_data_collator", "DefaultDataCollator")
+#: Collators that draw no random numbers.
+_WITHOUT_DRAWS = (*_DROPPING, "DataCollatorWithPadding", "DataCollatorForTokenClassification")
 
 
-def draws_nothing(collate_fn: Any) -> bool:
-    """Whether a collator is known to draw no random numbers."""
+def draws_nothing(collate_fn: Any, known: Sequence[str] = _WITHOUT_DRAWS) -> bool:
+    """Whether a collator is one of those that are known to draw no random numbers."""
     if isinstance(collate_fn, RemoveColumnsCollator):
         collate_fn = collate_fn.data_collator
     kind = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
-    return kind.__name__ in _WITHOUT_DRAWS and kind.__module__ in (__name__, "transformers.data.data_collator")
+    return kind.__name__ in known and kind.__module__ in (__name__, "transformers.data.data_collator")
 
 
 def holds_samples(dataset: Any) -> bool:
@@ -208,6 +209,27 @@ def note_removed(error: Exception, datasets: Sequence[Any], columns: Sequence[st
         )
 
 
+def note_dropped(error: Exception, datasets: Sequence[Any], columns: Sequence[str], collator: Any) -> None:
+    """Add a note for each input that the default collator cannot use. Arguments as for `explain_removed_column`."""
+    if draws_nothing(collator, _DROPPING):
+        for reason in filter(None, (_dropped_reason(datasets, name) for name in columns)):
+            add_note(error, f"{reason}.")
+
+
+def _dropped_reason(datasets: Sequence[Any], name: str) -> str:
+    """Why the default collator cannot use a key, as a sentence without its period; empty if it can."""
+    for dataset in datasets:
+        if len(dataset if holds_samples(dataset) else ()) and name in dataset[0]:
+            value = dataset[0][name]
+            if isinstance(value, str):
+                advice = "use numbers" if "label" in name else "tokenize it"
+                problem = f"{name!r} is text ({reprlib.repr(value)}) in the samples"
+                return f"{problem}, but the default collator needs numbers: {advice}, or pass a data_collator"
+            if value is None:
+                return f"{name!r} is None in the samples"
+    return ""
+
+
 def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
     """Explain the error of a model call with an unknown or missing argument.
 
@@ -235,8 +257,8 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
     sentence = f"The batch has no {match['missing']!r}, which {match[1]}.forward needs"
     if match["missing"] in keys:
-        reason = "it is None, or data_collator or compute_loss has dropped it"
-        raise UnknownKey(f"{sentence}, but the samples have it: {reason}.") from error
+        dropped = "the samples have it, but data_collator or compute_loss has dropped it"
+        raise UnknownKey(f"{sentence}: {_dropped_reason(datasets, match['missing']) or dropped}.") from error
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
     raise UnknownKey(
         f"{sentence}{have}. Rename the key, tokenize texts first, or let a data_collator build the inputs."

@@ -219,12 +219,17 @@ class LoaderFactory(Component):
                 dataset for data in groups for dataset in (data.values() if isinstance(data, dict) else [data])
             ]
             signature_columns = self.trainer._signature_columns
+            # Our own errors name their cause.
+            is_foreign = type(error).__module__ != RemovedColumn.__module__
             if isinstance(error, TypeError):
                 collators.explain_call_error(error, self.trainer.model, all_datasets)
             elif signature_columns is not None and self.trainer.args.remove_unused_columns:
                 if isinstance(error, KeyError):
                     collators.explain_removed_column(error, all_datasets, signature_columns)
-                collators.note_removed(error, all_datasets, signature_columns)
+                if is_foreign:
+                    collators.note_removed(error, all_datasets, signature_columns)
+            if is_foreign or type(error) is InvalidArgument:
+                collators.note_dropped(error, all_datasets, signature_columns or (), self.trainer.data_collator)
             raise
 
     # ---- Preparing ---------------------------------------------------------------------------------------------

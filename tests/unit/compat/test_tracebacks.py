@@ -44,7 +44,11 @@ CASES = {
         "in training step 1, with the batch x: float32 (4, 8), labels: int64 (4,).",
     ),
     "collator": ({"data_collator": fail}, ["train", "fail"], READING),
-    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], READING),
+    "dataset": (
+        {"train_dataset": Data(plain_data())},
+        ["train", "__getitem__"],
+        "while sample 0 was read, number 1 of a batch of 4.",
+    ),
     "metrics": (
         {"compute_metrics": fail},
         ["train", "fail"],
@@ -113,11 +117,29 @@ class FailsLater(list):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_of_a_later_batch(tmp_path, workers):
-    given = {"train_dataset": FailsLater(plain_data())}
+class Reorders(list):
+    """Its variable no longer holds the loader's index when it fails."""
+
+    def __getitem__(self, index):
+        index = 20 + index % 4
+        raise LookupError("mine")
+
+
+READING_LATER = READING.replace("0, 1, 2, 3", "20, 21, 22, 23")
+
+
+@pytest.mark.parametrize(
+    ("data_class", "workers", "note"),
+    [
+        (FailsLater, 0, "while sample 21 was read, number 2 of a batch of 4."),
+        (FailsLater, 2, READING_LATER),
+        (Reorders, 0, READING),
+    ],
+)
+def test_samples_of_a_later_batch(tmp_path, data_class, workers, note):
+    given = {"train_dataset": data_class(plain_data())}
     error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
-    assert f"This happened {READING.replace('0, 1, 2, 3', '20, 21, 22, 23')}" in error.__notes__
+    assert f"This happened {note}" in error.__notes__
 
 
 def test_construction(tmp_path):

@@ -48,6 +48,41 @@ def test_texts_that_nobody_tokenized(tmp_path):
     assert any(note.startswith("The samples also have target, text, weight, which") for note in caught.value.__notes__)
 
 
+class NeedsX(torch.nn.Module):
+    def forward(self, x, labels=None):
+        return {"logits": x}
+
+
+class TakesX(torch.nn.Module):
+    def forward(self, x=None, labels=None):
+        if x is None:
+            raise ValueError("You must specify x")
+        return {"logits": x}
+
+
+TEXT = "'x' is text ('hello') in the samples, but the default collator needs numbers: tokenize it, or pass a data_coll"
+
+
+@pytest.mark.parametrize("make_data", [datasets.Dataset.from_list, list], ids=["Dataset", "list"])
+@pytest.mark.parametrize(
+    ("model", "sample", "message"),
+    [
+        (NeedsX, {"x": "hello", "labels": 0}, f"The batch has no 'x', which NeedsX.forward needs: {TEXT}"),
+        (NeedsX, {"x": None, "labels": 0}, "which NeedsX.forward needs: 'x' is None in the samples."),
+        (TakesX, {"x": "hello", "labels": 0}, TEXT),
+        (TakesX, {"x": [1.0], "labels": None}, "'labels' is None in the samples."),
+        (NeedsX, {"y": 1.0, "z": 0}, "is an argument of NeedsX.forward"),
+    ],
+)
+def test_inputs_that_the_collator_drops(tmp_path, make_data, model, sample, message):
+    args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        hftrainer.Trainer(model(), args, train_dataset=make_data([sample] * 8)).train()
+    told = [str(caught.value), *caught.value.__notes__]
+    assert any(message in each for each in told)
+    assert not any("The samples also have" in each for each in told)
+
+
 def test_other_keys_are_as_they_were(tmp_path):
     class Wrong(hftrainer.Trainer):
         def compute_loss(self, *args, **kwargs):
