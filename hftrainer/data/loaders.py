@@ -393,7 +393,7 @@ _NOTHING: Any = object()
 
 
 def _describe_reading(error: Exception, batch: list[Any]) -> str:
-    """Which samples were read when an error happened: the one whose `__getitem__` failed, or else those of the batch."""
+    """Which samples were read when an error happened: the one whose `__getitem__` failed, or else the batch."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for caller, frame in itertools.pairwise(frames):
         code = frame.f_code

@@ -164,7 +164,7 @@ def test_the_cause_of_a_missing_package(monkeypatch, error, is_shown):
 
     monkeypatch.setattr(plot.importlib, "import_module", fail_to_import)
     with pytest.raises(MissingPackage, match="pip install") as caught:
-        plot.load("matplotlib.pyplot")
+        plot.import_plotting("matplotlib.pyplot")
     assert ("broken" in "".join(traceback.format_exception(caught.value))) is is_shown
 
 
