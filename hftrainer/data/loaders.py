@@ -394,23 +394,18 @@ _NOTHING: Any = object()
 
 def _describe_reading(error: Exception, batch: list[Any]) -> str:
     """Which samples were read when an error happened: the one whose `__getitem__` failed, or else the batch."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for caller, frame in itertools.pairwise(frames):
-        code = frame.f_code
-        if (
-            caller.f_globals.get("__name__") == fetch.__name__
-            and code.co_name == "__getitem__"
-            and code.co_argcount > 1
-        ):
-            name = code.co_varnames[1]
-            is_unchanged = not any(
-                each.opname.startswith("STORE") and each.argval == name for each in dis.Bytecode(code)
-            )
-            index = frame.f_locals.get(name)
-            if is_unchanged and isinstance(index, int) and index in batch:
-                return f"sample {index} was read, number {batch.index(index) + 1} of a batch of {len(batch)}"
-    listed = ", ".join(map(str, batch[:16])) + (", ..." if len(batch) > 16 else "")
-    return f"the samples [{listed}] were read and collated"
+    for caller, frame in itertools.pairwise(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
+        name = "".join(frame.f_code.co_varnames[1:2])
+        index = frame.f_locals.get(name)
+        is_read = caller.f_globals.get("__name__") == fetch.__name__ and frame.f_code.co_name == "__getitem__"
+        # A `__getitem__` that assigns to its argument hides the loader's index.
+        if is_read and isinstance(index, int) and index in batch and not _assigns(frame.f_code, name):
+            return f"sample {index} was read, number {batch.index(index) + 1} of a batch of {len(batch)}"
+    return f"the samples [{', '.join(map(str, batch[:16]))}{', ...' * (len(batch) > 16)}] were read and collated"
+
+
+def _assigns(code: Any, name: str) -> bool:
+    return any(each.opname.startswith("STORE") and each.argval == name for each in dis.Bytecode(code))
 
 
 def skip_first(loader: Any, batches: int) -> tuple[Any, int]:

@@ -69,10 +69,9 @@ def _place_of_best(state: TrainerState, args: Any) -> str:
     # Earlier releases know no step.
     if not folder or not step or folder.endswith(f"-{step}"):
         return f", in {folder}" if folder else ""
-    saved = as_text(args.save_strategy)
-    reason = f"save_steps={args.save_steps:g}" if saved == "steps" else f"save_strategy={saved!r}"
+    by = "steps" if args.save_strategy == "steps" else "strategy"
     loaded = f". Loaded: {folder}" if args.load_best_model_at_end else ""
-    return f", of which there is no checkpoint ({reason}){loaded}"
+    return f", of which there is no checkpoint (save_{by}={as_text(getattr(args, f'save_{by}'))}){loaded}"
 
 
 def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:

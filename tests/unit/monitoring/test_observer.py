@@ -252,8 +252,7 @@ def test_goodput_over_restarts(tmp_path, monkeypatch):
     for reason in ("complete", "KeyError"):
         write(0, "end", 10, reason=reason)
         write(50, "begin", 0, resumed_from=None)
-        # Measured from before the first event.
-        write(2, "interval", 2, steps=2, seconds={"steps": 2.1, **spent})
+        write(2, "interval", 2, steps=2, seconds={"steps": 2.1, **spent})  # from before the first event
         assert goodput(read_events(str(tmp_path))) == 1.0
 
 
