@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from hftrainer.errors import InvalidArgument
+from hftrainer.errors import InvalidArgument, suggest
 
 #: Keys of an entry that are ours; all others are settings of the optimizer.
 OWN_KEYS = ("pattern", "lr_scale", "layer_decay")
@@ -46,7 +46,8 @@ def check_entries(entries: Any) -> Iterator[str]:
         if not (patterns := patterns_of(entry)) or not all(
             isinstance(pattern, str) and pattern for pattern in patterns
         ):
-            yield f"{entry_name} has no pattern: name its parameters, as in 'pattern': '*.embed*' or a list."
+            typo = next((f", but {key!r}" for key in entry if suggest(key, OWN_KEYS[:1]) and key != "pattern"), "")
+            yield f"{entry_name} has no pattern{typo}: name its parameters, as in 'pattern': '*.embed*' or a list."
         if "params" in entry or "frozen" in entry:
             yield f"{entry_name}: choose parameters by 'pattern', and freeze them with parameter.requires_grad_(False)."
         if "lr" in entry and "lr_scale" in entry:

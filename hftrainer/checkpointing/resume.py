@@ -65,14 +65,16 @@ def warn_about_unused(argument: str | None, passed_value: str | bool | None) -> 
         )
 
 
-def find_folder(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
+def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | None:
     """The checkpoint folder for `train(resume_from_checkpoint=...)`, or None to start from scratch.
 
     Raises:
         CheckpointNotFound: if the checkpoint does not exist, is damaged, or lacks the state or the weights.
     """
+    output_dir = str(args.output_dir)
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
-        _warn_about_earlier_run(output_dir)
+        if as_text(args.save_strategy) != "no":
+            _warn_about_earlier_run(output_dir)
         return None
     if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
@@ -128,9 +130,8 @@ def _warn_about_earlier_run(output_dir: str) -> None:
     newest = next(checkpoints_newest_first(output_dir), None) if os.path.isdir(output_dir) else None
     if newest is not None:
         logger.warning(
-            "%s already has checkpoints, up to %s, but this run starts from scratch: it replaces those of the same "
-            "steps, and a later resume_from_checkpoint=True selects the highest step of either run. To continue the "
-            "earlier run, pass resume_from_checkpoint=True; otherwise use another output_dir.",
+            "%s already has checkpoints, up to %s, but this run starts from scratch: pass resume_from_checkpoint=True "
+            "to continue the earlier run, or use another output_dir.",
             output_dir,
             os.path.basename(newest),
         )

@@ -21,7 +21,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
 from hftrainer.compat import peers
 from hftrainer.compat.safe_loading import check_file_name, fitting, read_weights
-from hftrainer.errors import CheckpointNotFound, InvalidArgument
+from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
 
 logger = logging.getLogger(__name__)
@@ -292,6 +292,11 @@ def _load_files(model: torch.nn.Module, paths: list[str]) -> LoadResult:
         del weights
     loaded_ids = {id(expected[name]) for name in loaded_names & expected.keys()}
     missing = [name for name, tensor in expected.items() if name not in loaded_names and id(tensor) not in loaded_ids]
+    if loaded_names and expected and not loaded_names & expected.keys():
+        place = (
+            f"is in {os.path.dirname(paths[0])} (it has {min(loaded_names)}, ...): this is another model's checkpoint"
+        )
+        raise InvalidSetup(f"None of the model's {len(expected)} weights {place}.")
     return LoadResult(missing, sorted(loaded_names - expected.keys()))
 
 

@@ -50,7 +50,8 @@ class HideEngineFrames:
             first = frames[:1] if link is error else []
             rest = frames[len(first) :]
             visible_frames = [frame for frame in rest[:-1] if _package(frame) not in _ENGINE] + rest[-1:]
-            is_shorter |= len(visible_frames) < len(rest)
+            # Errors of arguments pass through these too, where no engine runs.
+            is_shorter |= bool(_ENGINE & {*map(_package, rest[:-1])} - {"hftrainer", "contextlib", "functools"})
             link.__traceback__ = _join_frames(first + visible_frames)
             link = link.__cause__ or link.__context__
         if is_shorter and isinstance(error, Exception):
@@ -94,7 +95,13 @@ def describe_shapes(value: Any) -> str:
     # Nested tensors have no shape.
     if isinstance(value, np.ndarray) or (isinstance(value, torch.Tensor) and not value.is_nested):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    return describe_type(value)
+
+
+def describe_type(value: Any) -> str:
+    """The type's name, with its article."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 #: Column → what to do if an index in it is too large for the model.
@@ -131,5 +138,7 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
     elif limit is not None and length > limit and str(limit) in str(error):
         remedy = f"tokenize with truncation=True, max_length={limit}"
         add_note(error, f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}.")
+    elif calls and "target" in calls[-1] and calls[-1]["target"].is_floating_point() and "dtype" in str(error):
+        add_note(error, "The labels are floats: use torch.long for class indices.")
     elif "device-side assert" in str(error):
         add_note(error, "A label or another index is probably out of range: with use_cpu=True, the error names it.")

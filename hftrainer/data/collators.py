@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.tracebacks import add_note
+from hftrainer.compat.tracebacks import add_note, describe_type
 from hftrainer.errors import InvalidArgument, InvalidSetup, RemovedColumn, UnknownKey, WrongObject
 from hftrainer.model.inspection import called_model
 
@@ -47,7 +48,11 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
         if isinstance(value, str) and key == "labels":
             log_once(logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs numbers.")
         elif key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
-            batch[key] = _stack(key, [sample[key] for sample in samples])
+            try:
+                batch[key] = _stack(key, [sample[key] for sample in samples])
+            except KeyError as error:
+                add_note(error, f"Not all samples of this batch have {key!r}, but the first has.")
+                raise
     if return_tensors == "np":
         return {key: value.numpy() for key, value in batch.items()}
     return batch
@@ -58,7 +63,7 @@ def _attributes(sample: Any) -> dict[str, Any]:
         attributes: dict[str, Any] = vars(sample)
     except TypeError:
         raise WrongObject(
-            f"A sample is a {type(sample).__name__}, but the model needs named inputs: let the dataset return dicts "
+            f"A sample is {describe_type(sample)}, but the model needs named inputs: let the dataset return dicts "
             "whose keys are parameters of its forward, such as {'x': x, 'labels': y}; or name the parts in a collator: "
             "data_collator=lambda samples: dict(zip(('x', 'labels'), torch.utils.data.default_collate(samples)))."
         ) from None
@@ -128,18 +133,18 @@ class DataCollatorWithPadding:
         return batch
 
 
-#: Collators that draw no random numbers, by their names here and in transformers.
-_WITHOUT_DRAWS = (
-    "default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForTokenClassification"
-)  # fmt: skip
+#: Collators that drop texts and None, by their names here and in transformers.
+_DROPPING = ("default_data_collator", "DefaultDataCollator")
+#: Collators that draw no random numbers.
+_WITHOUT_DRAWS = (*_DROPPING, "DataCollatorWithPadding", "DataCollatorForTokenClassification")
 
 
-def draws_nothing(collate_fn: Any) -> bool:
-    """Whether a collator is known to draw no random numbers."""
+def draws_nothing(collate_fn: Any, known: Sequence[str] = _WITHOUT_DRAWS) -> bool:
+    """Whether a collator is one of those that are known to draw no random numbers."""
     if isinstance(collate_fn, RemoveColumnsCollator):
         collate_fn = collate_fn.data_collator
     kind = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
-    return kind.__name__ in _WITHOUT_DRAWS and kind.__module__ in (__name__, "transformers.data.data_collator")
+    return kind.__name__ in known and kind.__module__ in (__name__, "transformers.data.data_collator")
 
 
 def holds_samples(dataset: Any) -> bool:
@@ -198,14 +203,35 @@ def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Se
         ) from error
 
 
-def note_removed(error: Exception, datasets: Sequence[Any], columns: Sequence[str]) -> None:
-    """Add a note with the removed columns to a model's error. Arguments as for `explain_removed_column`."""
+def note_columns(error: Exception, datasets: Sequence[Any], columns: Sequence[str], collator: Any) -> None:
+    """Add notes with the columns that were removed, and those that the default collator cannot use.
+
+    Args:
+        error: the error.
+        datasets: the sources of the samples.
+        columns: the columns that are kept.
+        collator: the script's collator.
+    """
     if removed := sorted({str(name) for dataset in datasets for name in _columns_of(dataset)} - {*columns}):
         add_note(
             error,
             f"The samples also have {', '.join(removed)}, which the model's forward does not accept, so they were "
             "removed. Tokenize texts, and name the labels as forward does.",
         )
+    if draws_nothing(collator, _DROPPING):
+        for reason in filter(None, (_dropped_reason(datasets, name) for name in columns)):
+            add_note(error, f"{reason}.")
+
+
+def _dropped_reason(datasets: Sequence[Any], name: str) -> str:
+    """Why the default collator cannot use a key, as a sentence without its period; empty if it can."""
+    for value in [data[0][name] for data in datasets if holds_samples(data) and len(data) and name in data[0]]:
+        if value is None:
+            return f"{name!r} is None in the samples"
+        if isinstance(value, str):
+            advice = "the default collator needs numbers: tokenize or encode it, or pass a data_collator"
+            return f"{name!r} is text ({reprlib.repr(value)}) in the samples, but {advice}"
+    return ""
 
 
 def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) -> None:
@@ -235,8 +261,8 @@ def explain_call_error(error: TypeError, model: Any, datasets: Sequence[Any]) ->
     keys = dict.fromkeys(name for dataset in datasets for name in _columns_of(dataset))
     sentence = f"The batch has no {match['missing']!r}, which {match[1]}.forward needs"
     if match["missing"] in keys:
-        reason = "it is None, or data_collator or compute_loss has dropped it"
-        raise UnknownKey(f"{sentence}, but the samples have it: {reason}.") from error
+        dropped = "the samples have it, but data_collator or compute_loss has dropped it"
+        raise UnknownKey(f"{sentence}: {_dropped_reason(datasets, match['missing']) or dropped}.") from error
     have = f"; the samples have {', '.join(map(str, keys))}" if keys else ""
     raise UnknownKey(
         f"{sentence}{have}. Rename the key, tokenize texts first, or let a data_collator build the inputs."
@@ -256,7 +282,7 @@ class RemoveColumnsCollator:
     """A collator that first drops the keys that the model does not accept.
 
     Raises:
-        InvalidArgument: when the samples have keys, but none that the model accepts.
+        InvalidSetup: when the samples have keys, but none that the model accepts.
     """
 
     data_collator: Callable[[list[Any]], Any]
@@ -273,7 +299,7 @@ class RemoveColumnsCollator:
             return feature
         selection = {name: value for name, value in feature.items() if name in self.columns}
         if feature and not selection:
-            raise InvalidArgument(
+            raise InvalidSetup(
                 f"No key of the {self.description or 'given'} samples is an argument of {self.model_name}.forward: "
                 f"the samples have {', '.join(map(str, feature))}; the model accepts "
                 f"{', '.join(sorted(self.columns))}. "

@@ -176,9 +176,8 @@ def _read_weights(weights: Any, names: Iterable[str], argument: str) -> Any:
     if not isinstance(weights, Mapping):
         raise InvalidArgument(f"{argument} is {weights!r}: it must be a dict, source → weight.")
     if unknown := [name for name in weights if name not in names]:
-        raise InvalidArgument(
-            f"{argument} has a weight for {unknown[0]!r}, which is no source{suggest(unknown[0], names)}"
-        )
+        hint = suggest(unknown[0], names, f"; sources: {', '.join(map(str, names))}.")
+        raise InvalidArgument(f"{argument} has a weight for {unknown[0]!r}, which is no source{hint}")
     if missing := [name for name in names if name not in weights]:
         raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: add one, or 0 to skip this source.")
     try:

@@ -89,27 +89,14 @@ def read_events(folder: str) -> list[dict[str, Any]]:
         return []
 
 
-def begins_another(event: dict[str, Any], reason: str | None) -> bool:
-    """Whether the event begins a new run rather than a restart.
-
-    Args:
-        event: an event of the journal.
-        reason: the reason for which the last start ended; None if unknown.
-    """
-    return event["event"] == "begin" and event.get("resumed_from") is None and reason in COMPLETE
+def begins_another(event: dict[str, Any]) -> bool:
+    """Whether the event begins a new run: a start from scratch rather than a resumed one."""
+    return event["event"] == "begin" and event.get("resumed_from") is None
 
 
 def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events since the first start of the last run.
-
-    A start from scratch after a complete or stopped start begins another run.
-    """
-    first, reason = 0, None
-    for index, event in enumerate(events):
-        first = index if begins_another(event, reason) else first
-        if event["event"] in ("begin", "end"):
-            reason = event.get("reason")
-    return events[first:]
+    """The events since the last start from scratch."""
+    return events[max([index for index, event in enumerate(events) if begins_another(event)], default=0) :]
 
 
 def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,10 +110,11 @@ def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def goodput(events: list[dict[str, Any]]) -> float | None:
-    """Fraction of the time since the first start spent on steps that count; None before the first interval."""
+    """Fraction of the time since the start from scratch spent on steps that count; None before the first interval."""
     intervals = [event for event in without_undone(events) if event["event"] == "interval"]
     if not intervals:
         return None
     useful = sum(event["seconds"]["steps"] + event["seconds"]["data"] for event in intervals)
     elapsed: float = events[-1]["time"] - of_last_run(events)[0]["time"]
-    return useful / elapsed if elapsed > 0 else None
+    # Times are rounded, and a run is measured from before its first event.
+    return min(1.0, useful / elapsed) if elapsed > 0 else None

@@ -146,7 +146,7 @@ class Observer(TrainerCallback):
         self._written, self._written_step = now, self._step
 
     def goodput(self) -> float | None:
-        """Fraction of the time since the first start spent on steps that count; None without a journal."""
+        """Fraction of the time since the start from scratch spent on steps that count; None without a journal."""
         self.write_interval()
         return None if self.journal.folder is None else goodput(read_events(self.journal.folder))
 

@@ -158,8 +158,7 @@ class WatchedRun:
                         break
                     self._offset += len(line)
                     if (event := parse(line)) is not None:
-                        end = self.summary.end
-                        if begins_another(event, None if end is None else end["reason"]):
+                        if begins_another(event):
                             self.summary = RunSummary()
                         self.summary.add(event)
         except FileNotFoundError:

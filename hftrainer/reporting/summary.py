@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.flow import evaluation_key
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.compat.messages import format_bytes
@@ -29,7 +30,7 @@ def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
 
 def make_summary(
     state: TrainerState,
-    metric: str | None,
+    args: Any,
     metrics: Mapping[str, Any],
     seconds: Mapping[str, float],
     steps: int,
@@ -40,7 +41,7 @@ def make_summary(
 
     Args:
         state: the state of the run.
-        metric: the name of the metric that compares models.
+        args: the arguments.
         metrics: its last log line.
         seconds: activity other than training → its seconds.
         steps: optimizer steps of this call of `train()`.
@@ -59,10 +60,20 @@ def make_summary(
         yield f"Stopped at {place}, by {stopper or 'a request, a signal or the script'}."
     # An override of `evaluate` may return an array of one element.
     best: Any = state.best_metric
-    if metric is not None and isinstance(best, numbers.Real) and math.isfinite(best):
+    if args.metric_for_best_model is not None and isinstance(best, numbers.Real) and math.isfinite(best):
         place = f" at step {state.best_global_step:,}" if state.best_global_step else ""
-        folder = f", in {state.best_model_checkpoint}" if state.best_model_checkpoint else ""
-        yield f"Best {evaluation_key(metric)}: {best:.6g}{place}{folder}."
+        yield f"Best {evaluation_key(args.metric_for_best_model)}: {best:.6g}{place}{_place_of_best(state, args)}."
+
+
+def _place_of_best(state: TrainerState, args: Any) -> str:
+    """The checkpoint of the best value, as a part of a sentence; or that it has none, and which one was loaded."""
+    folder, step = state.best_model_checkpoint, state.best_global_step
+    # Earlier releases know no step.
+    if not folder or not step or folder.endswith(f"-{step}"):
+        return f", in {folder}" if folder else ""
+    by = "steps" if args.save_strategy == "steps" else "strategy"
+    loaded = f". Loaded: {folder}" if args.load_best_model_at_end else ""
+    return f", of which there is no checkpoint (save_{by}={as_text(getattr(args, f'save_{by}'))}){loaded}"
 
 
 def time_table(runtime: float, seconds: Mapping[str, float], share: float | None) -> Iterator[str]:
@@ -71,7 +82,7 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     Args:
         runtime: seconds of the run.
         seconds: activity other than steps → its seconds.
-        share: the share of steps that count in all time since the first start; None if unknown.
+        share: the share of steps that count in all time since the start from scratch; None if unknown.
     """
     parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
     yield "Time by activity:"

@@ -26,7 +26,7 @@ from hftrainer.data.samplers import (
     seed_of_order,
 )
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
-from hftrainer.errors import InvalidArgument, RemovedColumn, UnknownDataset, UnsupportedArgument, suggest
+from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, suggest
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training import mixture_batches
 from hftrainer.training.component import Component
@@ -57,8 +57,8 @@ class LoaderFactory(Component):
         dataset = trainer.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(eval_dataset, str):
             dataset = _find_evaluation_dataset(trainer.eval_dataset, eval_dataset)
-        size, sampler = trainer.args.eval_batch_size, trainer._get_eval_sampler
-        loader = trainer._get_dataloader(dataset, "evaluation", size, sampler)
+        description = f"{eval_dataset!r} evaluation" if isinstance(eval_dataset, str) else "evaluation"
+        loader = trainer._get_dataloader(dataset, description, trainer.args.eval_batch_size, trainer._get_eval_sampler)
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
@@ -210,21 +210,20 @@ class LoaderFactory(Component):
         try:
             yield
         except (TypeError, KeyError, ValueError) as error:
-            # An evaluation within training may have explained the error.
-            if isinstance(error, RemovedColumn) or "_is_explained" in vars(error):
+            # Our other errors name their cause, and an evaluation within training may have explained the error.
+            is_clear = type(error).__module__ == InvalidArgument.__module__ and type(error) is not InvalidArgument
+            if is_clear or "_is_explained" in vars(error):
                 raise
             vars(error)["_is_explained"] = True
             groups = [getattr(data, "sources", data) for data in datasets]
-            all_datasets = [
-                dataset for data in groups for dataset in (data.values() if isinstance(data, dict) else [data])
-            ]
+            all_datasets = [each for data in groups for each in (data.values() if isinstance(data, dict) else [data])]
             signature_columns = self.trainer._signature_columns
             if isinstance(error, TypeError):
                 collators.explain_call_error(error, self.trainer.model, all_datasets)
-            elif signature_columns is not None and self.trainer.args.remove_unused_columns:
+            if signature_columns is not None and self.trainer.args.remove_unused_columns:
                 if isinstance(error, KeyError):
                     collators.explain_removed_column(error, all_datasets, signature_columns)
-                collators.note_removed(error, all_datasets, signature_columns)
+                collators.note_columns(error, all_datasets, signature_columns, self.trainer.data_collator)
             raise
 
     # ---- Preparing ---------------------------------------------------------------------------------------------

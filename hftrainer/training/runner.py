@@ -106,15 +106,14 @@ class TrainingRunner(Component):
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
-        output_dir = str(self.trainer.args.output_dir)
         processes = self.trainer.accelerator.processes
         if self.trainer.args.should_save:
-            clear_stale(output_dir)
+            clear_stale(str(self.trainer.args.output_dir))
         processes.barrier()
         folder: str | None
         resume_from_checkpoint = self.components.storage_sync.fetch(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
-            folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, output_dir))
+            folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, self.trainer.args))
             return folder
         from hftrainer.hub.download import download_checkpoint
 
@@ -126,7 +125,7 @@ class TrainingRunner(Component):
                 hub_model_id=self.trainer.args.hub_model_id,
                 hub_revision=self.trainer.args.hub_revision,
             )
-        processes.from_main(lambda: resume.find_folder(folder, output_dir))
+        processes.from_main(lambda: resume.find_folder(folder, self.trainer.args))
         return folder
 
     def _keep_global_batch(self, folder: str) -> None:
@@ -374,7 +373,7 @@ class TrainingRunner(Component):
 
     def _summarize(self, metrics: Mapping[str, float], loop: TrainingLoop) -> None:
         """Print a summary of the run."""
-        run, state, metric = self.run, self.trainer.state, self.trainer.args.metric_for_best_model
+        run, state = self.run, self.trainer.state
         steps = state.global_step - run.initial_step
         if not steps:
             return
@@ -391,7 +390,7 @@ class TrainingRunner(Component):
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
-        lines = [*summary.make_summary(state, metric, metrics, seconds, steps, share, stopper)]
+        lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, stopper)]
         if (observer := loop.watch.observer) is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)

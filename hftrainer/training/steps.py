@@ -16,7 +16,7 @@ from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords, is_overridden
-from hftrainer.compat.tracebacks import note_batch
+from hftrainer.compat.tracebacks import describe_type, note_batch
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -52,7 +52,7 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
         )
         return outputs[0]
     else:
-        returned = f"a {type(outputs).__name__}"
+        returned = describe_type(outputs)
     raise InvalidArgument(
         f"The model returned no loss, {returned}, from the inputs {', '.join(map(str, inputs))}. Check that the model "
         f"gets the labels; {REMEDY}"
@@ -67,8 +67,10 @@ def check_loss(loss: Any, remedy: Callable[[], str]) -> torch.Tensor:
     """
     if isinstance(loss, torch.Tensor) and loss.ndim == 0:
         return loss
-    description = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-    raise InvalidArgument(f"The loss must be a tensor with one number, but is {description}: {remedy()}")
+    is_tensor = isinstance(loss, torch.Tensor)
+    description = f"a tensor of shape {tuple(loss.shape)}" if is_tensor else describe_type(loss)
+    advice = "return loss.mean() if these are losses; otherwise, " if is_tensor else ""
+    raise InvalidArgument(f"The loss must be a tensor with one number, but is {description}: {advice}{remedy()}")
 
 
 def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:

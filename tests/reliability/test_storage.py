@@ -24,6 +24,8 @@ def test_a_run_that_does_not_resume_names_the_checkpoints_there(tmp_path, caplog
     assert "already has checkpoints" not in caplog.text
     make_trainer(tmp_path).train(resume_from_checkpoint=True)
     assert "already has checkpoints" not in caplog.text
+    make_trainer(tmp_path, save_strategy="no", eval_strategy="no", load_best_model_at_end=False).train()
+    assert "already has checkpoints" not in caplog.text
     make_trainer(tmp_path).train()
     assert f"{tmp_path} already has checkpoints, up to checkpoint-9" in caplog.text
 

@@ -189,7 +189,7 @@ def test_resuming_with_another_kind_is_named(make_trainer, tmp_path, before, aft
     )
     with pytest.raises(InvalidSetup, match=re.escape(message)) as caught:
         then.train(resume_from_checkpoint=folder)
-    assert "Without optimizer.pt in that folder" in str(caught.value)
+    assert "delete optimizer.pt in that folder" in str(caught.value)
     os.remove(f"{folder}/optimizer.pt")
     assert then.train(resume_from_checkpoint=folder).global_step == 3
 
@@ -207,6 +207,14 @@ def test_resuming_with_fewer_parameters_is_named(make_trainer, tmp_path):
     next(then.model.parameters()).requires_grad_(False)
     with pytest.raises(InvalidSetup, match="has 2 tensors in a group, not 1: train the same parameters"):
         then.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+
+
+def test_resuming_from_another_model(make_trainer, tmp_path):
+    make_trainer(**SAVED).train()
+    then = make_trainer(model=torch.nn.Sequential(torch.nn.Linear(8, 3)))
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    with pytest.raises(InvalidSetup, match=f"None of the model's 2 weights is in {folder} .it has .*another model's"):
+        then.train(resume_from_checkpoint=folder)
 
 
 class Returns(TrainerCallback):

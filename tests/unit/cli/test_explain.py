@@ -58,7 +58,7 @@ def test_wrong_values_are_refused_once(explain):
     assert done.returncode == 1
     handled, refused = done.stdout.split("Refused\n")
     assert handled.startswith("Handled by hftrainer\n  max_steps=3: ") and "learning_rate" not in handled
-    assert refused.startswith("  learning_rate=-1.0: use a number of at least 0. Peak learning rate.\n  mp_parameters=")
+    assert refused.startswith("  learning_rate=-1.0: use a number of at least 0.\n  mp_parameters=")
     assert "A Trainer refuses learning_rate, mp_parameters, for" in refused
 
 

@@ -40,6 +40,7 @@ def fail(*_):
 
 
 READING = "while the samples [0, 1, 2, 3] were read and collated."
+READING_LATER = READING.replace("0, 1, 2, 3", "20, 21, 22, 23")
 #: Name → what fails, the functions in the traceback, and where it happened.
 CASES = {
     "model": (
@@ -48,7 +49,7 @@ CASES = {
         "in training step 1, with the batch x: float32 (4, 8), labels: int64 (4,).",
     ),
     "collator": ({"data_collator": fail}, ["train", "fail"], READING),
-    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], READING),
+    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], "while sample 0 was read, number 1 "),
     "metrics": (
         {"compute_metrics": fail},
         ["train", "fail"],
@@ -128,11 +129,24 @@ class FailsLater(list):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_of_a_later_batch(tmp_path, workers):
-    given = {"train_dataset": FailsLater(plain_data())}
+class Reorders(list):
+    def __getitem__(self, index):
+        index = 3 - index  # no longer the loader's
+        raise LookupError("mine")
+
+
+@pytest.mark.parametrize(
+    ("data_class", "workers", "note"),
+    [
+        (FailsLater, 0, "while sample 21 was read, number 2 of a batch of 4."),
+        (FailsLater, 2, READING_LATER),
+        (Reorders, 0, READING),
+    ],
+)
+def test_samples_of_a_later_batch(tmp_path, data_class, workers, note):
+    given = {"train_dataset": data_class(plain_data())}
     error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
-    assert f"This happened {READING.replace('0, 1, 2, 3', '20, 21, 22, 23')}" in error.__notes__
+    assert f"This happened {note}" in error.__notes__
 
 
 def test_construction(tmp_path):
@@ -146,6 +160,7 @@ def test_construction(tmp_path):
 
     with pytest.raises(ValueError, match="learning_rate=-1") as of_trainer:
         Own(model=make_plain(), args=hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, learning_rate=-1))
+    assert not hasattr(of_trainer.value, "__notes__")  # of hidden frames of an engine, as none ran
     names = [[frame.name for frame in traceback.extract_tb(each.tb)][1:] for each in (of_arguments, of_trainer)]
     assert names == [["__call__", "normalize"], ["__init__", "__init__", "validate_args"]]
 
@@ -157,7 +172,7 @@ def test_the_cause_of_a_missing_package(monkeypatch, error, is_shown):
 
     monkeypatch.setattr(plot.importlib, "import_module", fail_to_import)
     with pytest.raises(MissingPackage, match="pip install") as caught:
-        plot.load("matplotlib.pyplot")
+        plot.import_plotting("matplotlib.pyplot")
     assert ("broken" in "".join(traceback.format_exception(caught.value))) is is_shown
 
 

@@ -7,7 +7,7 @@ import torch
 import hftrainer
 from hftrainer.errors import RemovedColumn
 from tests.support.parity import build
-from tests.support.tiny import plain_data
+from tests.support.tiny import make_plain, plain_data
 
 ROWS = [{**row, "x": row["x"].tolist(), "weight": 2.0} for row in plain_data(8)]
 
@@ -46,6 +46,36 @@ def test_texts_that_nobody_tokenized(tmp_path):
     with pytest.raises(ValueError, match="supply an encoding") as caught:
         trainer.train()
     assert any(note.startswith("The samples also have target, text, weight, which") for note in caught.value.__notes__)
+
+
+class TakesX(torch.nn.Module):
+    def forward(self, x=None, labels=None):
+        raise ValueError("You must specify x")
+
+
+TEXT = "'x' is text ('hello') in the samples, but the default collator needs numbers: tokenize or encode it, or pass a"
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "message"),
+    [
+        (make_plain(), {"x": "hello", "labels": 0}, f"The batch has no 'x', which Plain.forward needs: {TEXT}"),
+        (make_plain(), {"x": None, "labels": 0}, "which Plain.forward needs: 'x' is None in the samples."),
+        (TakesX(), {"x": "hello", "labels": 0}, TEXT),
+        (make_plain(), {"x": [1.0] * 8, "labels": None}, "'labels' is None in the samples."),
+        (make_plain(), {"x": [1.0] * 8, "labels": 0.0}, "The labels are floats: use torch.long for class indices."),
+        (make_plain(), {"y": 1.0, "z": 0}, "No key of the training samples is an argument of Plain.forward"),
+        (make_plain(), {"x": [1.0] * 8}, "Not all samples of this batch have 'labels', but the first has."),
+    ],
+)
+def test_inputs_that_the_collator_drops(tmp_path, model, sample, message):
+    args = hftrainer.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, train_sampling_strategy="sequential")
+    first = {"labels": 0, **sample} if "x" in sample else sample
+    with pytest.raises((TypeError, ValueError, RuntimeError, KeyError)) as caught:
+        hftrainer.Trainer(model, args, train_dataset=[first, *[sample] * 7]).train()
+    told = [str(caught.value), *caught.value.__notes__]
+    assert any(message in each for each in told)
+    assert not any("The samples also have" in each for each in told)
 
 
 def test_other_keys_are_as_they_were(tmp_path):

@@ -251,13 +251,15 @@ def test_goodput_over_restarts(tmp_path, monkeypatch):
     write(4, "interval", 10, steps=4, seconds={"steps": 4.0, **spent})
     write(5, "begin", 6, resumed_from="checkpoint-6")
     write(4, "interval", 10, steps=4, seconds={"steps": 4.0, **spent})
-    write(1, "end", 10, reason="complete")
+    write(1, "log", 10, logs={})
     events = read_events(str(tmp_path))
     assert goodput(events) == 10 / 20
     assert [event["step"] for event in without_undone(events) if event["event"] == "interval"] == [6, 10]
-    write(50, "begin", 0, resumed_from=None)
-    write(2, "interval", 2, steps=2, seconds={"steps": 2.0, **spent})
-    assert goodput(read_events(str(tmp_path))) == 1.0
+    for reason in ("complete", "KeyError"):
+        write(0, "end", 10, reason=reason)
+        write(50, "begin", 0, resumed_from=None)
+        write(2, "interval", 2, steps=2, seconds={"steps": 2.1, **spent})  # from before the first event
+        assert goodput(read_events(str(tmp_path))) == 1.0
 
 
 def test_a_line_that_a_kill_cut_off(tmp_path):

@@ -18,11 +18,11 @@ GOES_ON = "trainer.train(resume_from_checkpoint=True) resumes from it."
 SAVED = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def train(folder, resume=None, callbacks=None, **settings):
+def train(folder, resume=None, callbacks=None, trainer_class=Trainer, **settings):
     settings = {"max_steps": 4, "use_cpu": True, "disable_tqdm": True, **settings}
     args = TrainingArguments(str(folder), **settings)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(9), "compute_metrics": accuracy}
-    trainer = Trainer(make_plain(), args, callbacks=callbacks, **data)
+    trainer = trainer_class(make_plain(), args, callbacks=callbacks, **data)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -42,6 +42,20 @@ def test_end_of_a_run(tmp_path, said):
     where = f"at step {state.best_global_step}, in {state.best_model_checkpoint}"
     assert best == f"Best eval_accuracy: {state.best_metric:.6g} {where}."
     assert newest == f"Last checkpoint: {tmp_path}/checkpoint-4."
+
+
+class SpikesAtStep3(Trainer):
+    def evaluate(self, *args, **kwargs):
+        return {"eval_accuracy": {2: 0.5, 3: 0.75}.get(self.state.global_step, 0.25)}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_best_value_without_checkpoint(tmp_path, said, loads):
+    settings = {**SAVED, "eval_steps": 1, "metric_for_best_model": "accuracy", "load_best_model_at_end": loads}
+    trainer = train(tmp_path, trainer_class=SpikesAtStep3, **settings)
+    assert trainer.state.best_model_checkpoint == f"{tmp_path}/checkpoint-2"
+    sentence = "Best eval_accuracy: 0.75 at step 3, of which there is no checkpoint (save_steps=2)."
+    assert sentence + (f" Loaded: {tmp_path}/checkpoint-2." if loads else "") in said()
 
 
 class Stop(TrainerCallback):
@@ -68,7 +82,7 @@ def test_where_the_time_went():
     metrics = {"train_runtime": 4000.0, "train_samples_per_second": 1234.56, "train_tokens_per_second": 98765.4}
     seconds = {"waiting for data": 30.0, "in evaluations": 600.0, "saving": 59.5}
     state = TrainerState(best_metric=0.5)  # of an earlier call, which compared by a metric
-    spent, speed = summary.make_summary(state, None, metrics, seconds, 12_000, 0.5)
+    spent, speed = summary.make_summary(state, TrainingArguments(), metrics, seconds, 12_000, 0.5)
     assert spent == "Trained 12,000 steps in 1:06:40: 0:55:10 training, 0:10:00 in evaluations, 59.5 s saving."
     assert speed.startswith("617 samples/s, 49,383 tokens/s, peak memory ")
 

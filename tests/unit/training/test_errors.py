@@ -63,14 +63,19 @@ METRICS = {
             "has no 'x', which Plain.forward needs; the samples have tex",
         ),
         ({"train_dataset": type("DataFrame", (), {"__len__": lambda _: 8})()}, r"a list of its rows, frame\.to_dict"),
+        (
+            {"eval_dataset": {"a": plain_data(), "b": None}, "settings": {"eval_strategy": "steps", "eval_steps": 1}},
+            "The 'b' evaluation dataset is a NoneType",
+        ),
         ({"train_dataset": ROWS}, r"have pixels, category; the model accepts label.*, x\."),
         *(
             ({"model": Returns(make_output)}, message)
             for make_output, message in [
                 (lambda logits: {"logits": logits}, "returned no loss, only logits, from the inputs x, labels"),
                 (lambda logits: logits, "returned no loss, a Tensor"),
-                (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\)"),
-                (lambda logits: {"loss": None}, "is NoneType"),
+                (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\): return loss\.mean"),
+                (lambda logits: {"loss": None}, "is a NoneType"),
+                (lambda logits: 3, "returned no loss, an int,"),
                 (lambda logits: logits.sum(), "returned no loss, a Tensor"),
             ]
         ),
