@@ -45,7 +45,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
 
-    if bool(options.folders) == (options.study is not None):
+    if options.folders and options.study is not None:
+        parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")
+    if not options.folders and options.study is None:
         parser.error("pass the output folders of runs, or --study for a search")
     unsuitable = ("--out", "--x") if options.study is not None else ("--study-name", "--output")
     for option in unsuitable:
