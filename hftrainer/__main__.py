@@ -21,7 +21,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="python -m hftrainer", description="The Hugging Face Trainer API, with PyTorch Lightning as its engine."
     )
-    parser.add_argument("--version", action="version", version=f"hftrainer {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
         module.add(commands)
@@ -30,6 +30,8 @@ def make_parser() -> Parser:
         if name != "run":
             subparser.add_argument("--json", action="store_true", help="print JSON, for programs; errors too")
     completion = commands.add_parser("completion", help="print a script: a shell then completes hftrainer's words")
+    completion.description = "Print a script with which a shell completes the commands of hftrainer and their options."
+    completion.epilog = "example: source <(hftrainer completion bash)"
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     completion.set_defaults(execute=print_completion, parser=completion, parsers=commands.choices)
     return parser
@@ -47,9 +49,13 @@ def main(words: Sequence[str] | None = None) -> None:
         words = [*words[1:2], "--help"]
     Parser.writes_json = "--json" in words and words[0] != "run"
     names = [*COMMANDS, "completion", *parser._option_string_actions]
+    if words[0] == "--json":
+        parser.error("--json goes after the command")
     if words[0] not in names:
-        hint = suggest(words[0], names, f": use {', '.join(COMMANDS)}", cutoff=0.65)
-        parser.error(f"{words[0]!r} is not a command{hint}")
+        problem = f"unknown option {words[0]}" if words[0].startswith("-") else f"{words[0]!r} is not a command"
+        nearest = "--version" if words[0] == "-v" else words[0].lower()
+        hint = suggest(nearest, names, f": use {', '.join([*COMMANDS, 'completion'])}", cutoff=0.65)
+        parser.error(f"{problem}{hint}")
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.

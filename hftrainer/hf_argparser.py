@@ -44,7 +44,8 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._format_action_invocation(copied)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        text = super()._get_help_string(action)
+        has_default = "default '" in (action.help or "") or action.const is False
+        text = action.help if has_default else super()._get_help_string(action)
         return f"{text} One of {', '.join(map(str, action.choices or ()))}." if self._is_long(action) else text
 
     @staticmethod
@@ -195,6 +196,7 @@ def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:
     group.add_argument(*options, *aliases, **settings)
     if value_type is bool and default is True:
         flag_settings |= {"action": "store_false", "default": True, "dest": field.name, **override}
+        flag_settings["help"] = f"The opposite of --{field.name}."
         group.add_argument(f"--no_{field.name}", f"--no-{field.name.replace('_', '-')}", **flag_settings)
 
 

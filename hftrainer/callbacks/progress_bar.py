@@ -29,6 +29,13 @@ def is_in_notebook() -> bool:
     return shell is not None and "IPKernelApp" in shell.config
 
 
+def show_in_notebook(path: str) -> None:
+    """Show a PNG below the cell."""
+    from IPython.display import Image, display
+
+    display(Image(filename=path))
+
+
 def choose_progress_callback(args: BaseArguments, callbacks: list[Any]) -> type[TrainerCallback] | None:
     """The progress callback for a Trainer, or None if `callbacks` has one."""
     names = ("PrinterCallback",) if args.disable_tqdm else PROGRESS_BAR_CALLBACKS

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import textwrap
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,12 @@ from hftrainer.errors import DamagedCheckpoint
 _OTHER_ATTRIBUTES = ("distributed_state", "deepspeed_plugin", "hf_deepspeed_config", CONSTRUCTION_KEY)
 #: Arguments that may differ between equal runs: output paths, and the checkpoint from which a run resumes.
 _PLACES = ("output_dir", "logging_dir", "run_name", "resume_from_checkpoint")
+#: Arguments without effect on what is learned: what a run evaluates, logs, saves, measures and uploads.
+_WITHOUT_EFFECT = re.compile(
+    "(do|eval|hub|include|load|log|logging|push|save|trackio)_.*|dataloader_(num|persistent|pin|prefetch).*"
+    "|checkpoint_format|ddp_timeout|disable_tqdm|greater_is_better|keep_local|local_rank|metric_for_best_model"
+    "|metrics_port|observe|per_device_eval_batch_size|project|report_to|skip_memory_metrics|storage_url"
+)
 
 
 class _Placeholder(dict[Any, Any]):
@@ -79,6 +87,15 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
     path = next(filter(zipfile.is_zipfile if skip_unreadable else Path.is_file, paths), None)
     arguments = {} if path is None else read_arguments(path)
     return {name: value for name, value in arguments.items() if name not in _PLACES}
+
+
+def describe_differences(runs: list[dict[str, Any]]) -> list[str]:
+    """For each run, its arguments with an effect that differ from another run's, as a text; empty if unknown."""
+    first, *others = [arguments for arguments in runs if arguments] or [{}]
+    effective = {name: value for name, value in first.items() if not _WITHOUT_EFFECT.fullmatch(name)}
+    names = [name for name, value in effective.items() if any(each.get(name, value) != value for each in others)]
+    texts = (", ".join(f"{name} {run[name]}" for name in names if name in run) for run in runs)
+    return [textwrap.shorten(text, 100, placeholder=" …") for text in texts]
 
 
 def _fields(state: dict[str, Any]) -> dict[str, Any]:

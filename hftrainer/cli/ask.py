@@ -31,6 +31,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.monitoring.page import WatchedRun
     from hftrainer.monitoring.requests import send_request
 
+    if not 0 <= options.timeout <= 86_400:
+        parser.error(f"--timeout {options.timeout:g}: use a number of seconds from 0 to 86400")
     try:
         check_folder(options.folder)
     except InvalidArgument as error:

@@ -127,7 +127,8 @@ def compare(a: str, b: str) -> Difference:
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
-    from hftrainer.reporting.plot import logged, read_state
+    from hftrainer.monitoring.journal import read_state
+    from hftrainer.reporting.plot import logged
 
     states = read_state(a), read_state(b)
     # Name → optimizer step → value.

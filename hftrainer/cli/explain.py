@@ -20,7 +20,7 @@ _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--jso
 _DESCRIPTION = (
     "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
-    "that it created last are shown."
+    "that it created last are shown. --json prints JSON, for programs; errors too."
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from typing import Any, NoReturn
 
 from hftrainer.errors import suggest
@@ -20,7 +19,7 @@ complete -o default -F _hftrainer hftrainer"""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors end with an example, if there is one, and mention `--help`.
+    """A parser whose errors are followed by the usage, if words are missing, by an example, and by `--help`.
 
     Attributes:
         writes_json: whether errors are JSON on stdout, for programs.
@@ -33,14 +32,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 after an error in the command line."""
-        if not Parser.writes_json:
-            self.print_usage(sys.stderr)
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             allowed = re.findall(r"[\w-]+", choice[2])
-            hint = suggest(choice[1], allowed, f": use one of {', '.join(allowed)}")
+            # Of up to three values all are named.
+            hint = suggest(choice[1], allowed if len(allowed) > 3 else (), f": use one of {', '.join(allowed)}")
             message = f"{message[: choice.start()]}{choice[1]!r} is not allowed{hint}"
-        example = f"; {self.epilog % {'prog': self.prog}}" if self.epilog else ""
-        self.fail(f"{message}{example}; see {self.prog} --help")
+        message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
+        usage = self.format_usage().rstrip() if "required" in message or "missing" in message else ""
+        hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
+        self.fail("\n".join([message, *filter(None, hints)]))
 
     def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:
         """Exit with an error whose message says what to do."""

@@ -45,7 +45,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
 
-    if bool(options.folders) == (options.study is not None):
+    if options.folders and options.study is not None:
+        parser.error(f"{options.folders[0]} and --study cannot go together: remove one of them")
+    if not options.folders and options.study is None:
         parser.error("pass the output folders of runs, or --study for a search")
     unsuitable = ("--out", "--x") if options.study is not None else ("--study-name", "--output")
     for option in unsuitable:
@@ -70,8 +72,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
 def _compare(folders: list[str]) -> str:
     """A table with one row per run."""
     from hftrainer.cli.watch import format_duration, format_number
+    from hftrainer.monitoring.journal import run_names
     from hftrainer.monitoring.page import WatchedRun
-    from hftrainer.reporting.plot import lines, run_names
+    from hftrainer.reporting.plot import lines
 
     pages = [WatchedRun(folder).read() for folder in folders]
     curves = {(line.run, line.name): line for line in lines(folders)}
@@ -97,8 +100,8 @@ def _compare(folders: list[str]) -> str:
 
 
 def _show(paths: list[str], folders: list[str]) -> None:
-    from hftrainer.callbacks.progress_bar import is_in_notebook
-    from hftrainer.reporting.plot import lines, show_in_notebook
+    from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
+    from hftrainer.reporting.plot import lines
 
     pages = [path for path in paths if path.endswith(".html")]
     if is_in_notebook():

@@ -113,6 +113,11 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
 
     launcher = get_args_parser()
     launcher.prog, launcher.usage, launcher.allow_abbrev = parser.prog, _USAGE, False
+
+    def fail(message: str) -> NoReturn:
+        parser.error("a script is missing" if "training_script" in message else message)
+
+    setattr(launcher, "error", fail)  # noqa: B010 - mypy rejects an assignment
     launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS)
     launcher.add_argument("--tpu", action="store_true")
     launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")

@@ -53,9 +53,8 @@ def add(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.monitoring.journal import check_folder
+    from hftrainer.monitoring.journal import check_folder, run_names
     from hftrainer.monitoring.page import WatchedRun
-    from hftrainer.reporting.plot import run_names
 
     if not 0 < options.every <= 86_400:
         parser.error(f"--every {options.every:g}: use a number of seconds above 0, and at most 86400")

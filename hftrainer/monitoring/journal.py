@@ -1,4 +1,4 @@
-"""The journal of a run: its events, one JSON object per line. `watch` and `plot` read it.
+"""The journal of a run: its events, one JSON object per line. `watch` and `plot` read it, and a run's saved log.
 
 Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps done). The events are:
 
@@ -19,9 +19,13 @@ import json
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.storage_url import explain_unreadable_url
+from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing import names
+from hftrainer.checkpointing.folder import checkpoints_newest_first
 from hftrainer.errors import InvalidArgument
 
 logger = logging.getLogger(__name__)
@@ -118,3 +122,63 @@ def goodput(events: list[dict[str, Any]]) -> float | None:
     elapsed: float = events[-1]["time"] - of_last_run(events)[0]["time"]
     # Times are rounded, and a run is measured from before its first event.
     return min(1.0, useful / elapsed) if elapsed > 0 else None
+
+
+def run_names(folders: list[str]) -> list[str]:
+    """The shortest suffixes of the paths that distinguish the runs."""
+    parts = [Path(os.path.realpath(folder)).parts for folder in folders]
+    depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
+    return [str(Path(*path[-depth:])) for path in parts]
+
+
+def read_state(folder: str) -> TrainerState:
+    """The final state of the run in `folder`, or else the state of its newest checkpoint.
+
+    Raises:
+        InvalidArgument: if both are missing, or the file cannot be read.
+    """
+    check_folder(folder)
+    # Only the log is needed, so a checkpoint without weights is enough.
+    paths = (Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder)))
+    file = next((path for path in paths if path.is_file()), None)
+    if file is None:
+        run = min(Path(folder).glob("*/checkpoint-*/"), default=None)
+        raise InvalidArgument(
+            f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it contains "
+            f"{names.TRAINER_STATE_NAME}, which a run writes with each checkpoint and in trainer.save_state(), nor is "
+            f"there a journal of observe=True; pass the output_dir of a run{f', such as {run.parent}' if run else ''}."
+        )
+    try:
+        return TrainerState.load_from_json(str(file))
+    except ValueError as error:
+        raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
+
+
+def read_run(folder: str, x: str = "step") -> TrainerState:
+    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps.
+
+    Raises:
+        InvalidArgument: if there is no run, or no journal for `x="time"`.
+    """
+    check_folder(folder)
+    events = without_undone(read_events(folder))
+    try:
+        state = read_state(folder)
+    except InvalidArgument:
+        if not events:
+            raise
+        state = TrainerState()
+    steps = (line.get("step") for line in state.log_history)
+    last_step = max((step for step in steps if isinstance(step, (int, float))), default=-1)
+    lines = [{"step": event["step"], **event["logs"]} for event in events if event["event"] == "log"]
+    state.log_history += [line for line in lines if line["step"] > last_step]
+    if x == "epoch":
+        state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
+    elif x == "time":
+        logs = [(event["time"], event["logs"]) for event in events if event["event"] == "log"]
+        if not logs:
+            raise InvalidArgument(
+                f"{folder} has no times (it ran without observe=True): leave out --x time or that run."
+            )
+        state.log_history = [{**line, "step": (moment - events[0]["time"]) / 60} for moment, line in logs]
+    return state

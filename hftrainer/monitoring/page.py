@@ -12,9 +12,9 @@ from typing import Any
 
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import sort_checkpoints
-from hftrainer.monitoring.journal import ACTIVITIES, COMPLETE, NAME, begins_another, goodput, parse, without_undone
+from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.plot import curves, read_state
+from hftrainer.reporting.plot import curves
 
 Event = dict[str, Any]
 
@@ -80,7 +80,7 @@ class RunSummary:
     def _add_begin(self, event: Event) -> None:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
         self.max_steps = event["max_steps"] or 0
-        self.spans = without_undone([*self.spans, event])
+        self.spans = journal.without_undone([*self.spans, event])
         self.checkpoints = {path: saved for path, saved in self.checkpoints.items() if saved["step"] <= event["step"]}
         for steps, values in self.curves.values():
             length = bisect.bisect_right(steps, event["step"])
@@ -113,14 +113,14 @@ class RunSummary:
         if self.begin is None or self.last is None:
             return "unobserved"
         if self.end is not None:
-            return self.end["reason"] if self.end["reason"] in COMPLETE else "failed"
+            return self.end["reason"] if self.end["reason"] in journal.COMPLETE else "failed"
         if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
             return "killed"
         return "silent" if now - self.last["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
 
     def recent_seconds(self) -> dict[str, float]:
         """Activity → seconds in the last intervals."""
-        return {name: sum(event["seconds"].get(name, 0.0) for event in self.recent) for name in ACTIVITIES}
+        return {name: sum(event["seconds"].get(name, 0.0) for event in self.recent) for name in journal.ACTIVITIES}
 
     def metric(self, name: str) -> dict[str, float | None]:
         """The last and the best value of a curve: a loss's lowest, or a metric's highest."""
@@ -147,7 +147,7 @@ class WatchedRun:
     def _update(self) -> None:
         """Read new events, or all events after the file was replaced or truncated."""
         try:
-            with open(os.path.join(self.folder, NAME), "rb") as file:
+            with open(os.path.join(self.folder, journal.NAME), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._source != status.st_ino or status.st_size < self._offset:
                     self.summary, self._source, self._offset = RunSummary(), status.st_ino, 0
@@ -157,8 +157,8 @@ class WatchedRun:
                     if not line.endswith(b"\n"):
                         break
                     self._offset += len(line)
-                    if (event := parse(line)) is not None:
-                        if begins_another(event):
+                    if (event := journal.parse(line)) is not None:
+                        if journal.begins_another(event):
                             self.summary = RunSummary()
                         self.summary.add(event)
         except FileNotFoundError:
@@ -169,7 +169,7 @@ class WatchedRun:
             save_times = {path: os.path.getmtime(path) for path in sort_checkpoints(self.folder)}
             if save_times and save_times == self._source:
                 return
-            state = read_state(self.folder)
+            state = journal.read_state(self.folder)
         # A checkpoint was removed meanwhile: the next update reads the others.
         except FileNotFoundError:
             return
@@ -212,10 +212,13 @@ class WatchedRun:
             "updated": last["time"],
             **{name: begin.get(name) for name in ("device", "world_size", "host", "pid", "resumed_from")},
             "phase": {"name": run.phase["phase"], "since": run.phase["time"]} if run.phase and is_running else None,
-            "goodput": goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
+            "goodput": journal.goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
             "metrics": {name: run.metric(name) for name in names},
             "values": run.values,
-            "seconds": {"recent": run.recent_seconds(), "all": {name: run.seconds[name] for name in ACTIVITIES}},
+            "seconds": {
+                "recent": run.recent_seconds(),
+                "all": {name: run.seconds[name] for name in journal.ACTIVITIES},
+            },
             "checkpoints": [
                 {name: each[name] for name in ("folder", "step", "time")} for each in checkpoints[-MAX_ROWS:]
             ],

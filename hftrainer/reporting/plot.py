@@ -12,18 +12,20 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from hftrainer.callbacks.progress_bar import is_in_notebook
+import numpy as np
+
+from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.folder import checkpoints_newest_first
-from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
+from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
-from hftrainer.monitoring.journal import check_folder, read_events, without_undone
+from hftrainer.monitoring.journal import read_run, run_names
 
 logger = logging.getLogger(__name__)
 
@@ -51,57 +53,12 @@ MARKS = {
     **{"P": "cross", "<": "triangle-left", "X": "x", ">": "triangle-right"},
 }
 
+#: Line style: matplotlib's → plotly's.
+DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
+#: Number of points from which a noisy curve is drawn faintly, under its running mean.
+MANY = 100
+
 Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
-
-
-def read_state(folder: str) -> TrainerState:
-    """The final state of the run in `folder`, or else the state of its newest checkpoint.
-
-    Raises:
-        InvalidArgument: if both are missing, or the file cannot be read.
-    """
-    check_folder(folder)
-    # Only the log is needed, so a checkpoint without weights is enough.
-    paths = (Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder)))
-    file = next((path for path in paths if path.is_file()), None)
-    if file is None:
-        run = min(Path(folder).glob("*/checkpoint-*/"), default=None)
-        raise InvalidArgument(
-            f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it contains "
-            f"{names.TRAINER_STATE_NAME}, which a run writes with each checkpoint and in trainer.save_state(), nor is "
-            f"there a journal of observe=True; pass the output_dir of a run{f', such as {run.parent}' if run else ''}."
-        )
-    try:
-        return TrainerState.load_from_json(str(file))
-    except ValueError as error:
-        raise InvalidArgument(f"{file} cannot be read ({error}). Pass a complete checkpoint of the run.") from error
-
-
-def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps.
-
-    Raises:
-        InvalidArgument: if there is no run, or its log has nothing to draw.
-    """
-    check_folder(folder)
-    events = without_undone(read_events(folder))
-    try:
-        state = read_state(folder)
-    except InvalidArgument:
-        if not events:
-            raise
-        state = TrainerState()
-    last_step = max((line["step"] for line in state.log_history if _is_number(line.get("step"))), default=-1)
-    lines = [{"step": event["step"], **event["logs"]} for event in events if event["event"] == "log"]
-    state.log_history += [line for line in lines if line["step"] > last_step]
-    if x == "epoch":
-        state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
-    elif x == "time":
-        logs = [(event["time"], event["logs"]) for event in events if event["event"] == "log"]
-        state.log_history = [{**line, "step": (time - events[0]["time"]) / 60} for time, line in logs]
-    if not any(curves(state).values()):
-        raise InvalidArgument(f"{folder}: the log has nothing to draw; set logging_steps, for --x time observe=True.")
-    return state
 
 
 def curves(state: TrainerState) -> Curves:
@@ -186,6 +143,17 @@ class Line:
         start = list(MARKS).index(self.mark) * every // len(MARKS)
         return list(range(start, count, every)) if self.run else list(range(count if count < 30 else 0))
 
+    @cached_property
+    def mean(self) -> list[float] | None:
+        """The running mean of many losses or gradient norms, over a twentieth of the points; None for other curves."""
+        if self.panel not in ("loss", "gradient norm") or len(self.values) < MANY:
+            return None
+        values, window = np.array(self.values, float), np.ones(len(self.values) // 40 * 2 + 1)
+        is_known = np.isfinite(values)
+        sums = np.convolve(np.where(is_known, values, 0), window, "same")
+        counts = np.maximum(np.convolve(is_known, window, "same"), 1)
+        return [float(value) for value in np.where(is_known, sums / counts, math.nan)]
+
     @property
     def label(self) -> str:
         """The name, in a plot of several runs after the name of the run."""
@@ -202,33 +170,24 @@ class Line:
         return [value for value in self.values if _is_finite(value)]
 
 
-def run_names(folders: list[str]) -> list[str]:
-    """The shortest suffixes of the paths that distinguish the runs."""
-    parts = [Path(os.path.realpath(folder)).parts for folder in folders]
-    depth = next((n for n in range(1, 9) if len({path[-n:] for path in parts}) == len(parts)), 8)
-    return [str(Path(*path[-depth:])) for path in parts]
-
-
 def lines(folders: list[str], x: str = "step") -> list[Line]:
     """The curves of runs.
 
     One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
+
+    Raises:
+        InvalidArgument: if there is no run, or its log has nothing to draw.
     """
     runs = run_names(folders) if len(folders) > 1 else [""]
     states = [read_run(folder, x) for folder in folders]
+    for folder, state in zip(folders, states, strict=True):
+        if not any(curves(state).values()):
+            raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
     plain_lines: list[Line] = []
-    for state, run, known, settings in zip(states, runs, arguments, _find_differences(arguments), strict=True):
+    for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments), strict=True):
         plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
     return _with_styles(plain_lines)
-
-
-def _find_differences(runs: list[dict[str, Any]]) -> list[str]:
-    """For each run, its arguments that differ from those of another run, as a text; empty if they are unknown."""
-    first, *others = [arguments for arguments in runs if arguments] or [{}]
-    names = [name for name, value in first.items() if any(each.get(name, value) != value for each in others)]
-    texts = (", ".join(f"{name} {run[name]}" for name in names if name in run) for run in runs)
-    return [textwrap.shorten(text, 100, placeholder=" …") for text in texts]
 
 
 def lines_of(state: TrainerState) -> list[Line]:
@@ -251,18 +210,22 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
         for line in panel_lines:
             run, dash = runs.index(line.run), names.index(line.name)
             colour = COLOURS[(run if line.run else dash) % len(COLOURS)]
-            styled_lines.append(replace(line, colour=colour, dash=dash % 4, mark=list(MARKS)[run % len(MARKS)]))
+            styled_lines.append(
+                replace(line, colour=colour, dash=dash % len(DASHES), mark=list(MARKS)[run % len(MARKS)])
+            )
     return styled_lines
 
 
 def _split_metrics(lines: list[Line]) -> list[Line]:
-    """The curves by panel; metrics above 1 get one panel per order of magnitude."""
+    """The curves by panel: of several runs one per metric, of one run one per order of magnitude above 1."""
     largest: dict[str, float] = {}
     for line in lines:
         if line.panel == "metrics":
             largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
     powers = {name: math.ceil(math.log10(value)) for name, value in largest.items() if value > 1}
     titles = {name: f"metrics up to {float(f'1e{power}'):,.10g}" for name, power in powers.items()}
+    if lines and lines[0].run:
+        titles, powers = {name: name for name in largest}, {name: number for number, name in enumerate(largest)}
     sorted_lines = sorted(lines, key=lambda line: (list(PANELS).index(line.panel), powers.get(line.name, 0)))
     return [replace(line, panel=titles.get(line.name, line.panel)) for line in sorted_lines]
 
@@ -306,7 +269,8 @@ def _range(values: list[float]) -> tuple[float, float]:
 def _label(lines: list[Line]) -> str:
     """The label of a panel's vertical axis: in words, or the name of the only curve if it is not one of ours."""
     name, panel = lines[0].name, lines[0].panel
-    return name if {line.name for line in lines} == {name} - set(_PANEL_OF) else panel[0].upper() + panel[1:]
+    label = name if {line.name for line in lines} == {name} - set(_PANEL_OF) else panel[0].upper() + panel[1:]
+    return f"{label} and running mean" if any(line.mean for line in lines) else label
 
 
 def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
@@ -327,17 +291,19 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
     labels = [textwrap.fill(_describe_run(run, lines), 70 * columns) for run in runs]
-    bottom = 0.65 + 0.17 * sum(label.count("\n") + 1 for label in labels)
-    height = 3.6 * rows + bottom
-    figure = import_plotting("matplotlib.figure").Figure(figsize=(5.5 * columns, height))
-    # tight_layout is slow.
-    margins = {"left": 0.18 / columns, "right": 0.98, "bottom": bottom / height, "top": 1 - 0.5 / height}
-    figure.subplots_adjust(**margins, wspace=0.25, hspace=0.3)
+    figure = import_plotting("matplotlib.figure").Figure()
     figure.suptitle(title)
+    legend_rows = 0
     for number, panel_lines in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
-        _draw_panel(axis, panel_lines)
+        legend_rows = max(legend_rows, _draw_panel(axis, panel_lines))
         axis.set_xlim(_range([step for line in lines for step in line.steps]))
+    # tight_layout is slow. In inches: below and above all panels, and above each panel.
+    bottom, top, legend = 0.65 + 0.17 * sum(label.count("\n") + 1 for label in labels), 0.45, 0.15 * legend_rows
+    height = (3.6 + legend) * rows + bottom
+    figure.set_size_inches(5.5 * columns, height)
+    margins = {"left": 0.18 / columns, "right": 0.98, "bottom": bottom / height, "top": 1 - (top + legend) / height}
+    figure.subplots_adjust(**margins, wspace=0.25, hspace=(0.7 + legend) / 2.9)
     proxy = import_plotting("matplotlib.lines").Line2D
     handles = [proxy([], [], label=label, **style) for label, style in zip(labels, runs.values(), strict=True)]
     figure.legend(handles=handles, loc="lower center", fontsize=8, frameon=False)
@@ -345,20 +311,28 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
 
 
 def _describe_run(run: str, lines: list[Line]) -> str:
-    """The name of a run, the arguments in which it differs, and its best value."""
+    """The name of a run, the arguments in which it differs, its best value, and an earlier run that it repeats."""
     run_lines = [line for line in lines if line.run == run]
     name = run if len(run) <= 40 else f"{run[:19]}…{run[-20:]}"
     best = (f"best {line.name} {line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
-    return " · ".join(filter(None, (name, run_lines[0].settings, next(best, ""))))
+    curves: dict[str, list[Any]] = {line.run: [] for line in lines}
+    for line in (line for line in lines if line.panel not in SPEEDS):
+        curves[line.run].append((line.name, line.steps, line.values))
+    first = next(other for other in curves if curves[other] == curves[run])
+    repeated = f"same curves as {first}" if first != run else ""
+    return " · ".join(filter(None, (name, run_lines[0].settings, next(best, ""), repeated)))
 
 
-def _draw_panel(axis: Any, lines: list[Line]) -> None:
+def _draw_panel(axis: Any, lines: list[Line]) -> int:
+    """Draw the curves of a panel, and return the number of rows of the legend above it."""
     run_style = {"color": "black"} if lines[0].run else {}
     handles: dict[str, Any] = {}
     for line in lines:
-        style = {"color": line.colour, "linestyle": ["-", "--", ":", "-."][line.dash], "linewidth": 1.3}
+        style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.3}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
-        axis.plot(line.steps, line.values, **marks, **style)
+        if line.mean:
+            axis.plot(line.steps, line.values, color=line.colour, linewidth=0.8, alpha=0.3)
+        axis.plot(line.steps, line.mean or line.values, **marks, **style)
         proxy = import_plotting("matplotlib.lines").Line2D
         handles.setdefault(line.name, proxy([], [], label=WORDS.get(line.name, line.name), **style | run_style))
         if line.best is not None:
@@ -374,50 +348,79 @@ def _draw_panel(axis: Any, lines: list[Line]) -> None:
     axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
     axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
-    if len(handles) > 1:
-        axis.legend(handles=list(handles.values()), fontsize=7, ncols=-(-len(handles) // 9), framealpha=0.6)
+    if len(handles) == 1:
+        return 0
+    # About 80 characters are as wide as a panel, and 9 as a sample.
+    columns = max(1, 80 // (9 + max(len(handle.get_label()) for handle in handles.values())))
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
+    axis.legend(handles=list(handles.values()), fontsize=7, frameon=False, **place)
+    return -(-len(handles) // columns)
 
 
 def draw_html(lines: list[Line], path: str, title: str) -> None:
     """Write the panels in two columns, as an interactive HTML page that works offline."""
-    subplots, objects = import_plotting("plotly.subplots"), import_plotting("plotly.graph_objects")
+    subplots = import_plotting("plotly.subplots")
     panels = _group_by_panel(lines)
     columns = min(len(panels), 2)
     rows = -(-len(panels) // columns)
     gaps = [_find_first_gap(panel_lines) for panel_lines in panels.values()]
     figure = subplots.make_subplots(
         **{"rows": rows, "cols": columns, "shared_xaxes": "all", "vertical_spacing": 0.25 / rows},
-        subplot_titles=[gap[1] if gap else "" for gap in gaps],
+        # A legend is to the right of its panel.
+        **{"horizontal_spacing": 0.2, "subplot_titles": [gap[1] if gap else "" for gap in gaps]},
     )
-    for index, (panel_lines, gap) in enumerate(zip(panels.values(), gaps, strict=True)):
-        cell = {"row": index // columns + 1, "col": index % columns + 1}
+    runs = {line.run: line for line in lines if line.run}
+    for run, line in runs.items():
+        style = {"line_color": line.colour, "marker": {"symbol": MARKS[line.mark], "size": 9}, "legendgroup": run}
+        figure.add_scatter(x=[None], y=[None], name=_describe_run(run, lines), mode="lines+markers", **style)
+    for number, (panel_lines, gap) in enumerate(zip(panels.values(), gaps, strict=True)):
+        cell = {"row": number // columns + 1, "col": number % columns + 1}
         (scale, limits), label = _vertical_axis(panel_lines), _label(panel_lines)
-        has_one_name = len({line.name for line in panel_lines}) == 1
-        for line in panel_lines:
-            style = {"color": line.colour, "dash": ["solid", "dash", "dot", "dashdot"][line.dash]}
-            points, size = range(len(line.steps)), 9 if line.run else 4
-            sizes = [14 if point == line.best else size * (point in line.marked) for point in points]
-            shapes = ["star" if point == line.best else MARKS[line.mark] for point in points]
-            group = _describe_run(line.run, lines) if line.run else label
-            trace = objects.Scatter(
-                **{"x": line.steps, "y": line.values, "mode": "lines+markers", "line": style},
-                **{"name": label if has_one_name else WORDS.get(line.name, line.name)},
-                **{"showlegend": bool(line.run) or not has_one_name, "legendgroup": group},
-                **{"marker": {"size": sizes, "symbol": shapes}, "legendgrouptitle_text": group},
-            )
-            figure.add_trace(trace, **cell)
+        figure.add_traces(list(_traces(panel_lines, f"legend{number + 2}")), *cell.values())
         # plotly takes the range of a logarithmic axis as powers of ten.
         y_range = list(map(math.log10, limits)) if scale == "log" else limits
         figure.update_yaxes(title_text=label, type=scale, range=y_range, exponentformat="power", minexponent=4, **cell)
+        box = figure.get_subplot(**cell)
+        place = {"x": box.xaxis.domain[1], "y": box.yaxis.domain[1], "yanchor": "top", "tracegroupgap": 0}
+        figure.update_layout({f"legend{number + 2}": place})
         if gap:
             figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
     x_range = _range([step for line in lines for step in line.steps])
     figure.update_xaxes(showticklabels=True, range=x_range, title={"text": X_AXES[lines[0].x], "standoff": 2})
-    legend = {"orientation": "h", "y": -0.2 / rows}
-    figure.update_layout(title=title, height=300 * rows + 200, template="plotly_white", legend=legend)
+    top = 90 + 20 * len(runs)
+    height = 300 * rows + top + 60
+    figure.update_layout(
+        **{"title": {"text": title, "y": 1 - 30 / height}, "height": height, "template": "plotly_white"},
+        legend={"x": 0, "y": 1 - 50 / height, "yref": "container", "yanchor": "top", "tracegroupgap": 0},
+        margin={"t": top, "b": 60},
+    )
     page = figure.to_html(include_plotlyjs=True, config={"responsive": True})
     page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>", 1)
     Path(path).write_text(page, encoding="utf-8")
+
+
+def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
+    """Plotly's curves, stars and entries of the legend of a panel."""
+    named = {line.name: line for line in lines}
+    for line in lines:
+        style = {"color": line.colour, "dash": list(DASHES.values())[line.dash]}
+        group = line.run or line.name
+        trace = {"x": line.steps, "name": line.label, "legendgroup": group, "showlegend": False, "line": style}
+        if line.mean:
+            yield trace | {"y": line.values, "mode": "lines", "opacity": 0.3}
+        marked, size = set(line.marked), 9 if line.run else 4
+        sizes = [size * (point in marked) for point in range(len(line.steps))]
+        marks = {"size": sizes, "symbol": MARKS[line.mark], "opacity": 1, "line_width": 0}
+        yield trace | {"y": line.mean or line.values, "mode": "lines+markers", "marker": marks}
+        if line.best is not None:
+            point = {"x": [line.steps[line.best]], "y": [line.values[line.best]], "name": f"best {line.label}"}
+            star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
+            yield trace | point | {"mode": "markers", "marker": star}
+    # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
+    for line in named.values() if len(named) > 1 else ():
+        style = {"color": "black" if line.run else line.colour, "dash": list(DASHES.values())[line.dash]}
+        entry = {"x": [None], "y": [None], "name": WORDS.get(line.name, line.name), "mode": "lines", "line": style}
+        yield entry | {"legend": legend, "legendgroup": f"legend {line.name}" if line.run else line.name}
 
 
 def import_plotting(module: str) -> Any:
@@ -464,13 +467,6 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None, x: s
         draw_html(run_lines, str(page), title)
         paths.append(str(page))
     return paths
-
-
-def show_in_notebook(path: str) -> None:
-    """Show a PNG below the cell."""
-    from IPython.display import Image, display
-
-    display(Image(filename=path))
 
 
 class PlotCallback(TrainerCallback):

@@ -48,9 +48,11 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     # Suffix of the file names → arguments of Optuna's functions.
-    objectives: dict[str, dict[str, Any]] = {"": {}}
+    metrics = study.metric_names or []
+    objectives: dict[str, dict[str, Any]] = {"": {"target_name": metrics[0]} if metrics else {}}
     if len(study.directions) > 1:
-        objectives = {f"_{number}": _objective(number) for number in range(len(study.directions))}
+        objectives = {f"_{number}": _objective(number, metrics) for number in range(len(study.directions))}
+    prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
     for name, (function, min_trials) in PLOTS.items():
         if completed_trials < min_trials:
@@ -59,7 +61,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             )
             continue
         for suffix, objective in objectives.items():
-            path = Path(out) / f"{name}{suffix}.png"
+            path = Path(out) / f"{prefix}{name}{suffix}.png"
             _draw_png(function, study, objective, path)
             paths.append(str(path))
             if html:
@@ -69,9 +71,10 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     return paths
 
 
-def _objective(number: int) -> dict[str, Any]:
+def _objective(number: int, metrics: list[str]) -> dict[str, Any]:
     """The arguments of Optuna's functions that choose one of several objectives."""
-    return {"target": lambda trial: trial.values[number], "target_name": f"Objective {number}"}
+    name = metrics[number] if metrics else f"Objective {number}"
+    return {"target": lambda trial: trial.values[number], "target_name": name}
 
 
 def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
@@ -82,10 +85,12 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
         axes = getattr(visualization, function)(study, **objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
-    # The grid would hide the lines.
+    # The grid would hide the lines, and Optuna's colours some trials.
     if function == "plot_parallel_coordinate":
         for axis in figure.axes:
             axis.grid(False)
+            for lines in axis.collections:
+                lines.set_cmap("viridis")
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 

@@ -27,7 +27,8 @@ def test_wrong_command_lines_name_the_help(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("--help\n")
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("python -m hftrainer") and ": error: " in first and last.endswith("--help")
 
 
 @pytest.mark.parametrize(
@@ -36,14 +37,18 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("rnu", "'rnu' is not a command; did you mean 'run'?"),
         ("check", "'check' is not a command; did you mean 'checkpoint'?"),
         ("nonsense", "'nonsense' is not a command: use run, explain, doctor"),
-        ("--verison", "did you mean '--version'?"),
+        ("--verison", "unknown option --verison; did you mean '--version'?"),
+        ("-v", "unknown option -v; did you mean '--version'?"),
+        ("PLOT", "'PLOT' is not a command; did you mean 'plot'?"),
+        ("plot --html=5 out", "--html takes no value"),
+        ("ask out stop --timeout -3", "--timeout -3: use a number of seconds from 0 to 86400"),
         ("doctor --jsn", "--jsn; did you mean '--json'?"),
         ("ask out sav", "'sav' is not allowed; did you mean 'save'?"),
-        ("ask save", "request; example: python -m hftrainer ask out save;"),
-        ("diff a", "RUN; example: python -m hftrainer diff out-1 out-2;"),
-        ("plot", "pass the output folders of runs, or --study for a search; example: python -m hftrainer plot out;"),
-        ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400; example: python"),
-        ("completion tcsh", "'tcsh' is not allowed: use one of bash, zsh, fish"),
+        ("ask save", "request\nusage: python -m hftrainer ask [-h]"),
+        ("diff a", "[--json] RUN RUN\nexample: python -m hftrainer diff out-1 out-2\nsee python"),
+        ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
+        ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
+        ("completion ksh", "'ksh' is not allowed: use one of bash, zsh, fish"),
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
@@ -63,6 +68,9 @@ def test_errors_of_a_command_are_json_too(tmp_path, capsys):
         printed = capsys.readouterr()
         assert ended.value.code == status and not printed.err
         assert words[1] in json.loads(printed.out)["error"]
+    with pytest.raises(SystemExit):
+        main(["--json", "plot", "out"])
+    assert json.loads(capsys.readouterr().out)["error"].startswith("--json goes after the command")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +117,13 @@ def test_a_folder_of_runs_names_one(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path)])
     assert f"pass the output_dir of a run, such as {tmp_path / 'run'}." in capsys.readouterr().err
+
+
+def test_run_of_several_processes_needs_a_script(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--nproc", "2"])
+    assert ended.value.code == 2
+    assert "error: a script is missing\nusage: python -m hftrainer run [--nproc N ...]" in capsys.readouterr().err
 
 
 def test_unknown_options_of_run_name_the_nearest(capsys):

@@ -60,7 +60,7 @@ def test_picture_and_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (982, 1320)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (1018, 1320)  # two rows of panels
     page = Path(written[1]).read_text()
     assert (
         '"xaxis4"' in page and '"yaxis4"' in page and "eval_accuracy" in page and "<script src=" not in page
@@ -253,8 +253,8 @@ def test_metrics_of_other_sizes_have_panels_of_their_own(tmp_path):
     assert len({(line.colour, line.dash) for line in drawn if line.panel == "metrics"}) == 12
     other = write_log(tmp_path / "other", [{"step": 1, "eval_f1_0": 30.0, "eval_tokens": 1e300}])
     both = lines([str(tmp_path / "one"), other])
-    assert {line.panel for line in both if line.name == "eval_f1_0"} == {"metrics up to 100"}
-    assert {line.panel for line in both if line.name == "eval_tokens"} == {"metrics up to 1e+300"}
+    # Of several runs each metric has one.
+    assert {line.name: line.panel for line in both if line.name in metrics} == {name: name for name in metrics}
 
 
 def make_plotted(tmp_path, **settings):
@@ -335,7 +335,7 @@ def test_a_desktop_shows_the_file(runs, tmp_path, monkeypatch, opened, show):
 def test_a_notebook_shows_the_picture(runs, tmp_path, monkeypatch, opened, show):
     shown = []
     monkeypatch.setattr("hftrainer.callbacks.progress_bar.is_in_notebook", lambda: True)
-    monkeypatch.setattr("hftrainer.reporting.plot.show_in_notebook", shown.append)
+    monkeypatch.setattr("hftrainer.callbacks.progress_bar.show_in_notebook", shown.append)
     show(runs[0], "--html")
     assert shown == [str(tmp_path / "a.png")] and opened == []
 
@@ -450,4 +450,32 @@ def test_epochs_and_minutes_on_the_horizontal_axis(runs, tmp_path, capsys):
         assert label in texts_of(tmp_path / "a.svg")
     with pytest.raises(SystemExit):
         main(["plot", runs[0], "--x", "time"])
-    assert "for --x time observe=True" in capsys.readouterr().err
+    assert "has no times (it ran without observe=True): leave out --x time or that run." in capsys.readouterr().err
+
+
+def test_many_losses_have_a_running_mean():
+    values = [float(step % 2) for step in range(100)]
+    values[50] = math.nan
+    steps = list(map(float, range(100)))
+    assert Line("loss", "loss", steps[1:], values[1:]).mean is None
+    assert Line("learning rate", "learning_rate", steps, values).mean is None
+    mean = Line("loss", "loss", steps, values).mean
+    assert mean[:2] == pytest.approx([1 / 3, 2 / 4]) and mean[10:12] == pytest.approx([2 / 5, 3 / 5])
+    assert math.isnan(mean[50]) and mean[51] == pytest.approx(3 / 4)
+
+
+def test_runs_of_several_legends(tmp_path):
+    """Arguments without effect do not tell runs apart, and a run that hides behind another is named."""
+    for run in ("a", "b"):
+        write_log(tmp_path / run, [{"step": step, "loss": 1.0, "eval_f1": 0.5, "eval_loss": 1.0} for step in (1, 2)])
+        args = TrainingArguments(str(tmp_path / run), logging_steps=1 + (run == "b"), observe=run == "b", use_cpu=True)
+        torch.save(args, tmp_path / run / "training_args.bin")
+    path = tmp_path / "c.svg"
+    plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
+    described = {"a · best eval_loss 1", "b · best eval_loss 1 · same curves as a"}
+    assert described <= {*texts_of(path)}
+    shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
+    assert {*map(json.loads, map('"{}"'.format, shown))} == described | {
+        *("loss", "eval_loss", "best a: eval_loss", "best b: eval_loss"),
+        *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
+    }

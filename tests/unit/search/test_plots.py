@@ -47,7 +47,7 @@ def test_command_line(url, tmp_path, capsys):
     ("words", "said"),
     [
         ((), "pass the output folders of runs, or --study for a search"),
-        (("folder", "--study", "x"), "pass the output folders of runs, or --study for a search"),
+        (("folder", "--study", "x"), "folder and --study cannot go together"),
         (("folder", "--output", "x"), "--output is for --study"),
         (("--study", "x", "--out", "a.png"), "--out is for runs"),
         (("--study", "sqlite:///nowhere/a.db"), "sqlite:///nowhere/a.db: the file does not exist"),
@@ -67,7 +67,15 @@ def test_several_studies_and_objectives(tmp_path):
         with pytest.raises(InvalidArgument, match="has the studies a, b: choose one of them with --study-name"):
             plot_study(url, name, out=str(tmp_path))
     written = plot_study(url, "b", out=str(tmp_path))
-    assert written == [str(tmp_path / f"{name}_{number}.png") for name in NAMES for number in (0, 1)]
+    assert written == [str(tmp_path / f"b_{name}_{number}.png") for name in NAMES for number in (0, 1)]
+
+
+def test_the_axis_of_a_named_metric(url, tmp_path):
+    study = optuna.load_study(study_name="a", storage=url)
+    with pytest.warns(optuna.exceptions.ExperimentalWarning):
+        study.set_metric_names(["eval_loss"])
+    plot_study(url, out=str(tmp_path), html=True)
+    assert all("eval_loss" in (tmp_path / f"{name}.html").read_text().split("newPlot")[-1] for name in NAMES)
 
 
 def test_journal(tmp_path, caplog):
