@@ -1,6 +1,6 @@
 """Classify short reviews with a small BERT: which side does the sentence come down on?
 
-    python examples/text_classification.py            # any training argument may follow: --learning_rate 1e-4
+    python examples/text_classification.py            # any training argument may follow: --num_train_epochs 3
 
 The reviews are made on the spot, such as "the plot was dull , but the songs were not bad". What counts is the last
 part, and "not" turns it around: words alone give 50% accuracy, the trained model nearly 100%, in some ten seconds.

@@ -189,7 +189,7 @@ that loop.
 
 ## Arguments
 
-`since`: the first of these releases of transformers that has the argument: 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0,
+`since`: the first release of transformers that has the argument, of those compared: 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0,
 5.23. "4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
 
 - **mapped**: becomes a setting of Lightning
