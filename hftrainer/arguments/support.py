@@ -233,8 +233,9 @@ _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_
 def explain_keyword(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> str:
     """The end of an error about an unknown argument: how to pass one of `lightning.Trainer`, or as `suggest`."""
     if name in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
-        advice = f"pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
-        return f": {[*_check_keywords({name: value}), advice][0]}"
+        if problems := _check_keywords({name: value}):
+            return f": it is a key of lightning_config; there, {problems[0]}"
+        return f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
     is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
     return f": use {RESERVED[name]}" if is_reserved else suggest(name, known, otherwise)
 

@@ -82,14 +82,14 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     Args:
         runtime: seconds of the run.
         seconds: activity other than steps → its seconds.
-        share: the share of steps that count in all time since the start from scratch; None if unknown.
+        share: fraction of the time since the start from scratch spent on steps that count; None if unknown.
     """
     parts = {"forward, backward, optimizer": runtime - sum(seconds.values()), **seconds}
     yield "Time by activity:"
     for name, part_seconds in parts.items():
         yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
-        yield f"  {'goodput: kept steps / all time':30}{'':12}{share:>7.1%}"
+        yield f"Goodput: kept steps are {share:.1%} of all time since the start from scratch, pauses included."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:

@@ -146,8 +146,9 @@ class Planner(Component):
     def _tell_start(self, schedule: TrainingSchedule, parameters: int) -> None:
         args, tokens, size = self.trainer.args, self.trainer.args.tokens_per_batch, schedule.total_train_batch_size
         batch = f"{size:,} samples" if tokens is None else f"{tokens:,} tokens per device"
-        devices = f"{args.world_size} x {args.device.type}"
-        tell(f"Training {parameters:,} parameters on {devices}: {schedule.max_steps:,} steps of {batch}.")
+        done, total = self.trainer.state.global_step, schedule.max_steps
+        steps = f"steps {done + 1:,} to {total:,}, each" if done else f"{total:,} steps"
+        tell(f"Training {parameters:,} parameters on {args.world_size} x {args.device.type}: {steps} of {batch}.")
 
     def _warn_about_ragged_batches(self, schedule: TrainingSchedule) -> None:
         batch = self.run.train_batch_size * self.trainer.accelerator.processes.data_world_size
