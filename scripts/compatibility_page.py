@@ -189,8 +189,8 @@ that loop.
 
 ## Arguments
 
-`since`: the first release of transformers that has the argument, of those compared: 4.1, 4.15, 4.30, 4.40, 4.48, 4.57, 5.0,
-5.23. "4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
+`since`: the first release of transformers that has the argument, of those compared: 4.1, 4.15, 4.30, 4.40, 4.48,
+4.57, 5.0, 5.23. "4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
 
 - **mapped**: becomes a setting of Lightning
 - **handled**: does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers)
