@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -47,7 +48,7 @@ class Span:
     micro_batches: int
 
 
-class MicroBatchIterator:
+class MicroBatchIterator(abc.ABC):
     """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
 
     All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
@@ -67,37 +68,37 @@ class MicroBatchIterator:
         self.window_start = 0
         self.window = AccumulationWindow()
 
+    @abc.abstractmethod
     def planned_accumulation(self) -> int:
         """Micro-batches per optimizer step that the schedule assumes for this epoch."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def accumulation(self) -> int:
         """Current micro-batches per optimizer step.
 
         Callbacks may change it: the next window uses the new value, and the epoch keeps its planned number of windows,
         as in `transformers.Trainer`.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def open_epoch(self) -> Iterator[Any]:
         """The batches of an epoch, called when its iteration begins."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         """At most `count` micro-batches of a window, and their number of items."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def on_first_window(self) -> None:
         """Called once after the first window of an iteration is fetched."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def should_skip(self, start: int) -> bool:
         """Whether the window that was just fetched, from micro-batch `start` of the epoch, is dropped."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def is_interrupted(self) -> bool:
         """Whether a callback has ended the epoch or the training."""
-        raise NotImplementedError
 
     def __len__(self) -> int:
         """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
