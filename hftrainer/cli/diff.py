@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 from collections import ChainMap
@@ -138,7 +139,8 @@ def compare(a: str, b: str) -> Difference:
             values.setdefault(name, {})[step] = value
     partings: dict[str, Divergence] = {}
     compared = dict.fromkeys(SUBJECTS, 0)
-    for subject, part in [*_log_pairs(*logs), *_data_pairs(a, b), *_weight_pairs(a, b)]:
+    saved = _saved(a, b)
+    for subject, part in [*_log_pairs(*logs), *_data_pairs(saved), *_weight_pairs(saved)]:
         compared[subject] += 1
         if not _same(*part.values) and (subject not in partings or part.step < partings[subject].step):
             partings[subject] = part
@@ -161,11 +163,11 @@ def _log_pairs(a: dict[str, dict[float, Any]], b: dict[str, dict[float, Any]]) -
             yield subject, Divergence(step, name, (a[name][step], b[name][step]))
 
 
-def _data_pairs(a: str, b: str) -> Iterator[tuple[str, Divergence]]:
-    """Pairs of values that determine the sample order, from checkpoints of the same step."""
+def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
+    """Pairs of values that determine the sample order, from the checkpoints in `saved`."""
     from hftrainer.checkpointing.run_progress import load_progress
 
-    for step, *folders in _saved(a, b):
+    for step, *folders in saved:
         one, other = (load_progress(folder, 0, 1) for folder in folders)
         if one is not None and other is not None:
             for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
@@ -173,13 +175,14 @@ def _data_pairs(a: str, b: str) -> Iterator[tuple[str, Divergence]]:
             yield "data", _whole(step, "random states of the data", one.data, other.data)
 
 
-def _weight_pairs(a: str, b: str) -> Iterator[tuple[str, Divergence]]:
-    """Pairs of tensors, from the newest checkpoints of the same step that are not in parts."""
+def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
+    """Pairs of tensors, from the newest checkpoints in `saved` whose weights are not in parts."""
     from hftrainer.checkpointing.weights import plain_files
     from hftrainer.compat.safe_loading import read_weights
 
-    saved = [(step, plain_files(folder_a), plain_files(folder_b)) for step, folder_a, folder_b in _saved(a, b)]
-    for step, *files in [each for each in saved if all(each[1:])][-1:]:
+    files_by_step = ((step, plain_files(folder_a), plain_files(folder_b)) for step, folder_a, folder_b in saved[::-1])
+    # Only the newest is read.
+    for step, *files in itertools.islice((each for each in files_by_step if all(each[1:])), 1):
         one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
         for name in sorted(one.keys() | other.keys()):
             yield "weights", _whole(step, name, one.get(name), other.get(name))
