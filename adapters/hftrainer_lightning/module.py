@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from hftrainer_lightning import callbacks
 from hftrainer_lightning.precision import PlainPrecision
 from hftrainer_lightning.private_api.evaluation import can_be_logged
-from hftrainer_lightning.private_api.training import CURRENT_HOOK, WithoutBatchTransfer, switch_optimization
+from hftrainer_lightning.private_api.training import WithoutBatchTransfer, switch_optimization
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -59,13 +59,6 @@ class TrainerModule(WithoutBatchTransfer):
         self._resumed_state: Mapping[str, Any] | None = None
         #: Returns the Trainer's entry in a Lightning checkpoint, for the run that is or was attached.
         self.resume_state: Callable[[], torch.Tensor] | None = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set the current hook's name without `nn.Module`'s parameter check, which costs 2 µs per hook."""
-        if name == CURRENT_HOOK:
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def attach(
         self,

@@ -45,7 +45,7 @@ POSITION_SETTINGS = {
     "max_steps": "the learning-rate schedule continues with its new length",
 }
 #: Settings whose product is the number of samples per optimizer step.
-_STEP_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
+STEP_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
 #: Settings whose product is the number of samples that all processes read at a time.
 _ROUND_SETTINGS = ("per_device_train_batch_size", "world_size")
 #: Changes that leave the position in the data valid.
@@ -134,7 +134,7 @@ class RunProgress:
                 f"checkpoint, {self.settings['per_device_train_batch_size']}, since each micro-batch has one source."
             )
         if count_samples(settings) == self.global_batch and (
-            split_changes := [name for name in changes if name in _STEP_SETTINGS]
+            split_changes := [name for name in changes if name in STEP_SETTINGS]
         ):
             description = ", ".join(f"{name}={settings[name]}, was {self.settings[name]}" for name in split_changes)
             level = logging.INFO if settings["elastic"] else logging.WARNING
@@ -144,7 +144,7 @@ class RunProgress:
                 description,
                 count_samples(settings),
             )
-            changes = [name for name in changes if name not in _STEP_SETTINGS]
+            changes = [name for name in changes if name not in STEP_SETTINGS]
             self._convert_position(settings)
         for name in changes:
             effect = POSITION_SETTINGS[name]
@@ -154,7 +154,7 @@ class RunProgress:
                 "Samples may be repeated or skipped in this epoch, and the run may not complete all epochs: %s.%s",
                 ", ".join(data_changes),
                 " elastic=True keeps the samples of a step."
-                if not settings["elastic"] and set(data_changes) & {*_STEP_SETTINGS}
+                if not settings["elastic"] and set(data_changes) & {*STEP_SETTINGS}
                 else "",
             )
         if not skips_data or set(changes) - _HARMLESS_CHANGES:
@@ -172,7 +172,7 @@ class RunProgress:
         self.data = {**fields, "before": None, "stream": stream, "loader": None}
 
 
-def count_samples(settings: dict[str, Any], names: Iterable[str] = _STEP_SETTINGS) -> int:
+def count_samples(settings: dict[str, Any], names: Iterable[str] = STEP_SETTINGS) -> int:
     """Multiply the settings that count samples."""
     return math.prod(settings.get(name, 1) for name in names)
 
@@ -234,7 +234,7 @@ def _check_progress(saved: dict[str, Any]) -> None:
             raise ValueError(f"sources[{reprlib.repr(name)}] is {reprlib.repr(row)}, not three floats")
     # Reject values that JSON cannot hold, since they cannot be compared.
     json.dumps(saved["settings"])
-    if invalid_settings := [name for name in _STEP_SETTINGS if not isinstance(saved["settings"].get(name, 1), int)]:
+    if invalid_settings := [name for name in STEP_SETTINGS if not isinstance(saved["settings"].get(name, 1), int)]:
         raise TypeError(f"{invalid_settings[0]} is {reprlib.repr(saved['settings'][invalid_settings[0]])}, not an int")
     sums = {"loss": saved["loss"]}
     for name, (value, count) in saved["metrics"].items():

@@ -232,7 +232,7 @@ def _devices() -> tuple[dict[str, Any], list[str]]:
         "used": kind,
         "number": devices.device_count(kind) if kind != "xla" else "known when torch_xla starts",
         "torch is built for": f"CUDA {build}" if torch.version.cuda else f"ROCm {build}" if build else "CPU",
-        "CPU cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "CPU cores": devices.cpu_count(),
         "processes by": detect_launcher(),
     }
     # Ask nvidia-smi, since torch would create a context on the first GPU to get the name.

@@ -62,22 +62,6 @@ def accepted_by(method: Callable[..., Any], values: dict[str, Any]) -> dict[str,
     return values if names is None else {name: value for name, value in values.items() if name in names}
 
 
-def drop_unaccepted_keywords(method: Callable[..., Any], *keywords: str) -> Callable[..., Any]:
-    """`method`, or a wrapper that drops keyword arguments it does not accept.
-
-    The signature is inspected only once, since hot loops call the wrapper.
-    """
-    rejected_names = [keyword for keyword in keywords if not accepts(method, keyword)]
-    if not rejected_names:
-        return method
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **{name: value for name, value in kwargs.items() if name not in rejected_names})
-
-    return call
-
-
 def positional_count(method: Callable[..., Any]) -> int | None:
     """Number of positional arguments without `self`; None if `*args` accepts any number."""
     return _positional_count(getattr(method, "__func__", method), inspect.ismethod(method))

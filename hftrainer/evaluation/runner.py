@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
-from hftrainer.compat.overrides import accepted_by, drop_unaccepted_keywords, has_length, is_overridden
+from hftrainer.compat.overrides import accepted_by, call_with_accepted, has_length, is_overridden
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
@@ -98,7 +98,7 @@ class EvaluationRunner(Component):
         log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
         model = self._prepare(dataloader)
         is_prediction = description == "Prediction"
-        step = functools.partial(drop_unaccepted_keywords(trainer.prediction_step, "ignore_keys"), model)
+        step = functools.partial(call_with_accepted, trainer.prediction_step, model)
         evaluation = EvaluationPass(self.components, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
         stage = "predict" if is_prediction else "test" if prefix.startswith("test") else "validate"
         # An evaluation must not change training's values.

@@ -51,17 +51,30 @@ class Journal:
         """Append an event. After a failure such as a full disk, warn once and write no more events."""
         if self.folder is None:
             return
-        line = json.dumps({"time": round(time.time(), 3), "event": event, "step": step, **values}, default=str)
+        line = {"time": round(time.time(), 3), "event": event, "step": step, **values}
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with open(os.path.join(self.folder, NAME), "a+b") as file:
-                # After a kill, the last line may be incomplete.
-                is_complete = not file.tell() or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
-                file.write((b"" if is_complete else b"\n") + line.encode() + b"\n")
+            append_line(os.path.join(self.folder, NAME), line)
         except OSError as error:
             # Before the warning, which would otherwise be written to the journal.
             self.folder = None
             logger.warning("The journal cannot be written, so it ends here: %s", error)
+
+
+def append_line(path: str, value: dict[str, Any], *, is_durable: bool = False) -> None:
+    """Append a JSON object as a line, after ending a line that a kill left incomplete.
+
+    Args:
+        path: the file.
+        value: the object; other types than JSON's become strings.
+        is_durable: whether to wait until the line is on the disk.
+    """
+    with open(path, "a+b") as file:
+        is_complete = not file.tell() or (file.seek(-1, os.SEEK_END), file.read(1))[1] == b"\n"
+        file.write((b"" if is_complete else b"\n") + json.dumps(value, default=str).encode() + b"\n")
+        if is_durable:
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

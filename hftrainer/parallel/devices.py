@@ -45,6 +45,11 @@ HINTS = {
 }
 
 
+def cpu_count() -> int:
+    """The number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def detect_device_type() -> str:
     """The type of accelerator that torch finds, or 'cpu'. ROCm's GPUs are 'cuda', as in torch."""
     return next((kind for kind in ACCELERATORS if _is_available(kind)), "cpu")

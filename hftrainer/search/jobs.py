@@ -26,6 +26,7 @@ import torch
 from hftrainer.callbacks.handler import is_instance_by_name
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.errors import InvalidArgument, SearchFailed
+from hftrainer.parallel import devices
 from hftrainer.releases.followed import follow
 
 if TYPE_CHECKING:
@@ -151,21 +152,16 @@ def number_of_jobs(n_jobs: Any) -> int:
     """
     if not isinstance(n_jobs, int) or (n_jobs < 1 and n_jobs != -1):
         raise InvalidArgument(f"n_jobs={n_jobs!r} must be a positive integer, or -1 for one job per GPU or core.")
-    return n_jobs if n_jobs > 0 else torch.cuda.device_count() or _cores()
+    return n_jobs if n_jobs > 0 else torch.cuda.device_count() or devices.cpu_count()
 
 
 def _resources(number: int, count: int) -> dict[str, str]:
     """Environment variables that assign one of several GPUs and a share of the cores to a worker."""
     visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible_gpus.split(",") if visible_gpus else [str(gpu) for gpu in range(torch.cuda.device_count())]
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, _cores() // count)))
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, devices.cpu_count() // count)))
     gpu = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]} if len(gpus) > 1 else {}
     return {"OMP_NUM_THREADS": threads, **gpu}
-
-
-def _cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # ---- A Trainer for another process, which rebuilds process-specific parts --------------------------------------------

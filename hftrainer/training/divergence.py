@@ -21,11 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.overrides import has_length
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
+from hftrainer.monitoring import journal
+from hftrainer.training.component import Component
 from hftrainer.training.storage_sync import run_folder
 
 if TYPE_CHECKING:
@@ -83,7 +86,7 @@ class Diverged(Exception):
         self.finding = finding
 
 
-class DivergenceWatch:
+class DivergenceWatch(Component):
     """Checks the steps of a `TrainingLoop` for divergence, and tells which windows to skip.
 
     Args:
@@ -92,8 +95,8 @@ class DivergenceWatch:
     """
 
     def __init__(self, components: Components, loop: TrainingLoop) -> None:
-        self.trainer = components.trainer
-        self.loop, self.run = loop, components.run
+        super().__init__(components)
+        self.loop = loop
         self.is_enabled = self.run.skipped_samples is not None
         losses = [] if loop.progress is None else loop.progress.recent_losses
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
@@ -205,7 +208,7 @@ class SkippedSamples:
         return run_entries
 
     def _settings(self) -> dict[str, Any]:
-        """The settings that a position in the data depends on. The first three determine a step's size."""
+        """The settings that a position in the data depends on."""
         args, data = self.trainer.args, self.trainer.train_dataset
         return {
             "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
@@ -222,12 +225,9 @@ class SkippedSamples:
         old, new, ratio = entry["settings"], self._settings(), 1.0
         if old != new:
             changes = ", ".join(f"{name}={new[name]}, was {old[name]}" for name in new if new[name] != old[name])
-            step_settings = list(new)[:3]
-            is_same_step = math.prod(old[name] for name in step_settings) == math.prod(
-                new[name] for name in step_settings
-            )
-            is_same_step = is_same_step and all(old[name] == new[name] for name in list(new)[3:])
-            if not (self.trainer.args.elastic and is_same_step):
+            is_same_step = count_samples(old) == count_samples(new)
+            is_same_data = all(old[name] == new[name] for name in new if name not in STEP_SETTINGS)
+            if not (self.trainer.args.elastic and is_same_step and is_same_data):
                 logger.warning(
                     "%s: the samples of step %s are not skipped, since their position differs with %s.%s",
                     *(self.path, entry["step"], changes),
@@ -287,7 +287,7 @@ class SkippedSamples:
         }
         self.entries.append(entry)
         self._apply(entry)
-        processes.from_main(lambda: _append_entry(self.path, entry))
+        processes.from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
         return (
             f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"
         )
@@ -331,13 +331,3 @@ def _read_entries(path: str) -> list[dict[str, Any]]:
                 except ValueError:
                     logger.warning("%s: an incomplete line is ignored: %s", path, reprlib.repr(line))
     return entries
-
-
-def _append_entry(path: str, entry: Mapping[str, Any]) -> None:
-    """Append an entry as a line, and wait until it is on the disk."""
-    with open(path, "a+b") as file:
-        file.seek(0)
-        is_truncated = not (file.read() or b"\n").endswith(b"\n")
-        file.write((b"\n" if is_truncated else b"") + json.dumps(entry, default=str).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -14,6 +14,7 @@ from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
+from hftrainer.training.component import Component
 from hftrainer.training.mixture_batches import make_source_log
 from hftrainer.training.storage_sync import run_folder
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from hftrainer.training.loop import TrainingLoop
 
 
-class RunWatch:
+class RunWatch(Component):
     """Reports the events of a run to its observers, and polls its requests.
 
     Args:
@@ -37,7 +38,8 @@ class RunWatch:
     """
 
     def __init__(self, components: Components, loop: TrainingLoop, loader: Any) -> None:
-        self.trainer, self.run, self.loop = components.trainer, components.run, loop
+        super().__init__(components)
+        self.loop = loop
         self.sources = make_source_log(components, loader)
         self.observer = _make_observer(components, loop)
         self.requests = _make_requests(components, loop)

@@ -30,8 +30,6 @@ class RunBatches(MicroBatchIterator):
         self.reader = EpochReader(train_dataloader)
         self._data_state = None if loop.progress is None else loop.progress.data
         self._has_restored_rng = False
-        # Inspect the signature of an override once, not at each step.
-        self._get_batch_samples = overrides.drop_unaccepted_keywords(self.trainer.get_batch_samples, "device")
 
     # ---- Accumulation ------------------------------------------------------------------------------------------
 
@@ -50,7 +48,8 @@ class RunBatches(MicroBatchIterator):
     def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
         self.loop.is_between_steps = False
-        samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
+        read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
+        samples, num_items = overrides.call_with_accepted(read, iterator, count, device=device)
         self.run.accumulation = len(samples)
         return samples, num_items
 

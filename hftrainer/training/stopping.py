@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.compat.messages import tell
 from hftrainer.parallel.processes import Processes
+from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.training.components import Components
@@ -141,7 +142,7 @@ class SignalListener:
         raise SystemExit(128 + self.signal_number)
 
 
-class ControlSync:
+class ControlSync(Component):
     """Synchronizes the control flags and signals of all ranks at the end of each optimizer step.
 
     After each step, ranks all-reduce their requests. A rank without requests reads the result only after the next step;
@@ -157,8 +158,7 @@ class ControlSync:
     """
 
     def __init__(self, components: Components, save: Callable[[], None]) -> None:
-        self.trainer = components.trainer
-        self.run = components.run
+        super().__init__(components)
         self.engine = components.engine
         self.is_distributed = self.trainer.args.world_size > 1
         self._save = save

@@ -155,7 +155,7 @@ def test_what_cannot_be_sent_is_named(search):
 def test_each_worker_has_a_gpu_and_a_share_of_the_cores(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(jobs, "_cores", lambda: 8)
+    monkeypatch.setattr(jobs.devices, "cpu_count", lambda: 8)
     assert jobs._resources(1, 3) == {"OMP_NUM_THREADS": "2"}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [jobs._resources(n, 3)["CUDA_VISIBLE_DEVICES"] for n in (1, 2)] == ["1", "0"]

@@ -142,11 +142,8 @@ class _FastOptimization(_AutomaticOptimization):
         return super()._make_zero_grad_fn(batch_idx, optimizer) if self.trainer.callbacks else None  # type: ignore[attr-defined]
 
 
-class _LazyLoggerConnector(_LoggerConnector):
-    """Collects a batch's metrics only if some were logged. Lightning reads a dozen properties first.
-
-    It counts a step when the step starts.
-    """
+class _StepLoggerConnector(_LoggerConnector):
+    """Counts a step when it starts; Lightning, when it ends."""
 
     @property
     def should_update_logs(self) -> bool:
@@ -164,25 +161,10 @@ class _LazyLoggerConnector(_LoggerConnector):
         self.trainer.fit_loop.epoch_loop._batches_that_stepped -= 1
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
-        if self.trainer.state.stage is not RunningStage.TRAINING:
-            super().on_batch_start(batch, dataloader_idx)
-            return
-        loop = self.trainer.fit_loop.epoch_loop
-        loop._batches_that_stepped = loop.global_step + 1
-        self._first_loop_iter = self._first_loop_iter is None
-        results = loop._results
-        results.batch, results.batch_size, results.dataloader_idx = batch, None, dataloader_idx
-
-    def on_batch_end(self) -> None:
-        results = self.trainer.fit_loop.epoch_loop._results
-        if results or self.trainer.state.stage is not RunningStage.TRAINING:
-            super().on_batch_end()
-        else:
-            results.batch = results.batch_size = None
-
-    def update_train_step_metrics(self) -> None:
-        if self.trainer.loggers:
-            super().update_train_step_metrics()
+        if self.trainer.state.stage is RunningStage.TRAINING:
+            loop = self.trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped = loop.global_step + 1
+        super().on_batch_start(batch, dataloader_idx)
 
 
 def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIterator) -> None:
@@ -192,7 +174,7 @@ def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIt
     epoch_loop.__class__ = _WindowedEpochLoop
     epoch_loop.micro_batches = micro_batches
     epoch_loop.automatic_optimization.__class__ = _FastOptimization
-    trainer._logger_connector.__class__ = _LazyLoggerConnector
+    trainer._logger_connector.__class__ = _StepLoggerConnector
 
 
 def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
@@ -240,10 +222,6 @@ def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
         yield
     finally:
         progress.processed += 1
-
-
-#: The module attribute in which Lightning stores the running hook's name; it is set and restored around each hook.
-CURRENT_HOOK = "_current_fx_name"
 
 
 class WithoutBatchTransfer(pl.LightningModule):
