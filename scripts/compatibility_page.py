@@ -189,8 +189,8 @@ that loop.
 
 ## Arguments
 
-An argument does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers), unless
-its row says otherwise:
+An argument does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers),
+unless its row says otherwise:
 
 - *Lightning*: the setting of Lightning that it becomes
 - **no effect**: accepted, for the reason given
@@ -210,7 +210,9 @@ def page() -> str:
     differences = "".join(_differences(changes) for changes in GROUPS)
     uses = "".join(f"- {subject}: {'; '.join(found)}\n" for subject, found in DIFFERENCES["numbers"].items())
     rows = "| argument | type | what it does | default | since |\n| --- | --- | --- | --- | --- |\n"
-    arguments = sorted(arguments_of(Seq2SeqTrainingArguments).items(), key=lambda pair: (pair[1].since != OURS, pair[0]))
+    arguments = sorted(
+        arguments_of(Seq2SeqTrainingArguments).items(), key=lambda pair: (pair[1].since != OURS, pair[0])
+    )
     rows += "".join(_argument(name, about) for name, about in arguments)
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
