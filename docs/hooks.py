@@ -72,35 +72,32 @@ def _check_members() -> None:
 
 def _arguments(text: str) -> str:
     """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
-    intro, _, table = text.partition("\n| argument | what it does |")
-    rows = {row[1]: row for row in re.finditer(r"(?m)^\| `(\w+)` (\|.*\|) (.*) \| (.*) \|$", table)}
+    intro, _, table = text.partition("\n| argument | type |")
+    rows = {row[1]: row.groups() for row in re.finditer(r"(?m)^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", table)}
     subjects, guides = _subjects(), _guides()
     parts: dict[str, list[str]] = {title: [] for title in [_OWN, *dict.fromkeys(subjects.values()), _EARLIER]}
     for name in sorted(rows, key=[*guides, *subjects, *rows].index):
-        since = rows[name][3]
+        _, kind, text, default, since = rows[name]
         is_own, is_earlier = since == "hftrainer", " to " in since
         if is_own and name not in guides:
             raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
-        last = guides[name] if is_own else f"{since} | {rows[name][4]}"
+        about = f"{kind}, default {default}"
+        if is_own:
+            text += f" Guide: {guides[name]}"
+        else:
+            about += f", {'in' if is_earlier else 'since'} {since}"
         # A name is a heading, so that the search finds its row.
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
-        row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {rows[name][2]} {last} |'
+        row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {about} | {text} |'
         parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
-    # The list of headings leaves its place to the tables, whose cells docs/extra.css puts below each other on a phone.
-    page = [
-        "---\nhide: [toc]\n---\n# Every argument",
-        _ABOUT_ARGUMENTS,
-        intro.replace(" `hftrainer` marks our own.", "").strip(),
-    ]
-    page.append(" · ".join(f"[{title}](#{_anchor(title)})" for title in parts))
+    page = ["# Every argument", _ABOUT_ARGUMENTS, intro.replace(" Those of `hftrainer` alone come first.", "").strip()]
+    subjects_links = " · ".join(f"[{title}](#{_anchor(title)})" for title in parts)
+    page.append(f'<div class="subjects" markdown>{subjects_links}</div>')
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in sorted(rows))
     page.append(f"<details><summary>All names, by alphabet</summary><p>{links}</p></details>")
     for title, lines in parts.items():
-        names = ["guide"] if title == _OWN else ["since", "here"]
-        head = ["argument", "what it does", "default", *names]
-        lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]
-        kind = "arguments own" if title == _OWN else "arguments"
-        page += [f"## {title} {{#{_anchor(title)}}}", f'<div class="{kind}" markdown>', "\n".join(lines), "</div>"]
+        lines = ["| argument | what it does |", "| --- | --- |", *lines]
+        page += [f"## {title} {{#{_anchor(title)}}}", '<div class="arguments" markdown>', "\n".join(lines), "</div>"]
     return "\n\n".join(page) + "\n"
 
 

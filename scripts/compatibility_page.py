@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "adapters")]
 from hftrainer import Seq2SeqTrainingArguments
 from hftrainer.arguments import accelerate
 from hftrainer.arguments.choices import as_text
-from hftrainer.arguments.field import Argument, arguments_of
+from hftrainer.arguments.field import OURS, Argument, arguments_of
 from hftrainer.releases.earlier import POLICIES
 from tests.adapters.downstream import libraries
 from tests.support import differences as differing
@@ -189,24 +189,31 @@ that loop.
 
 ## Arguments
 
-`since`: the first release of transformers that has the argument, of those compared: 4.1, 4.15, 4.30, 4.40, 4.48,
-4.57, 5.0, 5.23. "4.2 to 4.57": only these releases had it. `hftrainer` marks our own.
+An argument does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers),
+unless its row says otherwise:
 
-- **mapped**: becomes a setting of Lightning
-- **handled**: does here what it does in transformers, but for [the differences](COMPATIBILITY.md#what-changes-numbers)
-- **inert**: accepted without effect, for the reason given
+- *Lightning*: the setting of Lightning that it becomes
+- **no effect**: accepted, for the reason given
 - **refused**: only its default is accepted; anything else is refused when the Trainer is built, with the reason and
   what to use instead
 
+`since` is the first release of transformers that has the argument, of those compared: 4.1, 4.15, 4.30, 4.40, 4.48,
+4.57, 5.0, 5.23. "4.2 to 4.57": only these releases had it. Those of `hftrainer` alone come first.
+
 """
+#: Kind of argument → the words before its detail.
+DETAILS = {"mapped": "*Lightning*: ", "inert": "**No effect**: ", "refused": "**Refused**: ", "handled": "Here: "}
 
 
 def page() -> str:
     """The text of COMPATIBILITY.md."""
     differences = "".join(_differences(changes) for changes in GROUPS)
     uses = "".join(f"- {subject}: {'; '.join(found)}\n" for subject, found in DIFFERENCES["numbers"].items())
-    rows = "| argument | what it does | default | since | here |\n| --- | --- | --- | --- | --- |\n"
-    rows += "".join(_argument(name, about) for name, about in sorted(arguments_of(Seq2SeqTrainingArguments).items()))
+    rows = "| argument | type | what it does | default | since |\n| --- | --- | --- | --- | --- |\n"
+    arguments = sorted(
+        arguments_of(Seq2SeqTrainingArguments).items(), key=lambda pair: (pair[1].since != OURS, pair[0])
+    )
+    rows += "".join(_argument(name, about) for name, about in arguments)
     callbacks = "".join(f"| `{name}` | {note} |\n" for name, note in sorted(LIGHTNING_CALLBACKS.items()))
     devices = "".join(f"| {device} | {what} |\n" for device, what in BY_DEVICE.items())
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
@@ -246,11 +253,21 @@ def _argument(name: str, about: Argument) -> str:
     default = "[]" if about.default is list else repr(about.default)
     before = f", {about.past_defaults_text}" if about.past_defaults else ""
     releases = about.since if about.until is None else f"{about.since} to {about.until}"
-    here = f"{about.kind}: {about.detail}" if about.detail else about.kind
     values = [as_text(value) for value in about.choices or ()]
     # Many help texts name all values.
     listed = "" if all(f"'{value}'" in about.help for value in values) else f" One of {', '.join(map(repr, values))}."
-    return f"| `{name}` | {about.help}{listed} | `{default}`{before} | {releases} | {here} |\n"
+    # The help text of an old name has the new one.
+    detail = f" {DETAILS[about.kind]}{about.detail}." if about.detail and not about.rename else ""
+    text = f"{about.help}{listed}{detail}"
+    return f"| `{name}` | {_type(name)} | {text} | `{default}`{before} | {releases} |\n"
+
+
+def _type(name: str) -> str:
+    """The types that an argument takes, without those of items; enumerations are text."""
+    annotation = re.sub(r"\[.*?\]+", "", Seq2SeqTrainingArguments.__dataclass_fields__[name].type)
+    found = [{"Literal": "bool", "Path": "path"}.get(kind, kind) for kind in annotation.split(" | ")]
+    named = [kind for kind in found if kind not in ("None", "Any")]
+    return " or ".join(dict.fromkeys(kind if kind.islower() else "str" for kind in named))
 
 
 def _summary() -> str:
