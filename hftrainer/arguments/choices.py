@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from hftrainer.compat.messages import LEVELS
-from hftrainer.errors import InvalidArgument, suggest
+from hftrainer.errors import InvalidArgument, suggest, suggest_choice
 
 #: Names of log levels → Python's numbers; 'passive' does not change the level.
 LOG_LEVELS = {**LEVELS, "passive": -1}
@@ -21,8 +21,7 @@ class ExplicitEnum(str, enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
-        allowed = [str(member.value) for member in cls]
-        raise InvalidArgument(f"{value!r} is not valid: choose one of {', '.join(allowed)}{suggest(value, allowed)}")
+        raise InvalidArgument(f"{value!r} is not valid{suggest_choice(value, [str(each.value) for each in cls])}")
 
 
 def as_text(choice: Any) -> str:

@@ -35,7 +35,7 @@ def test_unknown_arguments(settings, message):
         ({"eval_strategy": "steps", "eval_steps": -3}, ["eval_steps"]),
         (
             {"eval_strategy": "step"},
-            ["eval_strategy: 'step' is not valid: choose one of no, steps, epoch", "mean 'steps'"],
+            ["eval_strategy: 'step' is not valid; did you mean 'steps'? Choose one of no, steps, epoch."],
         ),
         ({"save_strategy": "best"}, ["save_strategy"]),
         ({"bf16": True, "fp16": True}, ["bf16"]),
