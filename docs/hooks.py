@@ -16,13 +16,12 @@ import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+from hftrainer import Seq2SeqTrainingArguments
+from hftrainer.arguments.field import EARLIER_SUBJECT, OWN_SUBJECT, subjects_of
+
 ROOT = Path(__file__).parents[1]
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
-_OWN, _FIRST, _EARLIER = "Only in hftrainer", "The folder and the size of a batch", "Of earlier releases"
 _ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments are checked](concepts/arguments.md)."
-_EVALUATION = "When to evaluate, and what evaluation returns"
-#: Arguments that may be passed by position, and so come before those of their subject → the subject.
-_SUBJECTS = {"eval_strategy": _EVALUATION, "prediction_loss_only": _EVALUATION, "eval_accumulation_steps": _EVALUATION}
 
 
 class RefusedKeywords(griffe.Extension):
@@ -74,18 +73,20 @@ def _arguments(text: str) -> str:
     """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
     intro, _, table = text.partition("\n| argument | what it does |")
     rows = {row[1]: row for row in re.finditer(r"(?m)^\| `(\w+)` (\|.*\|) (.*) \| (.*) \|$", table)}
-    subjects, guides = _subjects(), _guides()
-    parts: dict[str, list[str]] = {title: [] for title in [_OWN, *dict.fromkeys(subjects.values()), _EARLIER]}
-    for name in sorted(rows, key=[*guides, *subjects, *rows].index):
+    subjects, guides = subjects_of(Seq2SeqTrainingArguments), _guides()
+    parts: dict[str, list[str]] = {OWN_SUBJECT: [], **{title: [] for title in subjects.values()}}
+    parts[EARLIER_SUBJECT] = parts.pop(EARLIER_SUBJECT)  # last
+    current = [name for name, title in subjects.items() if title != EARLIER_SUBJECT]
+    for name in sorted(rows, key=[*guides, *current, *rows].index):
         since = rows[name][3]
-        is_own, is_earlier = since == "hftrainer", " to " in since
+        is_own = since == "hftrainer"
         if is_own and name not in guides:
             raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
         last = guides[name] if is_own else f"{since} | {rows[name][4]}"
         # A name is a heading, so that the search finds its row.
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
         row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {rows[name][2]} {last} |'
-        parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
+        parts[subjects[name]].append(row)
     # The list of headings leaves its place to the tables, whose cells docs/extra.css puts below each other on a phone.
     page = [
         "---\nhide: [toc]\n---\n# Every argument",
@@ -96,10 +97,10 @@ def _arguments(text: str) -> str:
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in sorted(rows))
     page.append(f"<details><summary>All names, by alphabet</summary><p>{links}</p></details>")
     for title, lines in parts.items():
-        names = ["guide"] if title == _OWN else ["since", "here"]
+        names = ["guide"] if title == OWN_SUBJECT else ["since", "here"]
         head = ["argument", "what it does", "default", *names]
         lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *lines]
-        kind = "arguments own" if title == _OWN else "arguments"
+        kind = "arguments own" if title == OWN_SUBJECT else "arguments"
         page += [f"## {title} {{#{_anchor(title)}}}", f'<div class="{kind}" markdown>', "\n".join(lines), "</div>"]
     return "\n\n".join(page) + "\n"
 
@@ -108,22 +109,10 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower())
 
 
-def _subjects() -> dict[str, str]:
-    """Argument → its subject, in the order of the sources, whose comments name the subjects."""
-    found: dict[str, str] = {}
-    for path, subject in (("arguments/fields.py", _FIRST), ("training_args_seq2seq.py", "Models that generate")):
-        for line in (ROOT / "hftrainer" / path).read_text(encoding="utf-8").splitlines():
-            if comment := re.fullmatch(r"    # -+ (.+?) -+", line):
-                subject = comment[1]
-            elif field := re.match(r"    (\w+): .* = (arg|old_name)\(", line):
-                found[field[1]] = _SUBJECTS.get(field[1], subject)
-    return found
-
-
 def _guides() -> dict[str, str]:
     """Argument that only hftrainer has → links to its guide, from the table of a page."""
     page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8")
-    table = page.partition(f"\n## {_OWN}\n")[2].partition("\n## ")[0].replace("](../", "](")
+    table = page.partition(f"\n## {OWN_SUBJECT}\n")[2].partition("\n## ")[0].replace("](../", "](")
     rows = re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", table)
     return {name: link for names, link in rows for name in re.findall(r"`(\w+)`", names)}
 

@@ -18,6 +18,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
         False,
         "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does.",
         "4.15",
+        subject="Models that generate",
     )
     predict_with_generate: bool = arg(
         False, "Predict with `model.generate` in evaluation, for metrics like BLEU.", "4.15"

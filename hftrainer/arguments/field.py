@@ -13,6 +13,8 @@ from hftrainer.errors import InvalidArgument
 
 #: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
+#: The subjects of these, and of arguments that the newest release no longer has.
+OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = "Only in hftrainer", "Of earlier releases"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Argument:
         accepted_values: the values that are not refused; all if empty.
         removed_feature: a value whose feature no longer exists, and what happens instead.
         past_defaults: the last release with an older default → that default, oldest first.
+        subject: its subject, and that of the arguments after it; None for that of the argument before it.
     """
 
     default: Any
@@ -55,6 +58,7 @@ class Argument:
     accepted_values: tuple[str, ...] = ()
     removed_feature: tuple[Any, str] | None = None
     past_defaults: Mapping[str, Any] | None = None
+    subject: str | None = None
 
     def is_neutral(self, value: Any, default: Any) -> bool:
         """Whether a value changes nothing: the default, empty, or what None stands for.
@@ -148,6 +152,16 @@ def old_name(default: Any, rename: Rename, since: str, until: str, help: str = "
 def arguments_of(kind: Any) -> dict[str, Argument]:
     """Name → its `Argument`, for the fields of a dataclass that `arg` has declared."""
     return {field.name: _arguments[field] for field in dataclasses.fields(kind) if field in _arguments}
+
+
+def subjects_of(kind: Any) -> dict[str, str]:
+    """Name → its subject, for the same fields. Our own arguments and those of earlier releases have one each."""
+    subjects, current = {}, ""
+    for name, argument in arguments_of(kind).items():
+        current = argument.subject or current
+        is_own, is_earlier = argument.since == OURS, argument.until is not None
+        subjects[name] = OWN_SUBJECT if is_own else EARLIER_SUBJECT if is_earlier else current
+    return subjects
 
 
 def changed_arguments(args: Any, names: Iterable[str]) -> dict[str, Any]:
