@@ -4,8 +4,8 @@ import dataclasses
 import enum
 import importlib
 import json
-import re
 import logging
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Literal, Optional
