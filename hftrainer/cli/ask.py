@@ -10,7 +10,7 @@ from typing import Any
 from hftrainer.cli.parser import Parser
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "ask",

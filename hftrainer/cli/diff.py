@@ -8,7 +8,7 @@ import json
 import os
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hftrainer.cli.parser import Parser
@@ -23,15 +23,34 @@ SUBJECTS = {
     "metrics": (),
     "weights": (),
 }
+_STATES = "random states of the data"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The point where two runs diverge: the optimizer step, the value's name, and both values."""
+    """The point where two runs diverge.
+
+    Attributes:
+        step: the optimizer step.
+        name: the value's name.
+        values: both values; of a tensor its type and shape.
+        size: of tensors of one type and shape: the numbers of `elements` and of `differing` ones, and their
+            `largest_absolute` and `largest_relative` difference.
+    """
 
     step: float
     name: str
     values: tuple[Any, Any]
+    size: dict[str, float] | None = None
+
+    def __str__(self) -> str:
+        text = "differ" if self.values[0] == self.values[1] else _pair(self.values)
+        if self.size is not None:
+            text = (
+                "{differing:,} of {elements:,} elements differ, by up to {largest_absolute:.3g} "
+                "({largest_relative:.3g} of the larger value)"
+            ).format_map(self.size)
+        return f"step {self.step}, {self.name}: {text}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Difference:
     versions: dict[str, tuple[Any, Any]] | None
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether the runs are equal."""
         differences = (self.partings, self.only_in_one, self.arguments, self.versions)
         return self.steps[0] == self.steps[1] and not any(differences)
@@ -67,7 +86,7 @@ class Difference:
             kind = "tensors" if subject == "weights" else "values"
             text = f"equal, {compared} {kind} compared" if compared else "nothing to compare"
             if parting is not None:
-                text = f"step {parting.step}, {parting.name}: {_pair(parting.values)}"
+                text = str(parting)
             parts.append(f"{subject:<14} {text}")
         parts += [f"{name} is logged by {run} only" for name, run in self.only_in_one.items()]
         for title, differences in (("arguments", self.arguments), ("versions", self.versions)):
@@ -85,7 +104,7 @@ class Difference:
             return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
         if self.steps[0] != self.steps[1]:
             return f"The runs are equal in their common steps: A has {self.steps[0]}, B has {self.steps[1]}."
-        if not self.equal:
+        if not self.is_equal:
             return "All common values are equal, but other parts differ (A | B)."
         recorded = ", ".join(subject for subject in SUBJECTS if self.compared[subject])
         return f"The runs are equal{'' if all(self.compared.values()) else f' in what was recorded: {recorded}'}."
@@ -95,7 +114,7 @@ def _pair(values: tuple[Any, Any]) -> str:
     return f"{values[0]!r} | {values[1]!r}"
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "diff",
@@ -115,9 +134,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     # Our errors derive from ValueError.
     except (ValueError, OSError) as error:
         parser.fail(error)
-    report = {"equal": difference.equal, **asdict(difference)}
+    report = {"equal": difference.is_equal, **asdict(difference)}
     print(json.dumps(report, indent=2) if options.json else difference)
-    parser.exit(0 if difference.equal else 1)
+    parser.exit(0 if difference.is_equal else 1)
 
 
 def compare(a: str, b: str) -> Difference:
@@ -148,7 +167,7 @@ def compare(a: str, b: str) -> Difference:
         raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
     return Difference(
         (states[0].global_step, states[1].global_step),
-        {subject: partings[subject] for subject in SUBJECTS if subject in partings},
+        {subject: _without_tensors(partings[subject]) for subject in SUBJECTS if subject in partings},
         compared,
         {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
         _find_differences(read_arguments_of_run(a), read_arguments_of_run(b)),
@@ -172,7 +191,7 @@ def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Diverg
         if one is not None and other is not None:
             for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
                 yield "data", Divergence(step, name, (one.settings[name], other.settings[name]))
-            yield "data", _whole(step, "random states of the data", one.data, other.data)
+            yield "data", Divergence(step, _STATES, (one.data, other.data))
 
 
 def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
@@ -185,12 +204,33 @@ def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Dive
     for step, *files in itertools.islice((each for each in files_by_step if all(each[1:])), 1):
         one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
         for name in sorted(one.keys() | other.keys()):
-            yield "weights", _whole(step, name, one.get(name), other.get(name))
+            yield "weights", Divergence(step, name, (one.get(name, "absent"), other.get(name, "absent")))
 
 
-def _whole(step: int, name: str, a: Any, b: Any) -> Divergence:
-    """A pair of values that are too large to be shown."""
-    return Divergence(step, name, ("the same",) * 2 if _same(a, b) else ("one", "another"))
+def _without_tensors(parting: Divergence) -> Divergence:
+    """The divergence without values that are too large to be shown: tensors and dicts of them."""
+    if parting.name == _STATES:
+        return replace(parting, values=("not shown",) * 2)
+    are_tensors = [hasattr(value, "dtype") for value in parting.values]
+    one, other = (
+        f"{str(value.dtype).removeprefix('torch.')} {[*value.shape]}" if is_tensor else value
+        for value, is_tensor in zip(parting.values, are_tensors, strict=True)
+    )
+    size = _measure(*parting.values) if all(are_tensors) and one == other else None
+    return replace(parting, values=(one, other), size=size)
+
+
+def _measure(a: Any, b: Any) -> dict[str, float]:
+    """The differences between two tensors that are not equal, as in `Divergence.size`."""
+    import torch
+
+    differs = (a != b) & ~((a != a) & (b != b))
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    one, other = a[differs].to(kind), b[differs].to(kind)
+    absolute = (one - other).abs()
+    relative = absolute / torch.maximum(one.abs(), other.abs())
+    sizes = {"largest_absolute": float(absolute.max()), "largest_relative": float(relative.max())}
+    return {"elements": a.numel(), "differing": len(absolute), **sizes}
 
 
 def _saved(a: str, b: str) -> list[tuple[int, str, str]]:

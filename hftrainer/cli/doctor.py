@@ -89,7 +89,7 @@ def _text(report: dict[str, Any]) -> str:
     return "\n\n".join("\n  ".join([title, *items]) for title, items in sections.items())
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     commands.add_parser(
         "doctor",

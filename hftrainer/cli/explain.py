@@ -24,7 +24,7 @@ _DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
@@ -48,7 +48,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     else:
         words = [word for word in options.words if word != "--json"]
         options.json |= len(words) < len(options.words)
-        args = _arguments(parser, words)
+        args = _parse_arguments(parser, words)
     try:
         explanation = args.explain()
     # OSError for a file that an argument names. Our errors derive from ValueError.
@@ -60,7 +60,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     parser.exit(1 if explanation.refused or explanation.errors else 0)
 
 
-def _arguments(parser: Parser, words: list[str]) -> TrainingArguments:
+def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 

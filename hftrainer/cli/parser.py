@@ -20,12 +20,13 @@ _FOLDERS = ("OUTPUT_DIR", "FOLDER", "RUN", "DIR")
 _BASH = """\
 _hftrainer() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" state=0 i
+    local valued=" {valued} "
     [[ $previous != "=" ]] || previous="${{COMP_WORDS[COMP_CWORD-2]}}"
     [[ $current != "=" ]] || current=""
     for ((i = 2; i < COMP_CWORD; i++)); do
-        [[ "${{COMP_WORDS[i]}}" == [-=]* || " = {valued} " == *" ${{COMP_WORDS[i-1]}} "* ]] || ((++state))
+        [[ "${{COMP_WORDS[i]}}" == [-=]* || $valued == *" ${{COMP_WORDS[i-1]}} "* ]] || ((++state))
     done
-    if [[ $current == -* ]]; then state="option $state"; elif [[ " {valued} " == *" $previous "* ]]; then state=$previous; fi
+    if [[ $current == -* ]]; then state="option $state"; elif [[ $valued == *" $previous "* ]]; then state=$previous; fi
     ((COMP_CWORD > 1)) || state=command
     case "${{COMP_WORDS[1]}} $state" in
         *" command") words="{commands}" ;;

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hftrainer.reporting.plot import Line
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "plot",

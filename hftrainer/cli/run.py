@@ -35,7 +35,7 @@ torchrun --help lists them.
 _SCRIPT = ("module", "training_script", "training_script_args")
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     text = "run an unmodified Trainer script, in one or more processes"
     form = argparse.RawDescriptionHelpFormatter
