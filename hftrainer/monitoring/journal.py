@@ -114,9 +114,9 @@ class RunNumbers:
             self._count += 1
             self._number = self._count
         elif event["event"] == "begin":
-            self._number = self._writers.get(os.path.basename(os.path.normpath(event["resumed_from"])), self._number)
+            self._number = self._writers.get(Path(str(event["resumed_from"])).name, self._number)
         elif event["event"] == "checkpoint":
-            self._writers[event["folder"]] = self._number
+            self._writers[str(event.get("folder"))] = self._number
         return self._number
 
 
