@@ -17,7 +17,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from hftrainer import Seq2SeqTrainingArguments
-from hftrainer.arguments.field import EARLIER_SUBJECT, OWN_SUBJECT, subjects_of
+from hftrainer.arguments.field import EARLIER_SUBJECT, OWN_SUBJECT, arguments_of
 
 ROOT = Path(__file__).parents[1]
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
@@ -73,7 +73,8 @@ def _arguments(text: str) -> str:
     """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
     intro, _, table = text.partition("\n| argument | what it does |")
     rows = {row[1]: row for row in re.finditer(r"(?m)^\| `(\w+)` (\|.*\|) (.*) \| (.*) \|$", table)}
-    subjects, guides = subjects_of(Seq2SeqTrainingArguments), _guides()
+    arguments, guides = arguments_of(Seq2SeqTrainingArguments), _guides()
+    subjects = {name: argument.subject for name, argument in arguments.items()}
     parts: dict[str, list[str]] = {OWN_SUBJECT: [], **{title: [] for title in subjects.values()}}
     parts[EARLIER_SUBJECT] = parts.pop(EARLIER_SUBJECT)  # last
     current = [name for name, title in subjects.items() if title != EARLIER_SUBJECT]

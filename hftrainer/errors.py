@@ -39,13 +39,6 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 
-def suggest_choice(value: object, choices: Iterable[str]) -> str:
-    """The end of an error about a value that is none of the choices: the probable one, if any, before all of them."""
-    allowed = list(choices)
-    probable = suggest(value, allowed)
-    return f"{f'{probable} Choose' if probable else ': choose'} one of {', '.join(allowed)}."
-
-
 class InvalidArgument(ValueError):
     """An argument has an invalid value, or contradicts another argument."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from hftrainer.arguments import legacy
-from hftrainer.arguments.field import EARLIER_SUBJECT, LAST_SUBJECTS, subjects_of
+from hftrainer.arguments.field import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
 from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.parallel.config_files import parse_bool, read_mapping
@@ -156,7 +156,7 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     def _add_dataclass(self, kind: Any) -> None:
         hints = typing.get_type_hints(kind)
-        subjects = subjects_of(kind)
+        subjects = {name: argument.subject for name, argument in arguments_of(kind).items()}
         titles = [title for title in dict.fromkeys(subjects.values()) if title not in LAST_SUBJECTS]
         groups: dict[Any, Any] = {title: self.add_argument_group(title) for title in (*titles, *LAST_SUBJECTS)}
         own_title = getattr(kind, "_argument_group_name", None)

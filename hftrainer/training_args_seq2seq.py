@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.arguments.field import arg
+from hftrainer.arguments.field import arg, begin_subject
 from hftrainer.training_args import TrainingArguments
 
 
@@ -14,11 +14,12 @@ from hftrainer.training_args import TrainingArguments
 class Seq2SeqTrainingArguments(TrainingArguments):
     """`TrainingArguments` with arguments for generation, for `Seq2SeqTrainer`."""
 
+    begin_subject("Models that generate")
+
     sortish_sampler: bool = arg(
         False,
         "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does.",
         "4.15",
-        subject="Models that generate",
     )
     predict_with_generate: bool = arg(
         False, "Predict with `model.generate` in evaluation, for metrics like BLEU.", "4.15"

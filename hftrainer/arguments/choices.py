@@ -6,7 +6,7 @@ import enum
 from typing import Any
 
 from hftrainer.compat.messages import LEVELS
-from hftrainer.errors import InvalidArgument, suggest, suggest_choice
+from hftrainer.errors import InvalidArgument, suggest
 
 #: Names of log levels → Python's numbers; 'passive' does not change the level.
 LOG_LEVELS = {**LEVELS, "passive": -1}
@@ -21,7 +21,9 @@ class ExplicitEnum(str, enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
-        raise InvalidArgument(f"{value!r} is not valid{suggest_choice(value, [str(each.value) for each in cls])}")
+        allowed = [str(member.value) for member in cls]
+        hint = suggest(value, allowed, ".")
+        raise InvalidArgument(f"{value!r} is not valid{hint} Choose one of {', '.join(allowed)}.")
 
 
 def as_text(choice: Any) -> str:

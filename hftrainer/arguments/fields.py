@@ -17,9 +17,9 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from hftrainer.arguments.field import OURS, arg, old_name, to_name
+from hftrainer.arguments.field import OURS, arg, begin_subject, old_name, to_name
 
-_FOLDER, _EVALUATION = "The folder and the size of a batch", "When to evaluate, and what evaluation returns"
+_EVALUATION = "When to evaluate, and what evaluation returns"
 
 
 @dataclass
@@ -29,6 +29,8 @@ class CurrentArguments:
     The first ones may be passed by position, in the order on which v4.15 to v4.57 agree.
     """
 
+    begin_subject("The folder and the size of a batch")
+
     output_dir: str | None = arg(
         None,
         "Folder for checkpoints and the final model; default 'trainer_output', required until v4.48.",
@@ -36,7 +38,6 @@ class CurrentArguments:
         "mapped: default_root_dir",
         read_once=False,
         neutral_value="trainer_output",
-        subject=_FOLDER,
     )
     overwrite_output_dir: bool = arg(
         False, "For your script; the Trainer does not read it.", "4.0", "inert: a switch for your script", until="4.57"
@@ -53,9 +54,9 @@ class CurrentArguments:
     eval_strategy: IntervalStrategy | str = arg(
         "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy, subject=_EVALUATION
     )
-    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1")
+    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1", subject=_EVALUATION)
     per_device_train_batch_size: int = arg(
-        8, "Samples per device in a training micro-batch.", "4.1", minimum=1, read_once=True, subject=_FOLDER
+        8, "Samples per device in a training micro-batch.", "4.1", minimum=1, read_once=True
     )
     per_device_eval_batch_size: int = arg(8, "Samples per device in an evaluation batch.", "4.1", minimum=1)
     per_gpu_train_batch_size: int | None = old_name(None, to_name("per_device_train_batch_size"), "4.0", "4.57")
@@ -71,12 +72,9 @@ class CurrentArguments:
     )
     _: KW_ONLY
 
-    num_train_epochs: float = arg(
-        3.0,
-        "Epochs of training; the last may be a fraction.",
-        "4.1",
-        subject="Length of training, and the learning-rate schedule",
-    )
+    begin_subject("Length of training, and the learning-rate schedule")
+
+    num_train_epochs: float = arg(3.0, "Epochs of training; the last may be a fraction.", "4.1")
     max_steps: int = arg(-1, "Optimizer steps; a value above 0 overrides `num_train_epochs`.", "4.1")
     lr_scheduler_type: SchedulerType | str = arg(
         "linear", "Shape of the learning rate over the optimizer steps.", "4.15", choices=SchedulerType
@@ -92,9 +90,9 @@ class CurrentArguments:
     )
     auto_find_batch_size: bool = arg(False, "Retry with a smaller micro-batch after running out of memory.", "4.30")
 
-    learning_rate: float = arg(
-        5e-5, "Peak learning rate.", "4.1", minimum=0, subject="The optimizer, the loss and the gradients"
-    )
+    begin_subject("The optimizer, the loss and the gradients")
+
+    learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", minimum=0)
     optim: OptimizerNames | str = arg(
         "adamw_torch_fused",
         "Name of the optimizer (v4.0: always AdamW).",
@@ -130,12 +128,10 @@ class CurrentArguments:
     )
     neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise on the embeddings.", "4.40", read_once=True)
 
+    begin_subject("Number formats, compilation, and memory for time")
+
     bf16: bool = arg(
-        False,
-        "Forward pass under bfloat16 autocast; weights stay float32.",
-        "4.15",
-        "mapped: precision: bf16-mixed",
-        subject="Number formats, compilation, and memory for time",
+        False, "Forward pass under bfloat16 autocast; weights stay float32.", "4.15", "mapped: precision: bf16-mixed"
     )
     fp16: bool = arg(
         False, "Forward pass under float16 autocast with loss scaling.", "4.1", "mapped: precision: 16-mixed"
@@ -178,12 +174,13 @@ class CurrentArguments:
         "4.48",
     )
 
+    begin_subject("From dataset to batch")
+
     seed: int = arg(
         42,
         "Seed of Python, NumPy and torch, set when the Trainer is built.",
         "4.1",
         minimum=0,
-        subject="From dataset to batch",
     )
     data_seed: int | None = arg(
         None, "Seed of the data order; None uses torch's seed when training starts.", "4.30", read_once=True
@@ -214,12 +211,10 @@ class CurrentArguments:
     )
     length_column_name: str = arg("length", "Column with sample lengths, for 'group_by_length'.", "4.15")
 
+    begin_subject("What to report, when, and where")
+
     logging_strategy: IntervalStrategy | str = arg(
-        "steps",
-        "When to log: 'no', 'steps' or 'epoch'.",
-        "4.15",
-        choices=IntervalStrategy,
-        subject="What to report, when, and where",
+        "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", choices=IntervalStrategy
     )
     logging_steps: float = arg(
         500, "Optimizer steps between two log lines; a value below 1 is a fraction of all steps.", "4.1"
@@ -288,11 +283,12 @@ class CurrentArguments:
         OURS,
     )
 
+    begin_subject(_EVALUATION)
+
     eval_steps: float | None = arg(
         None,
         "Optimizer steps between evaluations; a value below 1 is a fraction of all steps; None uses `logging_steps`.",
         "4.1",
-        subject=_EVALUATION,
     )
     eval_minutes: float | None = arg(None, "Also evaluate this many minutes after the last evaluation.", OURS)
     eval_delay: float = arg(
@@ -317,12 +313,10 @@ class CurrentArguments:
         "4.1",
     )
 
+    begin_subject("What is written to output_dir, and how a run resumes from it")
+
     save_strategy: SaveStrategy | str = arg(
-        "steps",
-        "When to save: 'no', 'steps', 'epoch' or 'best'.",
-        "4.15",
-        choices=SaveStrategy,
-        subject="What is written to output_dir, and how a run resumes from it",
+        "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", choices=SaveStrategy
     )
     save_steps: float = arg(
         500, "Optimizer steps between checkpoints; a value below 1 is a fraction of all steps.", "4.1"
@@ -373,7 +367,9 @@ class CurrentArguments:
         False, "On resume, restore callbacks that export their state.", "4.48"
     )
 
-    push_to_hub: bool = arg(False, "Upload each save.", "4.15", subject="The Hugging Face Hub")
+    begin_subject("The Hugging Face Hub")
+
+    push_to_hub: bool = arg(False, "Upload each save.", "4.15")
     hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15")
     hub_strategy: HubStrategy | str = arg(
         "every_save",
@@ -393,13 +389,9 @@ class CurrentArguments:
     )
     hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57")
 
-    use_cpu: bool = arg(
-        False,
-        "Train on the CPU even if an accelerator is available.",
-        "4.40",
-        "mapped: accelerator",
-        subject="Devices and processes",
-    )
+    begin_subject("Devices and processes")
+
+    use_cpu: bool = arg(False, "Train on the CPU even if an accelerator is available.", "4.40", "mapped: accelerator")
     local_rank: int = arg(
         -1,
         "Rank of this process on its node; launchers set it in the environment.",
@@ -463,6 +455,8 @@ class CurrentArguments:
         json=True,
     )
 
+    begin_subject("Debugging aids")
+
     # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(
         "",
@@ -470,6 +464,5 @@ class CurrentArguments:
         "4.1",
         const=True,
         accepts_several=True,
-        subject="Debugging aids",
     )
     skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", read_once=True)

@@ -31,7 +31,7 @@ from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.own_checks import check_own
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.storage_url import separate_storage
-from hftrainer.errors import InvalidArgument, InvalidConfig, suggest_choice
+from hftrainer.errors import InvalidArgument, InvalidConfig, suggest
 from hftrainer.parallel.config_files import describe_text, parse_bool
 from hftrainer.plugins import load
 from hftrainer.releases import followed
@@ -335,7 +335,8 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
         # If the default is None, other objects are accepted, such as a multiprocessing context.
         if argument.default is None and not isinstance(value, str):
             continue
-        yield f"{name}={value!r}: not valid{suggest_choice(value, map(as_text, argument.choices))}"
+        choices = [*map(as_text, argument.choices)]
+        yield f"{name}={value!r}: not valid{suggest(value, choices, '.')} Choose one of {', '.join(choices)}."
     if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."

@@ -23,34 +23,22 @@ SUBJECTS = {
     "metrics": (),
     "weights": (),
 }
-_STATES = "random states of the data"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The point where two runs diverge.
+    """The point where two runs diverge: the optimizer step, the value's name, and both values.
 
-    Attributes:
-        step: the optimizer step.
-        name: the value's name.
-        values: both values; of a tensor its type and shape.
-        size: of tensors of one type and shape: the numbers of `elements` and of `differing` ones, and their
-            `largest_absolute` and `largest_relative` difference.
+    For values that are too large to be shown, `values` is a text on their differences.
     """
 
     step: float
     name: str
-    values: tuple[Any, Any]
-    size: dict[str, float] | None = None
+    values: tuple[Any, Any] | str
 
     def __str__(self) -> str:
-        text = "differ" if self.values[0] == self.values[1] else _pair(self.values)
-        if self.size is not None:
-            text = (
-                "{differing:,} of {elements:,} elements differ, by up to {largest_absolute:.3g} "
-                "({largest_relative:.3g} of the larger value)"
-            ).format_map(self.size)
-        return f"step {self.step}, {self.name}: {text}"
+        values = self.values if isinstance(self.values, str) else _pair(self.values)
+        return f"step {self.step}, {self.name}: {values}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +155,7 @@ def compare(a: str, b: str) -> Difference:
         raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
     return Difference(
         (states[0].global_step, states[1].global_step),
-        {subject: _without_tensors(partings[subject]) for subject in SUBJECTS if subject in partings},
+        {subject: _shorten(partings[subject]) for subject in SUBJECTS if subject in partings},
         compared,
         {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
         _find_differences(read_arguments_of_run(a), read_arguments_of_run(b)),
@@ -191,7 +179,7 @@ def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Diverg
         if one is not None and other is not None:
             for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
                 yield "data", Divergence(step, name, (one.settings[name], other.settings[name]))
-            yield "data", Divergence(step, _STATES, (one.data, other.data))
+            yield "data", Divergence(step, "random states of the data", (one.data, other.data))
 
 
 def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
@@ -204,33 +192,27 @@ def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Dive
     for step, *files in itertools.islice((each for each in files_by_step if all(each[1:])), 1):
         one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
         for name in sorted(one.keys() | other.keys()):
-            yield "weights", Divergence(step, name, (one.get(name, "absent"), other.get(name, "absent")))
+            yield "weights", Divergence(step, name, (one.get(name), other.get(name)))
 
 
-def _without_tensors(parting: Divergence) -> Divergence:
-    """The divergence without values that are too large to be shown: tensors and dicts of them."""
-    if parting.name == _STATES:
-        return replace(parting, values=("not shown",) * 2)
-    are_tensors = [hasattr(value, "dtype") for value in parting.values]
-    one, other = (
-        f"{str(value.dtype).removeprefix('torch.')} {[*value.shape]}" if is_tensor else value
-        for value, is_tensor in zip(parting.values, are_tensors, strict=True)
+def _shorten(parting: Divergence) -> Divergence:
+    """The divergence with a text in place of tensors."""
+    a, b = parting.values
+    if isinstance(a, dict) or isinstance(b, dict):
+        return replace(parting, values="differ")
+    if not (hasattr(a, "untyped_storage") or hasattr(b, "untyped_storage")):
+        return parting
+    if a is None or b is None:
+        return replace(parting, values=f"only in {'B' if a is None else 'A'}")
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return replace(parting, values=f"{a.dtype} {[*a.shape]} | {b.dtype} {[*b.shape]}")
+    differ = (a != b) & ~((a != a) & (b != b))
+    one, other = a[differ].double(), b[differ].double()
+    differences = (one - other).abs()
+    largest = (
+        f"{differences.max():.3g} ({(differences / one.abs().maximum(other.abs())).max():.3g} of the larger value)"
     )
-    size = _measure(*parting.values) if all(are_tensors) and one == other else None
-    return replace(parting, values=(one, other), size=size)
-
-
-def _measure(a: Any, b: Any) -> dict[str, float]:
-    """The differences between two tensors that are not equal, as in `Divergence.size`."""
-    import torch
-
-    differs = (a != b) & ~((a != a) & (b != b))
-    kind = torch.complex128 if a.is_complex() else torch.float64
-    one, other = a[differs].to(kind), b[differs].to(kind)
-    absolute = (one - other).abs()
-    relative = absolute / torch.maximum(one.abs(), other.abs())
-    sizes = {"largest_absolute": float(absolute.max()), "largest_relative": float(relative.max())}
-    return {"elements": a.numel(), "differing": len(absolute), **sizes}
+    return replace(parting, values=f"{len(one):,} of {a.numel():,} elements differ, by up to {largest}")
 
 
 def _saved(a: str, b: str) -> list[tuple[int, str, str]]:

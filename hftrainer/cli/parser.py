@@ -15,8 +15,8 @@ BOLD, DIM, RED = "1", "2", "1;31"
 #: What completes a value, if not a list of words; the metavars of values that are folders.
 _FILE, _FOLDER = "file", "folder"
 _FOLDERS = ("OUTPUT_DIR", "FOLDER", "RUN", "DIR")
-#: `state` is an option whose value is completed, or else the number of words before this one, after "option" for an
-#: option. bash splits words at "=".
+#: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
+#: bash splits words at "=".
 _BASH = """\
 _hftrainer() {{
     local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" state=0 i
@@ -26,7 +26,7 @@ _hftrainer() {{
     for ((i = 2; i < COMP_CWORD; i++)); do
         [[ "${{COMP_WORDS[i]}}" == [-=]* || $valued == *" ${{COMP_WORDS[i-1]}} "* ]] || ((++state))
     done
-    if [[ $current == -* ]]; then state="option $state"; elif [[ $valued == *" $previous "* ]]; then state=$previous; fi
+    if [[ $current == -* ]]; then state="option$state"; elif [[ $valued == *" $previous "* ]]; then state=$previous; fi
     ((COMP_CWORD > 1)) || state=command
     case "${{COMP_WORDS[1]}} $state" in
         *" command") words="{commands}" ;;
@@ -87,61 +87,47 @@ class Parser(argparse.ArgumentParser):
 
 def print_completion(_: Parser, options: argparse.Namespace) -> None:
     """Print the script with which a shell completes the commands of `hftrainer`, their options and values."""
-    commands = " ".join(options.parsers)
+    commands, folders = " ".join(options.parsers), "compopt -o dirnames +o default 2>/dev/null"
     completions = {name: _completions(name, parser) for name, parser in options.parsers.items()}
     completions["help"] = {"0": commands}
+    rows = [(name, *row) for name, values_of_state in completions.items() for row in values_of_state.items()]
     if options.shell == "fish":
         print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands}'")
-        for name, values_of_state in completions.items():
-            for state, values in values_of_state.items():
-                print(_fish_line(name, state, values))
+        print("\n".join(_fish_line(*row) for row in rows if not row[1].startswith("option")))
         return
-    cases, valued = [], {"="}
-    for name, values_of_state in completions.items():
-        options_of_command = [state for state in values_of_state if state.startswith("-")]
-        valued |= {option for option in options_of_command if values_of_state[option]}
-        # The options after a script are the script's.
-        position = "*" if len(options_of_command) < len(values_of_state) else "0"
-        cases.append(f'"{name} option "{position}) words="{" ".join(options_of_command)}" ;;')
-        for state, values in values_of_state.items():
-            action = "compopt -o dirnames +o default 2>/dev/null" if values == _FOLDER else f'words="{values}"'
-            if values not in ("", _FILE):
-                cases.append(f'"{name} "{state}) {action} ;;')
+    actions = {row: folders if row[2] == _FOLDER else f"words='{row[2]}'" for row in rows if row[2] not in ("", _FILE)}
+    cases = "\n        ".join(f'"{name} "{state}) {action} ;;' for (name, state, _), action in actions.items())
+    valued = " ".join({state: None for _, state, values in rows if values and state.startswith("-")})
     print("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" * (options.shell == "zsh"), end="")
-    print(_BASH.format(commands=commands, cases="\n        ".join(cases), valued=" ".join(sorted(valued))))
+    print(_BASH.format(commands=commands, cases=cases, valued=valued))
 
 
 def _fish_line(name: str, state: str, values: str) -> str:
-    """The completion of one state by fish."""
+    option = f" -{'s' if len(state) == 2 else 'l'} {state.lstrip('-')}" if state.startswith("-") else ""
+    position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
     words = {"": "", _FILE: " -r", _FOLDER: " -xa '(__fish_complete_directories)'"}.get(values, f" -xa '{values}'")
-    condition = f"__fish_seen_subcommand_from {name}"
-    if state.isdecimal():
-        condition += f"; and test (count (commandline -opc)) -eq {int(state) + 2}"
-    return f"complete -c hftrainer -n '{condition}'{f' -l {state[2:]}' * state.startswith('-')}{words}"
+    return f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}"
 
 
 def _completions(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
-    """What completes each option and word: words, `_FILE` or `_FOLDER`; '' for an option without a value.
-
-    The key of a word is the number of words before it, or a pattern for any number.
-    """
+    """State, as in `_BASH` → words, `_FILE` or `_FOLDER`; '' for an option without a value."""
     # The parsers of `run` and `explain` do not declare their options.
-    described = re.findall(r"(--[a-z-]+)( [A-Z]+)?", f"{parser.usage} {parser.description}")
-    completions = {"--help": "", **{option: _FILE if value else "" for option, value in described}}
+    described = re.findall(r"(--[a-z-]+)( [A-Z]+)?", f"--help {parser.usage} {parser.description}")
+    options = {option: _FILE if value else "" for option, value in described}
     if name == "explain":
         from hftrainer.arguments.choices import as_text
         from hftrainer.arguments.old_fields import ARGUMENTS
 
-        choices = {name: " ".join(map(as_text, argument.choices or ())) for name, argument in ARGUMENTS.items()}
-        completions |= {f"--{argument}": words or _FILE for argument, words in choices.items()}
-    words = 0
+        choices = {f"--{name}": map(as_text, argument.choices or ()) for name, argument in ARGUMENTS.items()}
+        options |= {option: " ".join(words) or _FILE for option, words in choices.items()}
+    words: dict[str, str] = {}
     for action in parser._actions:
         values = " ".join(map(str, action.choices or ())) or (_FOLDER if action.metavar in _FOLDERS else _FILE)
         if action.option_strings:
-            long_names = [option for option in action.option_strings if option.startswith("--")]
-            completions |= dict.fromkeys(long_names, "" if action.nargs == 0 else values)
+            options[action.option_strings[-1]] = "" if action.nargs == 0 else values
         elif action.nargs != argparse.REMAINDER:
-            first, words = words, words + (action.nargs if isinstance(action.nargs, int) else 1)
-            positions = ["[0-9]*"] if action.nargs in ("+", "*") else map(str, range(first, words))
-            completions |= dict.fromkeys(positions, values)
-    return completions
+            count = action.nargs if isinstance(action.nargs, int) else 1
+            positions = ["[0-9]*"] if action.nargs in ("+", "*") else map(str, range(len(words), len(words) + count))
+            words |= dict.fromkeys(positions, values)
+    # Options after a script are the script's.
+    return {**options, **words, f"option{'*' if words else 0}": " ".join(options)}
