@@ -160,7 +160,7 @@ class HfArgumentParser(argparse.ArgumentParser):
         titles = [title for title in dict.fromkeys(subjects.values()) if title not in LAST_SUBJECTS]
         groups: dict[Any, Any] = {title: self.add_argument_group(title) for title in (*titles, *LAST_SUBJECTS)}
         own_title = getattr(kind, "_argument_group_name", None)
-        groups[None] = self if own_title is None else self.add_argument_group(own_title)
+        groups[None] = self.add_argument_group(own_title) if own_title else self
         for field in dataclasses.fields(kind):
             if field.init:
                 _add_field(groups[subjects.get(field.name)], field, hints[field.name])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hftrainer.cli.parser import Parser
+from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.errors import InvalidArgument
 
 #: Subject → the log entries that belong to it; 'metrics' has all others. Weights are not logged.
@@ -34,7 +34,7 @@ class Divergence:
 
     step: float
     name: str
-    values: tuple[Any, Any] | str
+    values: Any
 
     def __str__(self) -> str:
         values = self.values if isinstance(self.values, str) else _pair(self.values)
@@ -123,7 +123,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         parser.fail(error)
     report = {"equal": difference.is_equal, **asdict(difference)}
-    print(json.dumps(report, indent=2) if options.json else difference)
+    print(json.dumps(report, indent=2) if options.json else paint_headings(str(difference)))
     parser.exit(0 if difference.is_equal else 1)
 
 
@@ -207,7 +207,7 @@ def _shorten(parting: Divergence) -> Divergence:
     if a.dtype != b.dtype or a.shape != b.shape:
         return replace(parting, values=f"{a.dtype} {[*a.shape]} | {b.dtype} {[*b.shape]}")
     differ = (a != b) & ~((a != a) & (b != b))
-    one, other = a[differ].double(), b[differ].double()
+    one, other = a[differ].cdouble(), b[differ].cdouble()
     differences = (one - other).abs()
     largest = (
         f"{differences.max():.3g} ({(differences / one.abs().maximum(other.abs())).max():.3g} of the larger value)"

@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.cli.parser import Parser
+from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     # OSError for a file that an argument names. Our errors derive from ValueError.
     except (ValueError, OSError) as error:
         parser.fail(error)
-    print(explanation.to_json() if options.json else explanation)
+    print(explanation.to_json() if options.json else paint_headings(str(explanation)))
     if failure is not None:
         parser.exit(1, f"{failure}. These are the arguments that it created last.\n")
     parser.exit(1 if explanation.refused or explanation.errors else 0)
@@ -64,7 +64,10 @@ def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 
-    arguments_parser = HfArgumentParser(
+    class ArgumentsParser(HfArgumentParser):
+        print_help = Parser.print_help
+
+    arguments_parser = ArgumentsParser(
         TrainingArguments,
         prog=parser.prog,
         usage=_USAGE,

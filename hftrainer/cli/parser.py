@@ -43,9 +43,9 @@ def paint(text: str, style: str, stream: TextIO) -> str:
     return f"\033[{style}m{text}\033[0m" if text and is_painted else text
 
 
-def paint_headings(text: str, stream: TextIO) -> str:
-    """The text, in a terminal with bold headings: lines above indented ones."""
-    return re.sub(r"(?m)^\S.*(?=\n {2})", lambda heading: paint(heading[0], BOLD, stream), text)
+def paint_headings(text: str) -> str:
+    """Text for stdout; in a terminal its headings, which are lines above indented ones, are bold."""
+    return re.sub(r"(?m)^\S.*(?=\n {2})", lambda heading: paint(heading[0], BOLD, sys.stdout), text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         """Print the help."""
-        print(paint_headings(self.format_help(), sys.stdout), end="", file=file)
+        print(paint_headings(self.format_help()), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 after an error in the command line."""

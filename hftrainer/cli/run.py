@@ -38,17 +38,14 @@ _SCRIPT = ("module", "training_script", "training_script_args")
 def add_subcommand(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     text = "run an unmodified Trainer script, in one or more processes"
-    form = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(
-        "run", help=text, usage=_USAGE, description=_HELP, formatter_class=form, add_help=False
-    )
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser = commands.add_parser("run", help=text, usage=_USAGE, description=_HELP, add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     if options.words[:1] in (["-h"], ["--help"]):
-        parser.print_help()
+        print(f"{parser.format_usage()}\n{_HELP}", end="")
         return
     as_module = options.words[:1] == ["-m"]
     script, *arguments = options.words[as_module:] or [""]
