@@ -45,7 +45,7 @@ def paint(text: str, style: str, stream: TextIO) -> str:
 
 def paint_headings(text: str) -> str:
     """Text for stdout; in a terminal its headings, which are lines above indented ones, are bold."""
-    return re.sub(r"(?m)^\S.*(?=\n {2})", lambda heading: paint(heading[0], BOLD, sys.stdout), text)
+    return re.sub(r"(?m)^(?:usage:|\S.*(?=\n {2}))", lambda heading: paint(heading[0], BOLD, sys.stdout), text)
 
 
 class Parser(argparse.ArgumentParser):
