@@ -209,10 +209,9 @@ def _shorten(parting: Divergence) -> Divergence:
     differ = (a != b) & ~((a != a) & (b != b))
     one, other = a[differ].cdouble(), b[differ].cdouble()
     differences = (one - other).abs()
-    largest = (
-        f"{differences.max():.3g} ({(differences / one.abs().maximum(other.abs())).max():.3g} of the larger value)"
-    )
-    return replace(parting, values=f"{len(one):,} of {a.numel():,} elements differ, by up to {largest}")
+    largest, relative = differences.max(), (differences / one.abs().maximum(other.abs())).max()
+    text = f"{len(one):,} of {a.numel():,} elements differ by up to {largest:.3g}, relatively {relative:.3g}"
+    return replace(parting, values=text)
 
 
 def _saved(a: str, b: str) -> list[tuple[int, str, str]]:

@@ -9,6 +9,7 @@ import re
 import sys
 from typing import Any, NoReturn, TextIO
 
+from hftrainer.compat.messages import wrap_text
 from hftrainer.errors import suggest
 
 BOLD, DIM, RED = "1", "2", "1;31"
@@ -81,8 +82,9 @@ class Parser(argparse.ArgumentParser):
         if Parser.writes_json:
             print(json.dumps({"error": f"{error}{hints}"}))
             self.exit(status)
-        label, hints = paint("error:", RED, sys.stderr), paint(hints, DIM, sys.stderr)
-        self.exit(status, f"{self.prog}: {label} {error}{hints}\n")
+        text = wrap_text(f"{self.prog}: error: {error}", sys.stderr)
+        text = text.replace("error:", paint("error:", RED, sys.stderr), 1)
+        self.exit(status, f"{text}{paint(hints, DIM, sys.stderr)}\n")
 
 
 def print_completion(_: Parser, options: argparse.Namespace) -> None:

@@ -62,6 +62,24 @@ def test_wrong_command_lines_say_what_to_type(words, message, as_json, capsys):
     assert not (printed.err if as_json else printed.out)
 
 
+@pytest.mark.parametrize(("terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
+def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: terminal, raising=False)
+    shown = ""
+    for words in (["ask", "--help"], ["ask", "out"], ["ask", "out", "--json"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        shown += "".join(capsys.readouterr())
+    is_painted = terminal and not no_color
+    assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
+    assert json.loads(shown.splitlines()[-1])["error"].startswith(
+        "the following arguments are required: request\nusage"
+    )
+
+
 def test_errors_of_a_command_are_json_too(tmp_path, capsys):
     for words, status in ((["plot", "absent"], 2), (["checkpoint", str(tmp_path)], 2), (["explain", "absent.py"], 2)):
         with pytest.raises(SystemExit) as ended:

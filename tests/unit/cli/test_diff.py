@@ -84,7 +84,7 @@ def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
     assert status == 0 and shown.out.startswith("The runs are equal in what was recorded: weights.\n")
     assert "weights        equal, 2 tensors compared" in shown.out
     status, shown = command(capsys, "--json", runs[0], runs[2])
-    text = "2 of 3 elements differ, by up to 0.25 (0.2 of the larger value)"
+    text = "2 of 3 elements differ by up to 0.25, relatively 0.2"
     assert status == 1 and json.loads(shown.out)["partings"]["weights"] == {"step": 4, "name": "a", "values": text}
     status, shown = command(capsys, runs[0], runs[3])
     assert status == 1 and "in weights (A | B)" in shown.out and "step 4, b: only in A" in shown.out
