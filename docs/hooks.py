@@ -9,6 +9,7 @@ internals, each example a page, and the first lines of all modules the page "Mod
 import ast
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hftrainer.arguments.field import EARLIER_SUBJECT, OWN_SUBJECT  # noqa: E402
+from hftrainer.arguments.old_fields import ARGUMENTS  # noqa: E402
+
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
-_OWN, _FIRST, _EARLIER = "Only in hftrainer", "The folder and the size of a batch", "Of earlier releases"
 _ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments are checked](concepts/arguments.md)."
-_EVALUATION = "When to evaluate, and what evaluation returns"
-#: Arguments that may be passed by position, and so come before those of their subject → the subject.
-_SUBJECTS = {"eval_strategy": _EVALUATION, "prediction_loss_only": _EVALUATION, "eval_accumulation_steps": _EVALUATION}
 
 
 class RefusedKeywords(griffe.Extension):
@@ -74,22 +76,28 @@ def _arguments(text: str) -> str:
     """A page with a table of arguments for each subject: ours first, those of earlier releases last."""
     intro, _, table = text.partition("\n| argument | type |")
     rows = {row[1]: row.groups() for row in re.finditer(r"(?m)^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", table)}
-    subjects, guides = _subjects(), _guides()
-    parts: dict[str, list[str]] = {title: [] for title in [_OWN, *dict.fromkeys(subjects.values()), _EARLIER]}
-    for name in sorted(rows, key=[*guides, *subjects, *rows].index):
+    guides = _guides()
+    # Those of `Seq2SeqTrainingArguments` alone are declared in a module that imports torch.
+    subjects = {name: "Models that generate" for name in rows} | {
+        name: argument.subject for name, argument in ARGUMENTS.items()
+    }
+    parts: dict[str, list[str]] = {OWN_SUBJECT: [], **{title: [] for title in subjects.values()}}
+    parts[EARLIER_SUBJECT] = parts.pop(EARLIER_SUBJECT)  # last
+    current = [name for name, title in subjects.items() if title != EARLIER_SUBJECT]
+    for name in sorted(rows, key=[*guides, *current, *rows].index):
         _, kind, text, default, since = rows[name]
-        is_own, is_earlier = since == "hftrainer", " to " in since
+        is_own = since == "hftrainer"
         if is_own and name not in guides:
             raise PluginError(f"the table of docs/concepts/arguments.md lacks {name}")
         about = f"{kind}, default {default}"
         if is_own:
             text += f" Guide: {guides[name]}"
         else:
-            about += f", {'in' if is_earlier else 'since'} {since}"
+            about += f", {'in' if ' to ' in since else 'since'} {since}"
         # A name is a heading, so that the search finds its row.
         link = f'<a class="headerlink" href="#{name}" title="Permanent link">&para;</a>'
         row = f'| <h3 id="{name}"><code>{name}</code>{link}</h3> {about} | {text} |'
-        parts[_OWN if is_own else _EARLIER if is_earlier else subjects[name]].append(row)
+        parts[subjects[name]].append(row)
     page = ["# Every argument", _ABOUT_ARGUMENTS, intro.replace(" Those of `hftrainer` alone come first.", "").strip()]
     subjects_links = " · ".join(f"[{title}](#{_anchor(title)})" for title in parts)
     page.append(f'<div class="subjects" markdown>{subjects_links}</div>')
@@ -105,22 +113,10 @@ def _anchor(title: str) -> str:
     return re.sub(r"\W+", "-", title.lower())
 
 
-def _subjects() -> dict[str, str]:
-    """Argument → its subject, in the order of the sources, whose comments name the subjects."""
-    found: dict[str, str] = {}
-    for path, subject in (("arguments/fields.py", _FIRST), ("training_args_seq2seq.py", "Models that generate")):
-        for line in (ROOT / "hftrainer" / path).read_text(encoding="utf-8").splitlines():
-            if comment := re.fullmatch(r"    # -+ (.+?) -+", line):
-                subject = comment[1]
-            elif field := re.match(r"    (\w+): .* = (arg|old_name)\(", line):
-                found[field[1]] = _SUBJECTS.get(field[1], subject)
-    return found
-
-
 def _guides() -> dict[str, str]:
     """Argument that only hftrainer has → links to its guide, from the table of a page."""
     page = (ROOT / "docs" / "concepts" / "arguments.md").read_text(encoding="utf-8")
-    table = page.partition(f"\n## {_OWN}\n")[2].partition("\n## ")[0].replace("](../", "](")
+    table = page.partition(f"\n## {OWN_SUBJECT}\n")[2].partition("\n## ")[0].replace("](../", "](")
     rows = re.findall(r"(?m)^\| (`.*?) \| .* \| (.*) \|$", table)
     return {name: link for names, link in rows for name in re.findall(r"`(\w+)`", names)}
 

@@ -24,7 +24,7 @@ def make_parser() -> Parser:
     parser.add_argument("-V", "--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
-        module.add(commands)
+        module.add_subcommand(commands)
         subparser = commands.choices[name]
         subparser.set_defaults(execute=module.execute, parser=subparser)
         if name != "run":

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Union
 
 from hftrainer.arguments import legacy
+from hftrainer.arguments.field import EARLIER_SUBJECT, LAST_SUBJECTS, arguments_of
 from hftrainer.arguments.old_fields import OldArguments
 from hftrainer.errors import InvalidArgument, suggest
 from hftrainer.parallel.config_files import parse_bool, read_mapping
@@ -155,12 +156,16 @@ class HfArgumentParser(argparse.ArgumentParser):
 
     def _add_dataclass(self, kind: Any) -> None:
         hints = typing.get_type_hints(kind)
-        group = self.add_argument_group(kind._argument_group_name) if hasattr(kind, "_argument_group_name") else self
+        subjects = {name: argument.subject for name, argument in arguments_of(kind).items()}
+        titles = [title for title in dict.fromkeys(subjects.values()) if title not in LAST_SUBJECTS]
+        groups: dict[Any, Any] = {title: self.add_argument_group(title) for title in (*titles, *LAST_SUBJECTS)}
+        own_title = getattr(kind, "_argument_group_name", None)
+        groups[None] = self.add_argument_group(own_title) if own_title else self
         for field in dataclasses.fields(kind):
             if field.init:
-                _add_field(group, field, hints[field.name])
+                _add_field(groups[subjects.get(field.name)], field, hints[field.name])
         for name, field in _find_hidden_fields(kind).items():
-            _add_field(group, field, hints[name], default=argparse.SUPPRESS)
+            _add_field(groups[EARLIER_SUBJECT], field, hints[name], default=argparse.SUPPRESS)
 
 
 def _find_hidden_fields(kind: Any) -> dict[str, Any]:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.arguments.field import arg
+from hftrainer.arguments.field import arg, begin_subject
 from hftrainer.training_args import TrainingArguments
 
 
 @dataclass
 class Seq2SeqTrainingArguments(TrainingArguments):
     """`TrainingArguments` with arguments for generation, for `Seq2SeqTrainer`."""
+
+    begin_subject("Models that generate")
 
     sortish_sampler: bool = arg(
         False,

@@ -22,7 +22,8 @@ class ExplicitEnum(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
         allowed = [str(member.value) for member in cls]
-        raise InvalidArgument(f"{value!r} is not valid: choose one of {', '.join(allowed)}{suggest(value, allowed)}")
+        hint = suggest(value, allowed, ".")
+        raise InvalidArgument(f"{value!r} is not valid{hint} Choose one of {', '.join(allowed)}.")
 
 
 def as_text(choice: Any) -> str:

@@ -13,6 +13,8 @@ from hftrainer.errors import InvalidArgument
 
 #: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
+#: The subjects of these, and of arguments that the newest release no longer has.
+OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = "Only in hftrainer", "Of earlier releases"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Argument:
         accepted_values: the values that are not refused; all if empty.
         removed_feature: a value whose feature no longer exists, and what happens instead.
         past_defaults: the last release with an older default → that default, oldest first.
+        subject: its subject; our own arguments have one, and those of earlier releases.
     """
 
     default: Any
@@ -55,6 +58,7 @@ class Argument:
     accepted_values: tuple[str, ...] = ()
     removed_feature: tuple[Any, str] | None = None
     past_defaults: Mapping[str, Any] | None = None
+    subject: str = ""
 
     def is_neutral(self, value: Any, default: Any) -> bool:
         """Whether a value changes nothing: the default, empty, or what None stands for.
@@ -78,6 +82,15 @@ class Argument:
     def past_defaults_text(self) -> str:
         """The past defaults as text, or an empty string."""
         return ", ".join(f"{default!r} until v{release}" for release, default in (self.past_defaults or {}).items())
+
+
+_subject = ""
+
+
+def begin_subject(title: str) -> None:
+    """Set the subject of the arguments that are declared next."""
+    global _subject
+    _subject = title
 
 
 #: Field → its `Argument`. It is not in the field's metadata, since transformers' parser passes that to argparse.
@@ -118,8 +131,10 @@ def arg(
         attributes: further attributes of `Argument`.
     """
     kind, _, detail = kind.partition(": ")
+    subject = EARLIER_SUBJECT if attributes.get("until") else OWN_SUBJECT if since == OURS else _subject
     # Mapped arguments are part of the plan, which is made once.
-    argument = Argument(default, help, since, kind, detail, **{"read_once": kind == "mapped", **attributes})
+    settings = {"read_once": kind == "mapped", "subject": subject, **attributes}
+    argument = Argument(default, help, since, kind, detail, **settings)
     if argument.until is not None:
         help = f"{help.removesuffix('.')} (v{since}-v{argument.until})."
     elif since != OURS:

@@ -17,7 +17,9 @@ from hftrainer.arguments.choices import (
     SaveStrategy,
     SchedulerType,
 )
-from hftrainer.arguments.field import OURS, arg, old_name, to_name
+from hftrainer.arguments.field import OURS, arg, begin_subject, old_name, to_name
+
+_EVALUATION = "When to evaluate, and what evaluation returns"
 
 
 @dataclass
@@ -26,6 +28,8 @@ class CurrentArguments:
 
     The first ones may be passed by position, in the order on which v4.15 to v4.57 agree.
     """
+
+    begin_subject("The folder and the size of a batch")
 
     output_dir: str | None = arg(
         None,
@@ -48,9 +52,9 @@ class CurrentArguments:
         False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
     )
     eval_strategy: IntervalStrategy | str = arg(
-        "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy
+        "no", "When to evaluate: 'no', 'steps' or 'epoch'.", "4.48", choices=IntervalStrategy, subject=_EVALUATION
     )
-    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1")
+    prediction_loss_only: bool = arg(False, "Return the loss only, no predictions.", "4.1", subject=_EVALUATION)
     per_device_train_batch_size: int = arg(
         8, "Samples per device in a training micro-batch.", "4.1", minimum=1, read_once=True
     )
@@ -61,11 +65,14 @@ class CurrentArguments:
         1, "Micro-batches per optimizer step.", "4.1", "mapped: accumulate_grad_batches", minimum=1, read_once=False
     )
     eval_accumulation_steps: int | None = arg(
-        None, "Evaluation batches whose outputs stay on the device; None moves each immediately.", "4.1"
+        None,
+        "Evaluation batches whose outputs stay on the device; None moves each immediately.",
+        "4.1",
+        subject=_EVALUATION,
     )
     _: KW_ONLY
 
-    # ---- Length of training, and the learning-rate schedule ---------------------------------------------------------
+    begin_subject("Length of training, and the learning-rate schedule")
 
     num_train_epochs: float = arg(3.0, "Epochs of training; the last may be a fraction.", "4.1")
     max_steps: int = arg(-1, "Optimizer steps; a value above 0 overrides `num_train_epochs`.", "4.1")
@@ -83,7 +90,7 @@ class CurrentArguments:
     )
     auto_find_batch_size: bool = arg(False, "Retry with a smaller micro-batch after running out of memory.", "4.30")
 
-    # ---- The optimizer, the loss and the gradients ------------------------------------------------------------------
+    begin_subject("The optimizer, the loss and the gradients")
 
     learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", minimum=0)
     optim: OptimizerNames | str = arg(
@@ -121,7 +128,7 @@ class CurrentArguments:
     )
     neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise on the embeddings.", "4.40", read_once=True)
 
-    # ---- Number formats, compilation, and memory for time -----------------------------------------------------------
+    begin_subject("Number formats, compilation, and memory for time")
 
     bf16: bool = arg(
         False, "Forward pass under bfloat16 autocast; weights stay float32.", "4.15", "mapped: precision: bf16-mixed"
@@ -167,7 +174,7 @@ class CurrentArguments:
         "4.48",
     )
 
-    # ---- From dataset to batch --------------------------------------------------------------------------------------
+    begin_subject("From dataset to batch")
 
     seed: int = arg(
         42,
@@ -204,7 +211,7 @@ class CurrentArguments:
     )
     length_column_name: str = arg("length", "Column with sample lengths, for 'group_by_length'.", "4.15")
 
-    # ---- What to report, when, and where ----------------------------------------------------------------------------
+    begin_subject("What to report, when, and where")
 
     logging_strategy: IntervalStrategy | str = arg(
         "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", choices=IntervalStrategy
@@ -276,7 +283,7 @@ class CurrentArguments:
         OURS,
     )
 
-    # ---- When to evaluate, and what evaluation returns --------------------------------------------------------------
+    begin_subject(_EVALUATION)
 
     eval_steps: float | None = arg(
         None,
@@ -306,7 +313,7 @@ class CurrentArguments:
         "4.1",
     )
 
-    # ---- What is written to output_dir, and how a run resumes from it -----------------------------------------------
+    begin_subject("What is written to output_dir, and how a run resumes from it")
 
     save_strategy: SaveStrategy | str = arg(
         "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", choices=SaveStrategy
@@ -360,7 +367,7 @@ class CurrentArguments:
         False, "On resume, restore callbacks that export their state.", "4.48"
     )
 
-    # ---- The Hugging Face Hub ---------------------------------------------------------------------------------------
+    begin_subject("The Hugging Face Hub")
 
     push_to_hub: bool = arg(False, "Upload each save.", "4.15")
     hub_model_id: str | None = arg(None, "Repository to upload to.", "4.15")
@@ -382,7 +389,7 @@ class CurrentArguments:
     )
     hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57")
 
-    # ---- Devices and processes --------------------------------------------------------------------------------------
+    begin_subject("Devices and processes")
 
     use_cpu: bool = arg(False, "Train on the CPU even if an accelerator is available.", "4.40", "mapped: accelerator")
     local_rank: int = arg(
@@ -448,7 +455,7 @@ class CurrentArguments:
         json=True,
     )
 
-    # ---- Debugging aids ---------------------------------------------------------------------------------------------
+    begin_subject("Debugging aids")
 
     # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(

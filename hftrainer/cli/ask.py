@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from typing import Any
 
 from hftrainer.cli.parser import Parser
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "ask",
@@ -21,7 +22,8 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
     parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run should do")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="default: %(default)g")
+    text = "how long to wait; default: 60, or not at all if the last run has ended according to its files"
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
@@ -31,30 +33,40 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     from hftrainer.monitoring.page import WatchedRun
     from hftrainer.monitoring.requests import send_request
 
-    if not 0 <= options.timeout <= 86_400:
-        parser.error(f"--timeout {options.timeout:g}: use a number of seconds from 0 to 86400")
+    folder, timeout = options.folder, 60.0 if options.timeout is None else options.timeout
+    if not 0 <= timeout <= 86_400:
+        parser.error(f"--timeout {timeout:g}: use a number of seconds from 0 to 86400")
     try:
-        check_folder(options.folder)
+        check_folder(folder)
     except InvalidArgument as error:
         parser.fail(error)
-    reason = ""
     try:
-        run = WatchedRun(options.folder).read()
-        # Another run without a journal may have started since.
-        if run["state"] == "killed" or (run["state"] == "unobserved" and run["step"] >= run["max_steps"]):
-            reason = f"the run ended at step {run['step']}"
+        end = _describe_end(WatchedRun(folder).read())
     # A run that has saved nothing yet raises this error.
     except InvalidArgument:
-        reason = "no run has saved anything here yet"
-    if reason:
-        waits = f"waiting for {options.timeout:g} s, in case a run has started here"
-        print(f"{options.folder}: {reason}; {waits}.", file=sys.stderr)
-    answer = send_request(options.folder, options.request, options.timeout)
+        end = None
+        print(f"{folder}: no run has saved anything here yet; waiting for {timeout:g} s.", file=sys.stderr)
+    if end is not None and options.timeout is None:
+        advice = "If another run without observe=True has started here since, wait for its answer with --timeout 60."
+        parser.fail(f"{folder}: {end}, so there is no run to ask. {advice}", status=1)
+    answer = send_request(folder, options.request, timeout)
     if answer is None:
         parser.fail(
-            f"{options.folder}: no answer within {options.timeout:g} s: no run writes here now (pass the output_dir "
+            f"{folder}: no answer within {timeout:g} s: {end or 'no run writes here now'} (pass the output_dir "
             "of a live run), or a step takes longer (--timeout).",
             status=1,
         )
     print(json.dumps({"answer": answer}) if options.json else f"{options.request}: {answer}")
     parser.exit(1 if answer.startswith("refused") else 0)
+
+
+def _describe_end(page: dict[str, Any]) -> str | None:
+    """How and when the run ended, according to its journal or newest checkpoint; None if it may be live."""
+    from hftrainer.cli.watch import format_duration
+
+    state = page["state"]
+    if state in ("running", "silent") or (state == "unobserved" and page["step"] < page["max_steps"]):
+        return None
+    how = {"killed": "was killed", "unobserved": "completed"}.get(state, f"ended ({page['reason']})")
+    age = f", {format_duration(time.time() - page['updated'])} ago" if page["updated"] else ""
+    return f"the run {how} at step {page['step']:,}{age}"

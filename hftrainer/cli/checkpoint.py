@@ -15,7 +15,7 @@ from hftrainer.compat.messages import format_bytes
 _RENAMED = ("damage", "step", "max_steps", "epoch", "bytes")
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "checkpoint",
@@ -112,7 +112,7 @@ def describe(folder: str) -> dict[str, Any]:
         "processes": settings.get("world_size"),
         "per_device_train_batch_size": settings.get("per_device_train_batch_size"),
         "gradient_accumulation_steps": settings.get("gradient_accumulation_steps"),
-        "transformers": _release(folder),
+        "transformers": _transformers_release(folder),
         "weights": kind,
         "resumes_on": resumes_on if damage is None else None,
         "lacks": _lacks(folder, progress is not None),
@@ -151,7 +151,7 @@ def _strategy(folder: str) -> tuple[str, str]:
     return "whole, in one file or several", "any number of processes, with DDP, FSDP or neither"
 
 
-def _release(folder: str) -> str | None:
+def _transformers_release(folder: str) -> str | None:
     """The release of transformers that wrote the model's configuration."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -8,10 +8,10 @@ import json
 import os
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hftrainer.cli.parser import Parser
+from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.errors import InvalidArgument
 
 #: Subject → the log entries that belong to it; 'metrics' has all others. Weights are not logged.
@@ -27,11 +27,18 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Divergence:
-    """The point where two runs diverge: the optimizer step, the value's name, and both values."""
+    """The point where two runs diverge: the optimizer step, the value's name, and both values.
+
+    For values that are too large to be shown, `values` is a text on their differences.
+    """
 
     step: float
     name: str
-    values: tuple[Any, Any]
+    values: Any
+
+    def __str__(self) -> str:
+        values = self.values if isinstance(self.values, str) else _pair(self.values)
+        return f"step {self.step}, {self.name}: {values}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Difference:
     versions: dict[str, tuple[Any, Any]] | None
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether the runs are equal."""
         differences = (self.partings, self.only_in_one, self.arguments, self.versions)
         return self.steps[0] == self.steps[1] and not any(differences)
@@ -67,7 +74,7 @@ class Difference:
             kind = "tensors" if subject == "weights" else "values"
             text = f"equal, {compared} {kind} compared" if compared else "nothing to compare"
             if parting is not None:
-                text = f"step {parting.step}, {parting.name}: {_pair(parting.values)}"
+                text = str(parting)
             parts.append(f"{subject:<14} {text}")
         parts += [f"{name} is logged by {run} only" for name, run in self.only_in_one.items()]
         for title, differences in (("arguments", self.arguments), ("versions", self.versions)):
@@ -85,7 +92,7 @@ class Difference:
             return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
         if self.steps[0] != self.steps[1]:
             return f"The runs are equal in their common steps: A has {self.steps[0]}, B has {self.steps[1]}."
-        if not self.equal:
+        if not self.is_equal:
             return "All common values are equal, but other parts differ (A | B)."
         recorded = ", ".join(subject for subject in SUBJECTS if self.compared[subject])
         return f"The runs are equal{'' if all(self.compared.values()) else f' in what was recorded: {recorded}'}."
@@ -95,7 +102,7 @@ def _pair(values: tuple[Any, Any]) -> str:
     return f"{values[0]!r} | {values[1]!r}"
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "diff",
@@ -115,9 +122,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     # Our errors derive from ValueError.
     except (ValueError, OSError) as error:
         parser.fail(error)
-    report = {"equal": difference.equal, **asdict(difference)}
-    print(json.dumps(report, indent=2) if options.json else difference)
-    parser.exit(0 if difference.equal else 1)
+    report = {"equal": difference.is_equal, **asdict(difference)}
+    print(json.dumps(report, indent=2) if options.json else paint_headings(str(difference)))
+    parser.exit(0 if difference.is_equal else 1)
 
 
 def compare(a: str, b: str) -> Difference:
@@ -148,7 +155,7 @@ def compare(a: str, b: str) -> Difference:
         raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
     return Difference(
         (states[0].global_step, states[1].global_step),
-        {subject: partings[subject] for subject in SUBJECTS if subject in partings},
+        {subject: _shorten(partings[subject]) for subject in SUBJECTS if subject in partings},
         compared,
         {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
         _find_differences(read_arguments_of_run(a), read_arguments_of_run(b)),
@@ -172,7 +179,7 @@ def _data_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Diverg
         if one is not None and other is not None:
             for name in sorted(one.settings.keys() & other.settings.keys() - {"max_steps"}):
                 yield "data", Divergence(step, name, (one.settings[name], other.settings[name]))
-            yield "data", _whole(step, "random states of the data", one.data, other.data)
+            yield "data", Divergence(step, "random states of the data", (one.data, other.data))
 
 
 def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Divergence]]:
@@ -185,12 +192,26 @@ def _weight_pairs(saved: list[tuple[int, str, str]]) -> Iterator[tuple[str, Dive
     for step, *files in itertools.islice((each for each in files_by_step if all(each[1:])), 1):
         one, other = (ChainMap(*map(read_weights, paths)) for paths in files)
         for name in sorted(one.keys() | other.keys()):
-            yield "weights", _whole(step, name, one.get(name), other.get(name))
+            yield "weights", Divergence(step, name, (one.get(name), other.get(name)))
 
 
-def _whole(step: int, name: str, a: Any, b: Any) -> Divergence:
-    """A pair of values that are too large to be shown."""
-    return Divergence(step, name, ("the same",) * 2 if _same(a, b) else ("one", "another"))
+def _shorten(parting: Divergence) -> Divergence:
+    """The divergence with a text in place of tensors."""
+    a, b = parting.values
+    if isinstance(a, dict) or isinstance(b, dict):
+        return replace(parting, values="differ")
+    if not (hasattr(a, "untyped_storage") or hasattr(b, "untyped_storage")):
+        return parting
+    if a is None or b is None:
+        return replace(parting, values=f"only in {'B' if a is None else 'A'}")
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return replace(parting, values=f"{a.dtype} {[*a.shape]} | {b.dtype} {[*b.shape]}")
+    differ = (a != b) & ~((a != a) & (b != b))
+    one, other = a[differ].cdouble(), b[differ].cdouble()
+    differences = (one - other).abs()
+    largest, relative = differences.max(), (differences / one.abs().maximum(other.abs())).max()
+    text = f"{len(one):,} of {a.numel():,} elements differ by up to {largest:.3g}, relatively {relative:.3g}"
+    return replace(parting, values=text)
 
 
 def _saved(a: str, b: str) -> list[tuple[int, str, str]]:

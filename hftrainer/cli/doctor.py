@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from hftrainer.cli.parser import Parser
+from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.compat.messages import format_bytes
 from hftrainer.compat.version import __version__
 
@@ -89,7 +89,7 @@ def _text(report: dict[str, Any]) -> str:
     return "\n\n".join("\n  ".join([title, *items]) for title, items in sections.items())
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     commands.add_parser(
         "doctor",
@@ -102,7 +102,7 @@ def add(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     report = examine()
-    print(json.dumps(report, indent=2) if options.json else _text(report))
+    print(json.dumps(report, indent=2) if options.json else paint_headings(_text(report)))
     parser.exit(0 if report["ready"] else 1)
 
 

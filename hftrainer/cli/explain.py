@@ -9,7 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hftrainer.cli.parser import Parser
+from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.errors import InvalidArgument, UnknownArgument, UnsupportedArgument, suggest
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _DESCRIPTION = (
 )
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "explain", help="show how training arguments, or those of a script, are used", usage=_USAGE, add_help=False
@@ -48,23 +48,26 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     else:
         words = [word for word in options.words if word != "--json"]
         options.json |= len(words) < len(options.words)
-        args = _arguments(parser, words)
+        args = _parse_arguments(parser, words)
     try:
         explanation = args.explain()
     # OSError for a file that an argument names. Our errors derive from ValueError.
     except (ValueError, OSError) as error:
         parser.fail(error)
-    print(explanation.to_json() if options.json else explanation)
+    print(explanation.to_json() if options.json else paint_headings(str(explanation)))
     if failure is not None:
         parser.exit(1, f"{failure}. These are the arguments that it created last.\n")
     parser.exit(1 if explanation.refused or explanation.errors else 0)
 
 
-def _arguments(parser: Parser, words: list[str]) -> TrainingArguments:
+def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
     from hftrainer.hf_argparser import HfArgumentParser
     from hftrainer.training_args import TrainingArguments
 
-    arguments_parser = HfArgumentParser(
+    class ArgumentsParser(HfArgumentParser):
+        print_help = Parser.print_help
+
+    arguments_parser = ArgumentsParser(
         TrainingArguments,
         prog=parser.prog,
         usage=_USAGE,

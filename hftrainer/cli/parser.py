@@ -1,21 +1,52 @@
-"""The base class of the subcommands' parsers, and the completion of their options in a shell."""
+"""The base class of the subcommands' parsers, styles of their output, and the completion of words in a shell."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
-from typing import Any, NoReturn
+import sys
+from typing import Any, NoReturn, TextIO
 
+from hftrainer.compat.messages import wrap_text
 from hftrainer.errors import suggest
 
+BOLD, DIM, RED = "1", "2", "1;31"
+#: What completes a value, if not a list of words; the metavars of values that are folders.
+_FILE, _FOLDER = "file", "folder"
+_FOLDERS = ("OUTPUT_DIR", "FOLDER", "RUN", "DIR")
+#: `state` is an option whose value is completed, or else the number of words before, after "option" for an option.
+#: bash splits words at "=".
 _BASH = """\
 _hftrainer() {{
-    local current="${{COMP_WORDS[COMP_CWORD]}}" words="{commands}"
-    ((COMP_CWORD == 1)) || case "${{COMP_WORDS[1]}} $current" in {cases} *) words="" ;; esac
+    local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words="" state=0 i
+    local valued=" {valued} "
+    [[ $previous != "=" ]] || previous="${{COMP_WORDS[COMP_CWORD-2]}}"
+    [[ $current != "=" ]] || current=""
+    for ((i = 2; i < COMP_CWORD; i++)); do
+        [[ "${{COMP_WORDS[i]}}" == [-=]* || $valued == *" ${{COMP_WORDS[i-1]}} "* ]] || ((++state))
+    done
+    if [[ $current == -* ]]; then state="option$state"; elif [[ $valued == *" $previous "* ]]; then state=$previous; fi
+    ((COMP_CWORD > 1)) || state=command
+    case "${{COMP_WORDS[1]}} $state" in
+        *" command") words="{commands}" ;;
+        {cases}
+    esac
     COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _hftrainer hftrainer"""
+
+
+def paint(text: str, style: str, stream: TextIO) -> str:
+    """The text in a style if the stream is a terminal, unless NO_COLOR is set."""
+    is_painted = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return f"\033[{style}m{text}\033[0m" if text and is_painted else text
+
+
+def paint_headings(text: str) -> str:
+    """Text for stdout; in a terminal its headings, which are lines above indented ones, are bold."""
+    return re.sub(r"(?m)^(?:usage:|\S.*(?=\n {2}))", lambda heading: paint(heading[0], BOLD, sys.stdout), text)
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,6 +61,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help."""
+        print(paint_headings(self.format_help()), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 after an error in the command line."""
         if choice := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
@@ -40,27 +75,61 @@ class Parser(argparse.ArgumentParser):
         message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
         usage = self.format_usage().rstrip() if "required" in message or "missing" in message else ""
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
-        self.fail("\n".join([message, *filter(None, hints)]))
+        self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))
 
-    def fail(self, error: BaseException | str, status: int = 2) -> NoReturn:
+    def fail(self, error: BaseException | str, status: int = 2, hints: str = "") -> NoReturn:
         """Exit with an error whose message says what to do."""
         if Parser.writes_json:
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps({"error": f"{error}{hints}"}))
             self.exit(status)
-        self.exit(status, f"{self.prog}: error: {error}\n")
+        text = wrap_text(f"{self.prog}: error: {error}", sys.stderr)
+        text = text.replace("error:", paint("error:", RED, sys.stderr), 1)
+        self.exit(status, f"{text}{paint(hints, DIM, sys.stderr)}\n")
 
 
 def print_completion(_: Parser, options: argparse.Namespace) -> None:
-    """Print the script with which a shell completes the commands of `hftrainer` and their options."""
-    commands = " ".join(options.parsers)
-    # Not all options are arguments of their parser; the usage has all.
-    usages = {name: f"{each.format_usage()} --help" for name, each in options.parsers.items()}
-    words = {name: " ".join(dict.fromkeys(re.findall("--[a-z-]+", usage))) for name, usage in usages.items()}
+    """Print the script with which a shell completes the commands of `hftrainer`, their options and values."""
+    commands, folders = " ".join(options.parsers), "compopt -o dirnames +o default 2>/dev/null"
+    completions = {name: _completions(name, parser) for name, parser in options.parsers.items()}
+    completions["help"] = {"0": commands}
+    rows = [(name, *row) for name, values_of_state in completions.items() for row in values_of_state.items()]
     if options.shell == "fish":
         print(f"complete -c hftrainer -f -n __fish_use_subcommand -a '{commands}'")
-        for name, options_of_command in words.items():
-            print(f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}' -a '{options_of_command}'")
+        print("\n".join(_fish_line(*row) for row in rows if not row[1].startswith("option")))
         return
-    cases = " ".join(f'"{name} "-*) words="{words[name]}" ;;' for name in words)
+    actions = {row: folders if row[2] == _FOLDER else f"words='{row[2]}'" for row in rows if row[2] not in ("", _FILE)}
+    cases = "\n        ".join(f'"{name} "{state}) {action} ;;' for (name, state, _), action in actions.items())
+    valued = " ".join({state: None for _, state, values in rows if values and state.startswith("-")})
     print("autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" * (options.shell == "zsh"), end="")
-    print(_BASH.format(commands=commands, cases=cases))
+    print(_BASH.format(commands=commands, cases=cases, valued=valued))
+
+
+def _fish_line(name: str, state: str, values: str) -> str:
+    option = f" -{'s' if len(state) == 2 else 'l'} {state.lstrip('-')}" if state.startswith("-") else ""
+    position = f"; and test (count (commandline -opc)) -eq {int(state) + 2}" if state.isdecimal() else ""
+    words = {"": "", _FILE: " -r", _FOLDER: " -xa '(__fish_complete_directories)'"}.get(values, f" -xa '{values}'")
+    return f"complete -c hftrainer -n '__fish_seen_subcommand_from {name}{position}'{option}{words}"
+
+
+def _completions(name: str, parser: argparse.ArgumentParser) -> dict[str, str]:
+    """State, as in `_BASH` → words, `_FILE` or `_FOLDER`; '' for an option without a value."""
+    # The parsers of `run` and `explain` do not declare their options.
+    described = re.findall(r"(--[a-z-]+)( [A-Z]+)?", f"--help {parser.usage} {parser.description}")
+    options = {option: _FILE if value else "" for option, value in described}
+    if name == "explain":
+        from hftrainer.arguments.choices import as_text
+        from hftrainer.arguments.old_fields import ARGUMENTS
+
+        choices = {f"--{name}": map(as_text, argument.choices or ()) for name, argument in ARGUMENTS.items()}
+        options |= {option: " ".join(words) or _FILE for option, words in choices.items()}
+    words: dict[str, str] = {}
+    for action in parser._actions:
+        values = " ".join(map(str, action.choices or ())) or (_FOLDER if action.metavar in _FOLDERS else _FILE)
+        if action.option_strings:
+            options[action.option_strings[-1]] = "" if action.nargs == 0 else values
+        elif action.nargs != argparse.REMAINDER:
+            count = action.nargs if isinstance(action.nargs, int) else 1
+            positions = ["[0-9]*"] if action.nargs in ("+", "*") else map(str, range(len(words), len(words) + count))
+            words |= dict.fromkeys(positions, values)
+    # Options after a script are the script's.
+    return {**options, **words, f"option{'*' if words else 0}": " ".join(options)}

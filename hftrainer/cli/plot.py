@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hftrainer.reporting.plot import Line
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "plot",
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.reporting.plot import plot
+    from hftrainer.reporting.plot import lines, plot
     from hftrainer.search.plots import plot_study
 
     if options.folders and options.study is not None:
@@ -57,7 +57,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
         else:
-            paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step")
+            by_step = lines(options.folders)
+            read = by_step if options.x in (None, "step") else None
+            paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step", read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:
@@ -65,19 +67,18 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         return
     print("\n".join(paths))
     if len(options.folders) > 1:
-        print(f"\n{_compare(options.folders)}")
-    _show(paths, options.folders)
+        print(f"\n{_compare(options.folders, by_step)}")
+    _show(paths, by_step if len(options.folders) == 1 else [])
 
 
-def _compare(folders: list[str]) -> str:
+def _compare(folders: list[str], lines: list[Line]) -> str:
     """A table with one row per run."""
     from hftrainer.cli.watch import format_duration, format_number
     from hftrainer.monitoring.journal import run_names
     from hftrainer.monitoring.page import WatchedRun
-    from hftrainer.reporting.plot import lines
 
     pages = [WatchedRun(folder).read() for folder in folders]
-    curves = {(line.run, line.name): line for line in lines(folders)}
+    curves = {(line.run, line.name): line for line in lines}
     marked = {key: line.values[line.best] for key, line in curves.items() if line.best is not None}
     evaluated = [name for page in pages for name in page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
@@ -99,9 +100,9 @@ def _compare(folders: list[str]) -> str:
     return f"{table}\n\ngoodput: kept steps / all time" if any(row[-2] for row in rows[1:]) else table
 
 
-def _show(paths: list[str], folders: list[str]) -> None:
+def _show(paths: list[str], lines: list[Line]) -> None:
+    """Show the files, or without a desktop the curves of one run as text."""
     from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
-    from hftrainer.reporting.plot import lines
 
     pages = [path for path in paths if path.endswith(".html")]
     if is_in_notebook():
@@ -112,8 +113,8 @@ def _show(paths: list[str], folders: list[str]) -> None:
 
         for path in pages or paths:
             webbrowser.open(Path(path).resolve().as_uri())
-    elif sys.stdout.isatty() and len(folders) == 1:
-        print(describe(list(lines(folders))))
+    elif sys.stdout.isatty() and lines:
+        print(describe(lines))
 
 
 def _has_desktop() -> bool:

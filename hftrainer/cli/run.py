@@ -35,10 +35,11 @@ torchrun --help lists them.
 _SCRIPT = ("module", "training_script", "training_script_args")
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand. It has torchrun's options, but imports their parser only if one is used."""
     text = "run an unmodified Trainer script, in one or more processes"
-    commands.add_parser("run", help=text, usage=_USAGE, add_help=False).add_argument("words", nargs=argparse.REMAINDER)
+    parser = commands.add_parser("run", help=text, usage=_USAGE, description=_HELP, add_help=False)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
 
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
@@ -103,6 +104,14 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     traceback.print_exception(kind, error, first if first or has_no_frame else trace)
 
 
+class _Launcher(Parser):
+    """A parser of torchrun's options and ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2; the name of torchrun's argument is not shown."""
+        super().error("a script is missing" if "training_script" in message else message)
+
+
 def launch(parser: Parser, words: list[str]) -> NoReturn:
     """Start the processes, forward signals to them, and wait for them.
 
@@ -111,13 +120,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     """
     from torch.distributed.run import get_args_parser
 
-    launcher = get_args_parser()
-    launcher.prog, launcher.usage, launcher.allow_abbrev = parser.prog, _USAGE, False
-
-    def fail(message: str) -> NoReturn:
-        parser.error("a script is missing" if "training_script" in message else message)
-
-    setattr(launcher, "error", fail)  # noqa: B010 - mypy rejects an assignment
+    launcher = _Launcher(prog=parser.prog, usage=_USAGE, parents=[get_args_parser()], add_help=False)
     launcher.add_argument("--nproc", dest="nproc_per_node", default=argparse.SUPPRESS)
     launcher.add_argument("--tpu", action="store_true")
     launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")

@@ -36,7 +36,7 @@ ROWS, MAX_ROWS = 6, 20
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
-def add(commands: Any) -> None:
+def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "watch",
@@ -75,7 +75,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         strict = json.loads(json.dumps(pages), parse_constant=lambda _: None)
         print(json.dumps({"runs": strict}, indent=2))
     else:
-        console.print(_page(console, names, pages, None))
+        console.print(_make_page(console, names, pages, None))
 
 
 def _console() -> Console:
@@ -108,11 +108,11 @@ def _show(console: Console, runs: list[WatchedRun], names: list[str], every: flo
                 # The run has not started yet.
                 except (InvalidArgument, OSError) as error:
                     pages.append({"state": "waiting", "problem": str(error)})
-            live.update(_page(console, names, pages, console.height), refresh=True)
+            live.update(_make_page(console, names, pages, console.height), refresh=True)
             time.sleep(every)
 
 
-def _page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> Table:
+def _make_page(console: Console, names: list[str], pages: list[dict[str, Any]], height: int | None) -> Table:
     """All runs, side by side in a wide terminal.
 
     Args:
@@ -126,13 +126,13 @@ def _page(console: Console, names: list[str], pages: list[dict[str, Any]], heigh
     columns = max(1, min(len(pages), console.width // MIN_COLUMNS))
     lines = None if height is None else max(3, height // -(-len(pages) // columns))
     grid = Table.grid(*(Column(ratio=1) for _ in range(columns)), expand=True)
-    panels = [_panel(console, *each, console.width // columns, lines) for each in zip(names, pages, strict=True)]
+    panels = [_make_panel(console, *each, console.width // columns, lines) for each in zip(names, pages, strict=True)]
     for start in range(0, len(panels), columns):
         grid.add_row(*panels[start : start + columns])
     return grid
 
 
-def _panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel:
+def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, height: int | None) -> Panel:
     """One run in a frame that is `width` characters wide."""
     from rich.console import Group
     from rich.panel import Panel
@@ -145,7 +145,7 @@ def _panel(console: Console, name: str, page: dict[str, Any], width: int, height
         lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
         rows = ROWS if height is None else min(MAX_ROWS, height - lines - 4)
         if rows > 1:
-            parts.append(_charts(page["curves"], inner, rows))
+            parts.append(_make_charts(page["curves"], inner, rows))
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
 
@@ -171,11 +171,11 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
 
     # The table of activities has these values too.
     now, shares = time.time(), SPEEDS["share of time"]
-    yield _progress(page, colour)
+    yield _make_progress(page, colour)
     yield Text(" · ".join(_facts(page, now)), "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
     metrics = page["metrics"].items()
-    yield _table(
+    yield _make_table(
         ["", *titles.values()], [(name, *(format_number(metric[each]) for each in titles)) for name, metric in metrics]
     )
     if values := [f"{name} {format_number(value)}" for name, value in page["values"].items() if name not in shares]:
@@ -183,15 +183,15 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     if any(page["seconds"]["all"].values()):
         yield _seconds_by_activity(page["seconds"])
     if checkpoints := [
-        f"{os.path.basename(event['folder'])} {_ago(now, event)}" for event in reversed(page["checkpoints"])
+        f"{os.path.basename(event['folder'])} {_format_age(now, event)}" for event in reversed(page["checkpoints"])
     ]:
         yield Text(f"saved: {', '.join(checkpoints)}")
     for warning in page["warnings"]:
-        text = f"{_ago(now, warning)}, step {warning['step']:,}: {warning['text']}"
+        text = f"{_format_age(now, warning)}, step {warning['step']:,}: {warning['text']}"
         yield Text("".join(filter(str.isprintable, textwrap.shorten(text, 2 * width, placeholder=" ..."))), "yellow")
 
 
-def _progress(page: dict[str, Any], colour: str) -> Table:
+def _make_progress(page: dict[str, Any], colour: str) -> Table:
     from rich.progress_bar import ProgressBar
     from rich.table import Column, Table
 
@@ -228,10 +228,10 @@ def _seconds_by_activity(seconds: dict[str, dict[str, float]]) -> Table:
     for label, spent_seconds in zip(("last intervals", "total"), seconds.values(), strict=True):
         total = sum(spent_seconds.values()) or 1.0
         rows.append((label, *(f"{each / total:.1%}" for each in spent_seconds.values()), format_number(total)))
-    return _table(["time", *seconds["all"], "seconds"], rows)
+    return _make_table(["time", *seconds["all"], "seconds"], rows)
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _make_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """A table with a column of labels and columns of numbers."""
     from rich.table import Column, Table
     from rich.text import Text
@@ -244,7 +244,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return table
 
 
-def _charts(curves: dict[str, Any], width: int, rows: int) -> Table:
+def _make_charts(curves: dict[str, Any], width: int, rows: int) -> Table:
     """A chart of the losses, and a chart of metrics next to it."""
     from rich.table import Table
 
@@ -255,7 +255,7 @@ def _charts(curves: dict[str, Any], width: int, rows: int) -> Table:
     charts = [chart for chart in (losses, shares or first) if any(map(_finite, chart.values()))]
     grid = Table.grid(padding=(0, 2))
     width = width // max(1, len(charts)) - 2
-    grid.add_row(*(_chart(dict(list(chart.items())[: len(CURVE_COLOURS)]), width, rows) for chart in charts))
+    grid.add_row(*(_make_chart(dict(list(chart.items())[: len(CURVE_COLOURS)]), width, rows) for chart in charts))
     return grid
 
 
@@ -263,7 +263,7 @@ def _finite(curve: dict[str, list[float]]) -> list[float]:
     return [value for value in curve["values"] if math.isfinite(value)]
 
 
-def _chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int) -> Text:
+def _make_chart(curves: dict[str, dict[str, list[float]]], width: int, rows: int) -> Text:
     """Curves in braille characters, with their names, the range of values and the range of steps."""
     from rich.text import Text
 
@@ -326,5 +326,5 @@ def format_duration(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def _ago(now: float, event: dict[str, Any]) -> str:
+def _format_age(now: float, event: dict[str, Any]) -> str:
     return f"{format_duration(now - event['time'])} ago"

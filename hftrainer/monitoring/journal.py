@@ -111,9 +111,32 @@ def begins_another(event: dict[str, Any]) -> bool:
     return event["event"] == "begin" and event.get("resumed_from") is None
 
 
+class RunNumbers:
+    """The run of each event of a journal, by number: a start from scratch begins a run, a resumed one continues it.
+
+    A resume from a checkpoint that an earlier run has written continues that one.
+    """
+
+    def __init__(self) -> None:
+        self._number = self._count = 0
+        self._writers: dict[str, int] = {}
+
+    def next(self, event: dict[str, Any]) -> int:
+        """The number of the next event's run."""
+        if begins_another(event):
+            self._count += 1
+            self._number = self._count
+        elif event["event"] == "begin":
+            self._number = self._writers.get(Path(str(event["resumed_from"])).name, self._number)
+        elif event["event"] == "checkpoint":
+            self._writers[str(event.get("folder"))] = self._number
+        return self._number
+
+
 def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events since the last start from scratch."""
-    return events[max([index for index, event in enumerate(events) if begins_another(event)], default=0) :]
+    """The events of the run to which the last event belongs."""
+    runs = list(map(RunNumbers().next, events))
+    return [event for event, run in zip(events, runs, strict=True) if run == runs[-1]]
 
 
 def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import bisect
 import math
 import os
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,9 +140,14 @@ class WatchedRun:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self.summary = RunSummary()
         self._source: Any = None
-        self._offset = 0
+        self._start()
+
+    def _start(self) -> None:
+        """Forget what was read."""
+        self._runs, self._offset = journal.RunNumbers(), 0
+        self._summaries: defaultdict[int, RunSummary] = defaultdict(RunSummary)
+        self.summary = self._summaries[0]
 
     def _update(self) -> None:
         """Read new events, or all events after the file was replaced or truncated."""
@@ -150,7 +155,8 @@ class WatchedRun:
             with open(os.path.join(self.folder, journal.NAME), "rb") as file:
                 status = os.fstat(file.fileno())
                 if self._source != status.st_ino or status.st_size < self._offset:
-                    self.summary, self._source, self._offset = RunSummary(), status.st_ino, 0
+                    self._start()
+                    self._source = status.st_ino
                 file.seek(self._offset)
                 for line in file:
                     # The run is still writing this line.
@@ -158,8 +164,7 @@ class WatchedRun:
                         break
                     self._offset += len(line)
                     if (event := journal.parse(line)) is not None:
-                        if journal.begins_another(event):
-                            self.summary = RunSummary()
+                        self.summary = self._summaries[self._runs.next(event)]
                         self.summary.add(event)
         except FileNotFoundError:
             self._read_checkpoints()

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from hftrainer.monitoring.journal import read_events
-
 logger = logging.getLogger(__name__)
 
 #: The folder of requests in the run's folder. A request is an empty file `<name>`, its answer a file `<name>.done`.
@@ -143,15 +141,11 @@ class _Profile:
 def send_request(folder: str, request: str, timeout: float) -> str | None:
     """Send a request to a run and return its answer; None after a timeout.
 
-    A run that has ended according to its journal gets no request.
-
     Args:
         folder: the run's `output_dir`.
         request: one of `REQUESTS`.
         timeout: seconds to wait; a run answers after its optimizer step.
     """
-    if (events := read_events(folder)) and events[-1]["event"] == "end":
-        return f"refused: the run has ended ({events[-1].get('reason')})"
     path = Path(folder, FOLDER, request)
     answer_file = path.with_suffix(".done")
     path.parent.mkdir(exist_ok=True)

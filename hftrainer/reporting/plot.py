@@ -436,7 +436,9 @@ def import_plotting(module: str) -> Any:
         raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
 
 
-def plot(folders: list[str], *, html: bool = False, out: str | None = None, x: str = "step") -> list[str]:
+def plot(
+    folders: list[str], *, html: bool = False, out: str | None = None, x: str = "step", read: list[Line] | None = None
+) -> list[str]:
     """Draw runs, and return the paths of the new files.
 
     Args:
@@ -445,6 +447,7 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None, x: s
         out: the PNG, SVG or PDF to write; the page has its name with '.html'. Default: `training.png` in the folder,
             or `comparison.png` in the first of several; for `checkpoint-5`, `training-5.png` in its parent folder.
         x: the horizontal axis: 'step', 'epoch', or 'time', for which a run needs `observe=True`.
+        read: the curves, if they have been read already.
 
     Raises:
         InvalidArgument: if a folder contains no run. The error names the folder.
@@ -457,7 +460,7 @@ def plot(folders: list[str], *, html: bool = False, out: str | None = None, x: s
     picture = Path(out) if out is not None else Path(folder) / f"{name}.png"
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(f"--out {picture}: the file name must end in .png, .svg or .pdf.")
-    run_lines = lines(folders, x)
+    run_lines = read or lines(folders, x)
     title = Path(os.path.realpath(folders[0])).name if len(folders) == 1 else f"{len(folders)} runs"
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_picture(run_lines, str(picture), title)

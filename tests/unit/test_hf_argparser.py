@@ -5,6 +5,7 @@ import enum
 import importlib
 import json
 import logging
+import re
 import shlex
 from dataclasses import dataclass, field
 from typing import Literal, Optional
@@ -184,6 +185,9 @@ def test_help_names_every_field(capsys):
     text = capsys.readouterr().out
     for name in (each.name for each in dataclasses.fields(TrainingArguments)):
         assert f"--{name}" in text
+    # By subject: our own and the old ones last.
+    _, optimizer, own, old = re.split("\n(?:The optimizer.*|Only in hftrainer|Of earlier releases):\n", text)
+    assert "--weight_decay" in optimizer and "--eval_minutes" in own and "--per_gpu_eval_batch_size" in old
 
 
 @dataclass

@@ -35,7 +35,7 @@ def test_unknown_arguments(settings, message):
         ({"eval_strategy": "steps", "eval_steps": -3}, ["eval_steps"]),
         (
             {"eval_strategy": "step"},
-            ["eval_strategy: 'step' is not valid: choose one of no, steps, epoch", "mean 'steps'"],
+            ["eval_strategy: 'step' is not valid; did you mean 'steps'? Choose one of no, steps, epoch."],
         ),
         ({"save_strategy": "best"}, ["save_strategy"]),
         ({"bf16": True, "fp16": True}, ["bf16"]),
@@ -52,7 +52,7 @@ def test_unknown_arguments(settings, message):
         ({"label_smoothing_factor": 1.5}, ["label_smoothing_factor=1.5: use a number"]),
         ({"seed": None}, ["seed=None: use a number of at least 0"]),
         ({"num_train_epochs": None}, ["num_train_epochs=None: use a number"]),
-        ({"optim": ["adam"]}, ["optim: ['adam'] is not valid: choose one of adamw_hf"]),
+        ({"optim": ["adam"]}, ["optim: ['adam'] is not valid. Choose one of adamw_hf"]),
         ({"log_level": "loud"}, ["log_level"]),
         ({"elastic": True, "auto_find_batch_size": True}, ["elastic=True keeps the samples of a step"]),
         ({"train_sampling_strategy": "by_chance"}, ["train_sampling_strategy"]),

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -61,6 +62,24 @@ def test_wrong_command_lines_say_what_to_type(words, message, as_json, capsys):
     assert not (printed.err if as_json else printed.out)
 
 
+@pytest.mark.parametrize(("terminal", "no_color"), [(True, ""), (True, "1"), (False, "")])
+def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: terminal, raising=False)
+    shown = ""
+    for words in (["ask", "--help"], ["ask", "out"], ["ask", "out", "--json"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        shown += "".join(capsys.readouterr())
+    is_painted = terminal and not no_color
+    assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
+    assert json.loads(shown.splitlines()[-1])["error"].startswith(
+        "the following arguments are required: request\nusage"
+    )
+
+
 def test_errors_of_a_command_are_json_too(tmp_path, capsys):
     for words, status in ((["plot", "absent"], 2), (["checkpoint", str(tmp_path)], 2), (["explain", "absent.py"], 2)):
         with pytest.raises(SystemExit) as ended:
@@ -85,7 +104,7 @@ def test_help_is_a_command(words, shown, capsys):
 
 def test_completion_in_bash(capsys):
     main(["completion", "bash"])
-    words = 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hftrainer; echo "${COMPREPLY[*]}"'
+    words = 'compopt() { echo "$@"; }; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _hftrainer; echo "${COMPREPLY[*]}"'
     script = f"{capsys.readouterr().out}\n{words}"
 
     def complete(*typed):
@@ -96,15 +115,29 @@ def test_completion_in_bash(capsys):
     assert complete("") == [*make_parser()._subparsers._group_actions[0].choices]
     assert complete("wa") == ["watch"]
     assert complete("watch", "--e") == ["--every"]
-    assert complete("run", "--n") == ["--nproc"]
-    assert complete("watch", "") == []  # files, by -o default
+    assert complete("run", "--np") == ["--nproc"]
+    assert complete("plot", "--x", "") == complete("plot", "out", "--x", "=", "") == ["step", "epoch", "time"]
+    assert complete("explain", "--max_steps", "3", "--learn") == ["--learning_rate"]
+    assert complete("explain", "--optim", "adamw_b") == ["adamw_bnb_8bit"]
+    folders = ["-o", "dirnames", "+o", "default"]
+    assert (
+        complete("watch", "a", "b", "") == complete("ask", "--json", "") == complete("plot", "--output", "") == folders
+    )
+    assert complete("ask", "--timeout", "5", "out", "s") == ["save", "stop"]
+    assert complete("ask", "out", "save", "") == complete("run", "") == complete("run", "a.py", "--n") == []  # files
+    assert complete("help", "wa") == ["watch"] and complete("completion", "z") == ["zsh"]
+
+
+def test_completion_imports_no_torch():
+    code = "import sys, hftrainer.__main__ as m; m.main(['completion', 'bash']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(
     ("shell", "line"),
     [
         ("zsh", "autoload -U +X compinit bashcompinit && compinit && bashcompinit"),
-        ("fish", "complete -c hftrainer -n '__fish_seen_subcommand_from ask' -a '--timeout --json --help'"),
+        ("fish", "complete -c hftrainer -n '__fish_seen_subcommand_from plot' -l x -xa 'step epoch time'"),
     ],
 )
 def test_completion_in_other_shells(shell, line, capsys):

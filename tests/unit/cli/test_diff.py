@@ -46,14 +46,14 @@ def command(capsys, *words):
 
 def test_equal_runs(run, capsys):
     found = compare(run("a"), run("again"))
-    assert found.equal and found.arguments == {} and all(found.compared.values())
+    assert found.is_equal and found.arguments == {} and all(found.compared.values())
     status, shown = command(capsys, run("a"), run("again"))
     assert status == 0 and shown.out.startswith("The runs are equal.\n")
 
 
 def test_another_learning_rate(run, capsys):
     found = compare(run("a"), run("rate", learning_rate=0.1))
-    assert not found.equal and found.arguments == {"learning_rate": (0.01, 0.1)}
+    assert not found.is_equal and found.arguments == {"learning_rate": (0.01, 0.1)}
     steps = {subject: parting.step for subject, parting in found.partings.items()}
     # The learning rate of the first step is 0, so the losses of the first two are equal.
     assert steps == {"loss": 4, "gradient norm": 4, "learning rate": 2, "metrics": 4, "weights": 12}
@@ -74,7 +74,7 @@ def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
     """The state of both runs has no log lines, as of a run that was shorter than logging_steps."""
     runs = [str(tmp_path / name) for name in "abcd"]
     weights = {"a": torch.ones(3), "b": torch.full((3,), float("nan"))}
-    kinds = weights, dict(weights), {**weights, "a": torch.ones(3) + 1e-6}, {"a": weights["a"]}
+    kinds = weights, dict(weights), {**weights, "a": torch.tensor([1, 1.25, 1.125])}, {"a": weights["a"]}
     for path, values in zip(runs, kinds, strict=True):
         folder = Path(path, "checkpoint-4")
         folder.mkdir(parents=True)
@@ -84,9 +84,10 @@ def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
     assert status == 0 and shown.out.startswith("The runs are equal in what was recorded: weights.\n")
     assert "weights        equal, 2 tensors compared" in shown.out
     status, shown = command(capsys, "--json", runs[0], runs[2])
-    assert status == 1 and json.loads(shown.out)["partings"]["weights"]["name"] == "a"
+    text = "2 of 3 elements differ by up to 0.25, relatively 0.2"
+    assert status == 1 and json.loads(shown.out)["partings"]["weights"] == {"step": 4, "name": "a", "values": text}
     status, shown = command(capsys, runs[0], runs[3])
-    assert status == 1 and "in weights (A | B)" in shown.out and "step 4, b: 'one' | 'another'" in shown.out
+    assert status == 1 and "in weights (A | B)" in shown.out and "step 4, b: only in A" in shown.out
     Path(runs[1], "checkpoint-4", kind).unlink()
     status, shown = command(capsys, *runs[:2])
     assert status == 2 and "Nothing to compare" in shown.err
@@ -108,7 +109,7 @@ def test_json_of_two_checkpoints(run, tmp_path, capsys):
 
 def test_a_run_that_is_shorter(run):
     found = compare(run("a"), run("a") + "/checkpoint-6")
-    assert found.steps == (12, 6) and not found.partings and not found.equal
+    assert found.steps == (12, 6) and not found.partings and not found.is_equal
     assert "A has 12, B has 6" in str(found)
 
 
@@ -122,14 +123,14 @@ def test_what_one_run_does_not_record(run, tmp_path):
     assert found.arguments is None and found.only_in_one["eval_f1"] == "B"
     assert found.partings["loss"].step == 2
     assert "arguments      not recorded" in str(found)
-    assert compare(str(folder), str(folder)).equal  # NaN too
+    assert compare(str(folder), str(folder)).is_equal  # NaN too
 
 
 @pytest.mark.newest_peer
 def test_a_run_of_transformers_is_equal_to_ours(run, tmp_path):
     build("transformers", "plain", tmp_path, **SETTINGS)[0].train()
     found = compare(run("a"), str(tmp_path))
-    assert found.arguments == {} and found.partings == {} and found.equal
+    assert found.arguments == {} and found.partings == {} and found.is_equal
 
 
 def test_errors_say_what_to_do(run, tmp_path, capsys):

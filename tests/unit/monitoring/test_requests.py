@@ -106,23 +106,30 @@ def test_the_command(tmp_path, capsys):
     assert ended.value.code == 2 and "the folder does not exist" in capsys.readouterr().err
 
 
-def test_a_run_that_has_ended_is_not_asked(tmp_path):
-    Journal(str(tmp_path)).write("end", 5, reason="complete")
-    assert send_request(str(tmp_path), "save", 60.0) == "refused: the run has ended (complete)"
-
-
-@pytest.mark.parametrize("is_observed", [False, True])
-def test_a_run_that_has_probably_ended(tmp_path, capsys, is_observed):
-    if is_observed:
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        ("journal", "ended (stopped) at step 6, "),
+        ("kill", "was killed at step 6"),
+        ("state", "completed at step 6"),
+    ],
+)
+def test_a_run_that_has_ended_is_not_asked(tmp_path, capsys, end, text):
+    """Another run may have started since, which has written nothing yet: with --timeout it is asked."""
+    if end == "state":
+        TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
+    else:
         killed = subprocess.Popen(["true"])
         killed.wait()
         begin = {"host": socket.gethostname(), "pid": killed.pid, "max_steps": 9, "resumed_from": None}
         Journal(str(tmp_path)).write("begin", 6, **begin)
-    else:
-        TrainerState(global_step=6, max_steps=6).save_to_json(str(tmp_path / "trainer_state.json"))
-    with pytest.raises(SystemExit):
-        main(["ask", str(tmp_path), "save", "--timeout", "0"])
-    assert "the run ended at step 6; waiting for 0 s" in capsys.readouterr().err
+    if end == "journal":
+        Journal(str(tmp_path)).write("end", 6, reason="stopped")
+    for words, problem in (([], "so there is no run to ask"), (["--timeout", "0"], "no answer within 0 s: the run")):
+        with pytest.raises(SystemExit) as ended:
+            main(["ask", str(tmp_path), "save", *words])
+        error = capsys.readouterr().err
+        assert ended.value.code == 1 and problem in error and text in error
 
 
 class Passes(TrainerCallback):

@@ -14,7 +14,7 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
-from hftrainer.monitoring.journal import NAME, Journal
+from hftrainer.monitoring.journal import NAME, Journal, read_events, without_undone
 from hftrainer.monitoring.page import SILENCE, WatchedRun
 from tests.support.tiny import make_plain, plain_data
 
@@ -158,6 +158,26 @@ def test_another_run_in_the_folder(tmp_path):
     page = WatchedRun(str(tmp_path)).read()
     assert page["curves"]["loss"] == {"steps": [10], "values": [4.0]}
     assert page["seconds"]["all"] == SECONDS
+
+
+@pytest.mark.parametrize("is_overwritten", [False, True])
+def test_a_resume_of_the_run_before_last(tmp_path, is_overwritten):
+    """It continues the run that has written its checkpoint last."""
+    journal = begin(tmp_path)
+    train(journal, 10, 20, 30)
+    journal.write("checkpoint", 20, folder="checkpoint-20")
+    journal = begin(tmp_path)
+    train(journal, 10, 20, loss=4.0)
+    if is_overwritten:
+        journal.write("checkpoint", 20, folder="checkpoint-20")
+    watched = WatchedRun(str(tmp_path))
+    assert watched.read()["curves"]["loss"]["values"] == [4.0, 4.0]
+    train(begin(tmp_path, 20, resumed_from=f"{tmp_path}/checkpoint-20/"), 30, loss=1.0)
+    losses = [4.0, 4.0, 1.0] if is_overwritten else [2.0, 2.0, 1.0]
+    for run in (watched, WatchedRun(str(tmp_path))):
+        assert run.read()["curves"]["loss"] == {"steps": [10, 20, 30], "values": losses}
+    kept = [event["logs"]["loss"] for event in without_undone(read_events(str(tmp_path))) if event["event"] == "log"]
+    assert kept == losses
 
 
 def test_goodput(tmp_path):

@@ -187,7 +187,7 @@ def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"on_divergence": "rolback"}, "choose one of rollback, stop; did you mean 'rollback'?"),
+        ({"on_divergence": "rolback"}, r"not valid; did you mean 'rollback'\? Choose one of rollback, stop"),
         ({"divergence_threshold": 8}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"max_rollbacks": 2}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"on_divergence": "rollback", "max_rollbacks": -1}, "max_rollbacks=-1: "),
