@@ -111,6 +111,15 @@ def test_a_note_below_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version)
     assert shown == ((1, []) if version == (3, 11) else (0, ["Last checkpoint: out."]))
 
 
+@pytest.mark.parametrize("names", [["RANK", "LOCAL_RANK"], ["LOCAL_RANK", "NODE_RANK"]], ids=["torchrun", "devices"])
+def test_only_the_main_process_shows_ctrl_c(monkeypatch, capsys, names):
+    variables = {"WORLD_SIZE": "2", **dict.fromkeys(names, "1"), "NODE_RANK": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run._print_script_traceback(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == ""
+
+
 def test_weights_that_are_frozen(tmp_path):
     error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
     assert "model.requires_grad_(True)" in error.__notes__[0]
