@@ -345,6 +345,10 @@ class TensorBoardCallback(TrackerCallback):
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
         """Write to the folder of the earlier run. TensorBoard then ignores its values of later steps."""
         folder = earlier.ids["folder"]
+        # After a rollback, a new writer marks the later steps as replaced.
+        if self.run_ids() == earlier.ids:
+            self.tb_writer.close()
+            self.tb_writer = None
         if self.tb_writer is None and self._is_folder_of_run(args, folder, folder):
             self._earlier_run = earlier
 
