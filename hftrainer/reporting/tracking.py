@@ -343,9 +343,8 @@ class TensorBoardCallback(TrackerCallback):
         return {"folder": os.path.abspath(str(folder))} if is_default else {}
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
-        """Write to the folder of the earlier run. TensorBoard then ignores its values of later steps."""
+        """Write to the folder of the earlier run, with a new writer: TensorBoard then ignores its later steps."""
         folder = earlier.ids["folder"]
-        # After a rollback, a new writer marks the later steps as replaced.
         if self.run_ids() == earlier.ids:
             self.tb_writer.close()
             self.tb_writer = None
