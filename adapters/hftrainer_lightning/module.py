@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hftrainer_lightning import callbacks
@@ -107,6 +108,10 @@ class TrainerModule(WithoutBatchTransfer):
     def on_fit_start(self) -> None:
         """Load the optimizer's state, after callbacks have restored its parameter groups."""
         assert self._optimizer is not None
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping):
+                # An earlier run's, restored or of the same object, would be named as what stopped this one.
+                callback.stopping_reason_message = None
         if self._resumed_state is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
             self.training_loop.load_optimizer()

@@ -296,8 +296,9 @@ def check_types(args: BaseArguments) -> Iterator[str]:
     """An error message for each number or boolean that is text, and each integer that is a float."""
     for name, kind in _TYPES.items():
         value = getattr(args, name, None)
+        is_unused = name == "per_device_eval_batch_size" and args.eval_strategy == IntervalStrategy.NO
         # For these, transformers fails with a float that has no fraction too.
-        is_strict = name == "max_steps" or ARGUMENTS[name].minimum is not None
+        is_strict = name == "max_steps" or (ARGUMENTS[name].minimum is not None and not is_unused)
         if isinstance(value, str) and kind in ("int", "float"):
             yield f"{name}={value!r} {describe_text(value) or 'is text: use a number'}."
         elif isinstance(value, str) and value and kind == "bool" and not parse_bool(value):

@@ -17,7 +17,8 @@ from torch import nn
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.flow import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
-from hftrainer.compat.overrides import accepted_by, names_in_code
+from hftrainer.compat.overrides import accepted_by, names_in_code, takes
+from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import NotACallback
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,13 @@ class CallbackHandler(TrainerCallback):
             if is_plain:
                 arguments = accepted_by(handler, arguments)
             was_stopped = control.should_training_stop
-            result = handler(args, state, control, **arguments)
+            try:
+                result = handler(args, state, control, **arguments)
+            except TypeError as error:
+                if not takes(handler, args, state, control, **arguments):
+                    name, call = f"{type(callback).__name__}.{event}", "(args, state, control, **kwargs)"
+                    add_note(error, f"{name} is called with {call}, but takes {inspect.signature(handler)}.")
+                raise
             if result is not None and not hasattr(result, "should_training_stop"):
                 name = f"{type(callback).__name__}.{event}"
                 raise NotACallback(f"{name} returned {reprlib.repr(result)}: return the control object, or nothing.")

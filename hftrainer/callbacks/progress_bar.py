@@ -72,10 +72,10 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
-            self.training_bar = _bar(total=state.max_steps)
+            self.training_bar = _bar(total=state.max_steps, initial=state.global_step)
             if not self.training_bar.disable and _is_terminal(sys.stdout):
                 self._stdout = _StdoutAboveBars.install() or self._stdout
-        self.current_step = 0
+        self.current_step = state.global_step
 
     def on_step_end(self, args, state, control, **kwargs):
         """Advance the bar."""

@@ -40,6 +40,7 @@ _RESUME_FILES = re.compile(
 #: Suffixes of the files in torch's distributed checkpoints.
 _PARTS_SUFFIXES = (names.PART_SUFFIX, names.LIST_OF_PARTS)
 _REPLACED, _REMOVED = "replaced_", "removed_"
+_RESIZED = "has changed size since it was written"
 #: Temporary folders of one process; `name` is the final name. The leading underscore keeps them out of repositories.
 #: The only hyphen is the one before the step, since some scripts split names there.
 _TEMPORARY_FOLDER = re.compile(
@@ -89,7 +90,7 @@ class Inspection:
     @property
     def skip_reason(self) -> str | None:
         """Why automatic selection skips this checkpoint: a fault, or a change to a listed file."""
-        kinds = {"is missing": self.removed, "has changed size since it was written": self.resized}
+        kinds = {"is missing": self.removed, _RESIZED: self.resized}
         change = next((f"{self.folder / files[0]} {reason}" for reason, files in kinds.items() if files), None)
         return change or self.unusable_reason
 
@@ -196,7 +197,7 @@ class CheckpointFolder:
             is_removed, parts = name in found.removed, Path(name).with_name(names.LIST_OF_PARTS)
             is_listed = (self.path / parts).is_file() and parts.as_posix() not in (*found.added, *found.resized)
             if name.endswith(names.PART_SUFFIX) and is_listed:
-                return f"{self.path / name} {'is missing' if is_removed else 'has another size than when written'}"
+                return f"{self.path / name} {'is missing' if is_removed else _RESIZED}"
         return None
 
     @property

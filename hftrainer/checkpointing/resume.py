@@ -80,9 +80,9 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
         folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
         if folder is None and resume_from_checkpoint is True:
             raise CheckpointNotFound(
-                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}): it has no "
-                "intact checkpoint-xxx folder. Train without this argument first, pass the path of a checkpoint, or "
-                "pass 'auto' to start from scratch if no checkpoint exists."
+                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}). Train "
+                "without this argument first, pass the path of a checkpoint, or pass 'auto' to start from scratch if "
+                "no checkpoint exists."
             )
         return folder
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):

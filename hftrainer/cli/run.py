@@ -89,10 +89,12 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
 
 def _print_script_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught exception without the frames outside the script."""
+    from hftrainer.parallel.environment import find_rank_info
+
     # The first rank's training notes below a Ctrl-C what is saved, and on Python 3.10 logs it. Another Ctrl-C may end
     # the uploads that follow.
     notes = [note for each in (error.__context__, error) for note in getattr(each, "__notes__", ())]
-    if isinstance(error, KeyboardInterrupt) and (notes or os.environ.get("RANK", "0") != "0"):
+    if isinstance(error, KeyboardInterrupt) and (notes or find_rank_info({}, int).rank):
         sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
         return
     ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen runpy>", runpy.__file__)

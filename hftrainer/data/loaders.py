@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import collections
-import dis
 import functools
 import itertools
 import logging
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data._utils import fetch
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
@@ -258,7 +255,9 @@ class PreparedDataLoader(DataLoader[Any]):
             # Any other error means that a worker has ended, and it may have read a later batch.
             is_worker_error = self.in_order and "in DataLoader worker process" in str(error)
             if unread and (not self.num_workers or is_worker_error):
-                add_note(error, f"This happened while {_describe_reading(error, list(unread[0]))}.")
+                indices = list(map(str, unread[0]))
+                shown = ", ".join(indices[:16] + ["..."] * (len(indices) > 16))
+                add_note(error, f"This happened while the samples [{shown}] were read and collated.")
             raise
         finally:
             self.position = self.position._replace(iteration=0)
@@ -390,22 +389,6 @@ class PreparedDataLoader(DataLoader[Any]):
 
 
 _NOTHING: Any = object()
-
-
-def _describe_reading(error: Exception, batch: list[Any]) -> str:
-    """Which samples were read when an error happened: the one whose `__getitem__` failed, or else the batch."""
-    for caller, frame in itertools.pairwise(frame for frame, _ in traceback.walk_tb(error.__traceback__)):
-        name = "".join(frame.f_code.co_varnames[1:2])
-        index = frame.f_locals.get(name)
-        is_read = caller.f_globals.get("__name__") == fetch.__name__ and frame.f_code.co_name == "__getitem__"
-        # A `__getitem__` that assigns to its argument hides the loader's index.
-        if is_read and isinstance(index, int) and index in batch and not _assigns(frame.f_code, name):
-            return f"sample {index} was read, number {batch.index(index) + 1} of a batch of {len(batch)}"
-    return f"the samples [{', '.join(map(str, batch[:16]))}{', ...' * (len(batch) > 16)}] were read and collated"
-
-
-def _assigns(code: Any, name: str) -> bool:
-    return any(each.opname.startswith("STORE") and each.argval == name for each in dis.Bytecode(code))
 
 
 def skip_first(loader: Any, batches: int) -> tuple[Any, int]:

@@ -343,8 +343,11 @@ class TensorBoardCallback(TrackerCallback):
         return {"folder": os.path.abspath(str(folder))} if is_default else {}
 
     def resume_run(self, args: Any, earlier: EarlierRun) -> None:
-        """Write to the folder of the earlier run. TensorBoard then ignores its values of later steps."""
+        """Write to the folder of the earlier run, with a new writer: TensorBoard then ignores its later steps."""
         folder = earlier.ids["folder"]
+        if self.run_ids() == earlier.ids:
+            self.tb_writer.close()
+            self.tb_writer = None
         if self.tb_writer is None and self._is_folder_of_run(args, folder, folder):
             self._earlier_run = earlier
 

@@ -131,7 +131,8 @@ class SearchBackend(abc.ABC):
             if not error.args or error.args[0] in metrics:
                 raise
             raise MetricNotFound(
-                f"compute_objective reads {error.args[0]!r}, but evaluation returns only {', '.join(metrics)}."
+                f"compute_objective reads {error.args[0]!r}, but evaluation returns only "
+                f"{', '.join(metrics) or 'an empty dict'}."
             ) from error
         values = objective if isinstance(objective, Sequence) else [objective]
         try:

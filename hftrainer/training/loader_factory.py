@@ -26,7 +26,7 @@ from hftrainer.data.samplers import (
     seed_of_order,
 )
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
-from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, suggest
+from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training import mixture_batches
 from hftrainer.training.component import Component
@@ -80,6 +80,9 @@ class LoaderFactory(Component):
         trainer, args = self.trainer, self.trainer.args
         source = as_mixture(dataset) if is_training else dataset
         check_dataset(source, description)
+        # As in transformers, only an evaluation needs it.
+        if isinstance(batch_size, float) and not is_training:
+            raise WrongObject(f"per_device_eval_batch_size={batch_size!r} is a float: use a whole number.")
         if is_training and args.mixture_column is not None:
             mixture_batches.check_column(args.mixture_column, source)
         if isinstance(source, MixtureStream) and not is_training:
@@ -145,6 +148,11 @@ class LoaderFactory(Component):
         if peers.is_rebalanced(sampler) or isinstance(sampler, (TokenBatchSampler, MixtureBatchSampler)):
             settings["batch_sampler"] = sampler
             del settings["batch_size"]
+        elif sampler is None and not has_length(dataset):
+            raise InvalidArgument(
+                f"The {description} dataset is a {type(dataset).__name__} without a length: give it a __len__, or pass "
+                "an IterableDataset."
+            )
         else:
             settings |= {"sampler": sampler, "drop_last": trainer.args.dataloader_drop_last}
 

@@ -43,7 +43,7 @@ def extract_loss(outputs: Any, inputs: Mapping[str, Any]) -> Any:
     if isinstance(outputs, Mapping):
         if "loss" in outputs:
             return outputs["loss"]
-        returned = f"only {', '.join(map(str, outputs))}"
+        returned = f"only {', '.join(map(str, outputs)) or 'an empty dict'}"
     elif isinstance(outputs, (tuple, list)) and outputs:
         return outputs[0]
     elif isinstance(outputs, torch.Tensor) and outputs.ndim == 1 and len(outputs):

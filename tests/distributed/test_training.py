@@ -84,7 +84,7 @@ def test_what_one_is_asked_to_do_all_do(agreed, case):
 def test_a_full_disk_is_agreed_on(processes, tmp_path):
     for best, folders, error in processes.run_ranks(cases_training.fill_the_disk, 2, tmp_path / "full"):
         assert best is None and folders == []
-        assert "no intact checkpoint-xxx folder" in error
+        assert "No valid checkpoint found" in error
 
 
 def test_refusals(processes):

@@ -110,7 +110,7 @@ def test_nothing_whole_is_left(runs, tmp_path):
     folder = copy(runs("plain")[0], tmp_path / "out")
     for optimizer in folder.parent.glob("*/optimizer.pt"):
         truncate(optimizer)
-    with pytest.raises(CheckpointNotFound, match="no intact checkpoint-xxx folder"):
+    with pytest.raises(CheckpointNotFound, match="No valid checkpoint found"):
         resumed(folder, True, model="plain")
     assert get_last_checkpoint(str(folder.parent)) is None
 

@@ -199,7 +199,7 @@ REFUSED = {
     "no trials": ({"n_trials": 0}, InvalidArgument, "n_trials=0", {}),
     "scope": ({}, InvalidArgument, "ray_scope='best' is unknown: use one of 'last', 'all'", {"ray_scope": "best"}),
     "no name": ({"resume": "AUTO"}, InvalidArgument, "resume='AUTO' needs the name", {}),
-    "GPUs": ({"resources_per_trial": {"gpu": 2}}, UnsupportedArgument, "a trial trains in one process", {}),
+    "GPUs": ({"resources_per_trial": {"gpu": 2}}, UnsupportedArgument, "a trial uses one GPU or a fraction of one", {}),
     "unevaluated": (
         {"scheduler": ASHAScheduler()},
         InvalidArgument,

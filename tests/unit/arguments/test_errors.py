@@ -1,7 +1,9 @@
 """Wrong arguments get one clear error that names them, the reason and what to do, before any training."""
 
 import pytest
+import transformers
 
+import hftrainer
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.support import check_supported
@@ -109,10 +111,21 @@ def test_whole_numbers_with_a_point(make_args):
     """transformers accepts some floats for integers; for others, its DataLoader or `range` fails."""
     args = make_args(save_strategy="steps", save_steps=1.0, save_total_limit=1.0, dataloader_num_workers=0.0)
     assert Trainer(make_plain(), args, train_dataset=plain_data()).train().global_step == 2
-    refused = dict.fromkeys(("per_device_train_batch_size", "max_steps", "seed", "dataloader_num_workers"), 4.0)
+    names = "per_device_train_batch_size per_device_eval_batch_size max_steps seed dataloader_num_workers".split()
+    refused = dict.fromkeys(names, 4.0)
     with pytest.raises(WrongObject) as caught:
-        Trainer(make_plain(), make_args(**refused))
+        Trainer(make_plain(), make_args(eval_strategy="steps", **refused))
     assert all(f"{name}=4.0 is a float: use a whole number, 4." in str(caught.value) for name in refused)
+
+
+@pytest.mark.parametrize("package", [hftrainer, transformers])
+def test_a_float_that_only_an_evaluation_uses(tmp_path, package):
+    args = package.TrainingArguments(str(tmp_path), per_device_eval_batch_size=4.0, max_steps=2, use_cpu=True)
+    data = {"train_dataset": plain_data(), "eval_dataset": plain_data()}
+    trainer = package.Trainer(make_plain(), args, **data)
+    assert trainer.train().global_step == 2
+    with pytest.raises(ValueError, match="batch_size"):
+        trainer.evaluate()
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,19 @@ def test_stdout_of_a_script_that_keeps_it(monkeypatch, tmp_path):
     assert sys.stdout is terminal
 
 
+@pytest.mark.parametrize("steps", [4, 9])
+def test_the_bar_of_a_resumed_run_begins_at_its_step(monkeypatch, tmp_path, steps):
+    """So that of a run without steps left is full."""
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    callback, state = ProgressCallback(), TrainerState(global_step=4, max_steps=steps)
+    callback.on_train_begin(TrainingArguments(str(tmp_path)), state, TrainerControl())
+    assert (callback.training_bar.n, callback.training_bar.total) == (4, steps)
+    state.global_step += 1
+    callback.on_step_end(None, state, None)
+    assert callback.training_bar.n == 5
+    callback.close()
+
+
 @pytest.mark.parametrize("name", "ProgressCallback PrinterCallback DefaultFlowCallback EarlyStoppingCallback".split())
 def test_transformers_class_finds_ours(tmp_path, name):
     theirs = getattr(transformers.trainer_callback, name)

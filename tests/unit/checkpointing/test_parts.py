@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import write_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import CheckpointNotFound
@@ -64,6 +65,21 @@ def test_a_part_is_removed(tmp_path):
     assert f"{ZERO_3[0]} is missing" in str(CheckpointFolder(folder).inspect().unusable_reason)
     with pytest.raises(CheckpointNotFound, match=f"{ZERO_3[0]} is missing"):
         CheckpointFolder(folder).accept()
+
+
+def test_a_part_that_was_truncated(tmp_path):
+    """Whether its checkpoint is found or named."""
+    folder = write(tmp_path / "run", ZERO_3)
+    (folder / names.DCP).mkdir()
+    for name in ("__0_0.distcp", names.LIST_OF_PARTS):
+        (folder / names.DCP / name).write_bytes(b"0")
+    write_manifest(folder)
+    (folder / names.DCP / "__0_0.distcp").write_bytes(b"")
+    reason = f"{folder}/dcp/__0_0.distcp has changed size since it was written"
+    assert (CheckpointFolder(folder).inspect().skip_reason, CheckpointFolder(folder).inspect().fault) == (
+        reason,
+        reason,
+    )
 
 
 @pytest.mark.parametrize("kind", ["pytorch_model_fsdp_0", "optimizer_0"])

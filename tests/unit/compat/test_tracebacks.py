@@ -49,7 +49,7 @@ CASES = {
         "in training step 1, with the batch x: float32 (4, 8), labels: int64 (4,).",
     ),
     "collator": ({"data_collator": fail}, ["train", "fail"], READING),
-    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], "while sample 0 was read, number 1 "),
+    "dataset": ({"train_dataset": Data(plain_data())}, ["train", "__getitem__"], READING),
     "metrics": (
         {"compute_metrics": fail},
         ["train", "fail"],
@@ -111,6 +111,15 @@ def test_a_note_below_ctrl_c_is_shown_once(monkeypatch, caplog, capsys, version)
     assert shown == ((1, []) if version == (3, 11) else (0, ["Last checkpoint: out."]))
 
 
+@pytest.mark.parametrize("names", [["RANK", "LOCAL_RANK"], ["LOCAL_RANK", "NODE_RANK"]], ids=["torchrun", "devices"])
+def test_only_the_main_process_shows_ctrl_c(monkeypatch, capsys, names):
+    variables = {"WORLD_SIZE": "2", **dict.fromkeys(names, "1"), "NODE_RANK": "0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    run._print_script_traceback(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == ""
+
+
 def test_weights_that_are_frozen(tmp_path):
     error = fail_to_train(tmp_path, {"model": make_plain().requires_grad_(False)})
     assert "model.requires_grad_(True)" in error.__notes__[0]
@@ -129,24 +138,41 @@ class FailsLater(list):
         return super().__getitem__(index)
 
 
-class Reorders(list):
-    def __getitem__(self, index):
-        index = 3 - index  # no longer the loader's
-        raise LookupError("mine")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_of_a_later_batch(tmp_path, workers):
+    given = {"train_dataset": FailsLater(plain_data())}
+    error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
+    assert f"This happened {READING_LATER}" in error.__notes__
+
+
+def test_samples_of_a_large_batch(tmp_path):
+    given = {"train_dataset": Data(plain_data())}
+    error = fail_to_train(tmp_path, given, per_device_train_batch_size=20)
+    shown = ", ".join(map(str, range(16)))
+    assert f"This happened while the samples [{shown}, ...] were read and collated." in error.__notes__
+
+
+def called(event, parameters):
+    """A callback with a method of these parameters, which fails in itself too."""
+    names = {}
+    exec(f"def {event}(self, {parameters}): raise TypeError('mine')", names)
+    return type("Callback", (hftrainer.TrainerCallback,), names)()
 
 
 @pytest.mark.parametrize(
-    ("data_class", "workers", "note"),
+    ("event", "parameters", "is_wrong"),
     [
-        (FailsLater, 0, "while sample 21 was read, number 2 of a batch of 4."),
-        (FailsLater, 2, READING_LATER),
-        (Reorders, 0, READING),
+        ("on_step_end", "args, state", True),
+        ("on_log", "args, state, control, losses, **kwargs", True),
+        ("on_step_end", "args, state, control", False),
+        ("on_log", "args, state, control, logs, **kwargs", False),
     ],
 )
-def test_samples_of_a_later_batch(tmp_path, data_class, workers, note):
-    given = {"train_dataset": data_class(plain_data())}
-    error = fail_to_train(tmp_path, given, dataloader_num_workers=workers, max_steps=9, eval_strategy="no")
-    assert f"This happened {note}" in error.__notes__
+def test_methods_of_callbacks_that_cannot_be_called(tmp_path, event, parameters, is_wrong):
+    with pytest.raises(TypeError) as caught:
+        fail_to_train(tmp_path, {"callbacks": [called(event, parameters)]})
+    note = f"Callback.{event} is called with (args, state, control, **kwargs), but takes ({parameters})."
+    assert [note in caught.value.__notes__, "mine" in str(caught.value)] == [is_wrong, not is_wrong]
 
 
 def test_construction(tmp_path):

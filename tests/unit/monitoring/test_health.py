@@ -23,12 +23,33 @@ from tests.support.launching import port as free_port
 from tests.support.tiny import plain_data
 
 
+class Clock:
+    """A millisecond passes whenever the training thread asks it; none does for the threads that only look."""
+
+    now = 0.0
+
+    @classmethod
+    def monotonic(cls):
+        cls.now += 0.001 * (threading.current_thread() is threading.main_thread())
+        return cls.now
+
+
 @pytest.fixture
 def port(monkeypatch):
     """A free port, and seconds that are right for steps of some milliseconds."""
-    for name, seconds in {"_INTERVAL": 0.02, "_QUIET": 0.5, "_STACK_AFTER": 0.1}.items():
+    for name, seconds in {"_INTERVAL": 0.02, "_QUIET": 0.5, "_STACK_AFTER": 0.1, "time": Clock}.items():
         monkeypatch.setattr(health, name, seconds)
     return free_port()
+
+
+def pass_time_until(port, holds):
+    """Let the seconds between two records pass with each question."""
+
+    def holds_now(said):
+        Clock.now += health._INTERVAL
+        return holds(said)
+
+    return wait_until(port, holds_now)
 
 
 class Asks(TrainerCallback):
@@ -140,7 +161,7 @@ def test_without_the_package(tmp_path, port, monkeypatch):
 
 
 def hang_until_it_is_red(port, said):
-    said.append(wait_until(port, lambda said: said["status"] == "stalled" and said["late_ranks"][0]["stack"]))
+    said.append(pass_time_until(port, lambda said: said["status"] == "stalled" and said["late_ranks"][0]["stack"]))
 
 
 def test_a_thread_that_hangs(tmp_path, port):
@@ -180,7 +201,7 @@ def be_slow(port):
         assert said["status"] != "stalled", said
         return said["ranks"] and said["ranks"][0]["seconds_since_sign"] > 1.0
 
-    wait_until(port, is_long_quiet)
+    pass_time_until(port, is_long_quiet)
 
 
 @pytest.mark.slow
@@ -212,8 +233,8 @@ def test_slow_evaluations(tmp_path, port):
     batches = []
 
     def slowly():
-        began = time.monotonic()
-        batches.append(wait_until(port, lambda said: time.monotonic() > began + 0.3)["status"])
+        began = Clock.now
+        batches.append(pass_time_until(port, lambda said: Clock.now > began + 0.3)["status"])
 
     slow = TrainerCallback()
     slow.on_prediction_step = lambda *event, **more: slowly()
@@ -284,9 +305,9 @@ def test_a_disk_that_is_full(tmp_path, port, monkeypatch):
     ],
 )
 def test_a_record_that_grows_old(tmp_path, monkeypatch, record, age, late):
-    now = start = time.monotonic()
+    now = start = 100.0
+    monkeypatch.setattr(health, "time", types.SimpleNamespace(monotonic=lambda: now))
     progress = health.Heartbeat()
-    monkeypatch.setattr(health.time, "monotonic", lambda: now)
     progress.end_step()
     usual = {"host": socket.gethostname(), "pid": 1, "thread": 1, "phase": "training", "signs": 3, "limit": 15}
     records = [

@@ -10,7 +10,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.callbacks.state import TrainerState
+from hftrainer.monitoring import requests
 from hftrainer.reporting import summary
+from tests.support.checkpoints import At
 from tests.support.parity import accuracy
 from tests.support.tiny import make_plain, plain_data
 
@@ -69,6 +71,20 @@ def test_a_run_that_a_callback_stops(tmp_path, said, callback):
     train(tmp_path, callbacks=[callback], **{**SAVED, "eval_steps": 3, "max_steps": 40, "num_train_epochs": 9})
     assert f"Stopped at step 3 of 40, by {type(callback).__name__}." in said()
     assert said()[-1] == f"Last checkpoint: {tmp_path}/checkpoint-2."
+
+
+def test_who_stops_a_run_that_early_stopping_had_stopped(tmp_path, said, monkeypatch):
+    """The checkpoint has the reason of the stop before, and so has the same object."""
+    monkeypatch.setattr(requests, "_PERIOD", 0.0)
+    settings, stopping = {**SAVED, "max_steps": 40}, EarlyStopping("eval_loss", stopping_threshold=99.0)
+    train(tmp_path, callbacks=[stopping], **settings)
+    stopping.stopping_threshold = None
+    ask = At(3, (tmp_path / requests.FOLDER / "stop").touch)
+    for callback in (stopping, EarlyStopping("eval_loss", patience=99)):
+        said_before = len(said())
+        (tmp_path / requests.FOLDER).mkdir(exist_ok=True)
+        train(tmp_path, str(tmp_path / "checkpoint-2"), callbacks=[callback, ask], **settings)
+        assert "Stopped at step 3 of 40, by a request, a signal or the script." in said()[said_before:]
 
 
 def test_only_checkpoints_that_are_left(tmp_path, said):

@@ -11,6 +11,7 @@ from hftrainer.errors import TrainingDiverged, UnsupportedArgument
 from hftrainer.trainer_callback import ExportableState
 from tests.support.checkpoints import BACKGROUND, At, assert_same_end, finished, make_trainer
 from tests.support.divergence import KINDS, SEQUENTIAL, SIZE, STEPS, Rows, Sensitive, lacking, lines, rows, trained
+from tests.support.tracking import scalars
 
 
 @pytest.mark.slow
@@ -56,6 +57,14 @@ def test_where_they_are(tmp_path, kind):
     assert len(lines(tmp_path / "bad")) == {"first and last": 5, "another epoch": 6}.get(kind, 3)
     if kind == "stream":
         assert lines(tmp_path / "bad")[0]["samples"] == [None]
+
+
+def test_tensorboard_shows_no_step_twice(tmp_path):
+    """Step 5 diverges: from the checkpoint of step 3 on, step 4 is logged again."""
+    bad = rows(STEPS * SIZE, [4 * SIZE])
+    trained(tmp_path, bad, max_steps=6, save_steps=3, on_divergence="rollback", report_to="tensorboard")
+    (events,) = {path.parent for path in tmp_path.rglob("events*")}
+    assert [step for step, _ in scalars(events)["train/loss"]] == [*range(1, 7)]
 
 
 def test_reads_on_in_a_further_epoch(tmp_path):

@@ -25,6 +25,11 @@ class Returns(nn.Module):
         return self.make_output(self.layer(x))
 
 
+class Unsized:
+    def __getitem__(self, index):
+        return plain_data()[index]
+
+
 ROWS = [{"pixels": [1.0] * 8, "category": 1}] * 8
 METRICS = {
     "kind": MetricNotFound,
@@ -41,6 +46,11 @@ METRICS = {
         ({"settings": {"eval_strategy": "steps"}}, "eval_strategy='steps' needs an eval_dataset"),
         ({"train_dataset": SizedStream(0)}, "training data has no batches"),
         ({"train_dataset": Stream(10), "settings": {"max_steps": -1}}, "max_steps must be set"),
+        ({"train_dataset": Unsized()}, "training dataset is a Unsized without a length: give it a __len__, or pass"),
+        (
+            {"eval_dataset": Unsized(), "settings": {"eval_strategy": "steps", "eval_steps": 1}},
+            "evaluation dataset is a Unsized without a length",
+        ),
         ({"callbacks": [EarlyStoppingCallback()], "kind": ValueError}, "metric_for_best_model"),
         (METRICS, "does not return 'eval_acuracy', only eval_accuracy, eval_loss"),
         ({**METRICS, "compute_metrics": None}, "metric_for_best_model='acuracy': without compute_metrics"),
@@ -72,6 +82,7 @@ METRICS = {
             ({"model": Returns(make_output)}, message)
             for make_output, message in [
                 (lambda logits: {"logits": logits}, "returned no loss, only logits, from the inputs x, labels"),
+                (lambda logits: {}, "returned no loss, only an empty dict, from the inputs x, labels"),
                 (lambda logits: logits, "returned no loss, a Tensor"),
                 (lambda logits: (logits,), r"one number, but is a tensor of shape \(8, 3\): return loss\.mean"),
                 (lambda logits: {"loss": None}, "is a NoneType"),
@@ -152,7 +163,7 @@ def test_resume_without_checkpoint(make_args, tmp_path):
     (tmp_path / "half" / "checkpoint-5").mkdir(parents=True)
     (tmp_path / "half" / "checkpoint-5" / "trainer_state.json").write_text("{}")
     for path, message in [
-        (True, "no intact checkpoint-xxx folder"),
+        (True, r"No valid checkpoint found in output directory \(\S+/out\)\. Train without this"),
         ("", "the folder does not exist"),
         ("True", "the folder does not exist.*auto on a command line"),
         (str(tmp_path / "absent"), "the folder does not exist"),
