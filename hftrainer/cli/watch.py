@@ -167,7 +167,7 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     """The lines above the curves, from top to bottom."""
     from rich.text import Text
 
-    from hftrainer.reporting.plot import SPEEDS
+    from hftrainer.reporting.metrics import SPEEDS
 
     # The table of activities has these values too.
     now, shares = time.time(), SPEEDS["share of time"]
