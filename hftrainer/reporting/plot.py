@@ -276,8 +276,12 @@ def _title(name: str, lines: list[Line]) -> str:
 
 
 def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
-    panels = {panel: list(panel_lines) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
-    return {panel: _stack(panels[panel]) if panel == SHARES else panels[panel] for panel in panels}
+    return {panel: list(panel_lines) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
+
+
+def _make_panels(lines: list[Line]) -> dict[str, list[Line]]:
+    panels = _group_by_panel(lines)
+    return panels | {SHARES: _stack(panels[SHARES])} if SHARES in panels else panels
 
 
 def _stack(lines: list[Line]) -> list[Line]:
@@ -301,7 +305,7 @@ def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
 
 def draw_picture(lines: list[Line], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
-    panels = _group_by_panel(lines)
+    panels = _make_panels(lines)
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
@@ -380,6 +384,7 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
         axis.yaxis.set_major_formatter("{x:,.7g}")
     axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
     if len(handles) == 1:
         return 0
     # About 70 characters are as wide as a panel, and 8 as a sample.
@@ -392,7 +397,7 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
 def draw_html(lines: list[Line], path: str, title: str, *, cdn: bool = False) -> None:
     """Write the panels in two columns, as an interactive HTML page that works offline, except with `cdn`."""
     subplots = import_plotting("plotly.subplots")
-    panels = _group_by_panel(lines)
+    panels = _make_panels(lines)
     columns = min(len(panels), 2)
     rows, title = -(-len(panels) // columns), _title(title, lines)
     gaps = [_find_first_gap(panel_lines) for panel_lines in panels.values()]
@@ -410,8 +415,9 @@ def draw_html(lines: list[Line], path: str, title: str, *, cdn: bool = False) ->
         (scale, limits), label = _vertical_axis(panel_lines), _label(panel_lines)
         figure.add_traces(list(_traces(panel_lines, f"legend{number + 2}")), *cell.values())
         # plotly takes the range of a logarithmic axis as powers of ten.
-        y_range = list(map(math.log10, limits)) if scale == "log" else limits
-        figure.update_yaxes(title_text=label, type=scale, range=y_range, **cell)
+        y_range = tuple(map(math.log10, limits)) if scale == "log" else limits
+        tick = 1 if scale == "log" and y_range[1] - y_range[0] > 2 else None
+        figure.update_yaxes(title_text=label, type=scale, range=y_range, dtick=tick, **cell)
         box = figure.get_subplot(**cell)
         place = {"x": box.xaxis.domain[1], "y": box.yaxis.domain[1], "yanchor": "top", "tracegroupgap": 0}
         figure.update_layout({f"legend{number + 2}": place})
@@ -451,7 +457,10 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
         marks = {"size": sizes, "symbol": MARKS[line.mark], "opacity": 1, "line_width": 0}
         yield trace | {"mode": "lines+markers", "marker": marks}
         if line.best is not None:
-            point = {"x": [line.steps[line.best]], "y": [line.values[line.best]], "name": f"best {line.label}"}
+            best = line.values[line.best]
+            point = {"x": [line.steps[line.best]], "y": [best], "name": f"best {line.label}"}
+            if not line.run:
+                point |= {"name": f"best: {best:.4g}", "showlegend": True, "legend": legend}
             star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting.plot import import_plotting
+from hftrainer.reporting.plot import COLOURS, import_plotting
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: File name → Optuna's plot function, and the minimum number of completed trials.
+#: File name → Optuna's plot function, the minimum number of completed trials, and a title.
 PLOTS = {
-    "history": ("plot_optimization_history", 1),
-    "importance": ("plot_param_importances", 2),
-    "parallel_coordinates": ("plot_parallel_coordinate", 2),
+    "history": ("plot_optimization_history", 1, "{} of each trial, and the best so far"),
+    "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {}, in total 1"),
+    "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: one line per trial, better ones darker"),
 }
 
 
-def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False) -> list[str]:
+def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False, cdn: bool = False) -> list[str]:
     """Plot a study's objectives, hyperparameter importances, and trials in parallel coordinates.
 
     Args:
@@ -33,6 +33,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         study_name: name of the study; optional if the storage has only one.
         out: output folder.
         html: also write interactive HTML pages.
+        cdn: the pages fetch plotly's script, of 5 MB, from the network.
 
     Returns:
         The paths of the files. A study with several objectives has one plot of each kind per objective.
@@ -54,7 +55,7 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         objectives = {f"_{number}": _objective(number, metrics) for number in range(len(study.directions))}
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
-    for name, (function, min_trials) in PLOTS.items():
+    for name, (function, min_trials, title) in PLOTS.items():
         if completed_trials < min_trials:
             logger.warning(
                 "Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, completed_trials
@@ -62,12 +63,17 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             continue
         for suffix, objective in objectives.items():
             path = Path(out) / f"{prefix}{name}{suffix}.png"
-            _draw_png(function, study, objective, path)
+            heading = title.format(objective.get("target_name", "Objective"))
+            _draw_png(function, study, objective, path, heading)
             paths.append(str(path))
-            if html:
+            if html or cdn:
                 paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
-                figure.write_html(page, include_plotlyjs=True)
+                figure.update_layout(title=heading, template="plotly_white", colorway=COLOURS, font_size=13)
+                figure.update_traces(line_shape="hv", selector={"mode": "lines"})
+                figure.update_traces(line_colorscale="viridis_r", selector={"type": "parcoords"})
+                figure.update_traces(marker_color=COLOURS[0], selector={"type": "bar"})
+                figure.write_html(page, include_plotlyjs="cdn" if cdn else True)
     return paths
 
 
@@ -77,22 +83,47 @@ def _objective(number: int, metrics: list[str]) -> dict[str, Any]:
     return {"target": lambda trial: trial.values[number], "target_name": name}
 
 
-def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
+def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path, title: str) -> None:
+    """Draw one of Optuna's plots in the style of the plots of runs."""
     plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
-    with warnings.catch_warnings():
-        # Optuna warns that its matplotlib plots are experimental.
+    # Optuna sets a global style, and warns that its matplotlib plots are experimental.
+    with plt.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         axes = getattr(visualization, function)(study, **objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
-    # The grid would hide the lines, and Optuna's colours some trials.
+    # Optuna's own title may be in the center.
+    axes.set_title("")
+    axes.set_title(title, loc="left", y=1, pad=30, fontsize=12)
+    for axis in figure.axes:
+        axis.set_facecolor("white")
+        axis.tick_params(colors="black")
+        axis.spines[:].set(color="black")
+        axis.grid(color="#b0b0b0", alpha=0.3)
+        for label in (axis.xaxis.label, axis.yaxis.label):
+            label.set(color="black", fontsize=10)
     if function == "plot_parallel_coordinate":
-        for axis in figure.axes:
-            axis.grid(False)
-            for lines in axis.collections:
-                lines.set_cmap("viridis")
+        _restyle_parallel(figure)
+    else:
+        axes.spines[["top", "right"]].set_visible(False)
+        for marks in (*axes.collections[:1], *axes.patches):
+            marks.set(color=COLOURS[0])
+        axes.get_legend().remove()
+        for line in axes.lines:
+            line.set(color=COLOURS[1], alpha=1, drawstyle="steps-post")
+            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=2, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
+
+
+def _restyle_parallel(figure: Any) -> None:
+    """Keep labels and all trials visible: the grid would hide lines, and Optuna's colour map the worst trials."""
+    for axis in figure.axes:
+        axis.grid(False)
+        for label in axis.get_yticklabels():
+            label.set_bbox({"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5})
+        for lines in axis.collections:
+            lines.set(cmap="viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
 
 
 def _load_study(storage: str, study_name: str | None) -> Study:
