@@ -57,7 +57,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
     try:
         if options.study is not None:
-            paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html, cdn=options.cdn)
+            paths = plot_study(
+                options.study, options.study_name, out=options.output or ".", html=options.html, cdn=options.cdn
+            )
         else:
             axis = options.x or "step"
             paths = plot(options.folders, html=options.html, cdn=options.cdn, out=options.out, x=axis)

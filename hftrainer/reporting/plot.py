@@ -47,10 +47,8 @@ MARKS = {
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Scroll a narrow window, and turn white into black where the reader prefers that.
-STYLE = (
-    "<style>body { background: white; min-width: 1000px; }"
-    " @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"
-)
+STYLE = """<style>body { background: white; min-width: 1000px; }
+@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
 #: Number of points from which a noisy curve is drawn faintly, under its running mean.
 MANY = 100
 #: Number of parts of a long curve of which only the lowest and the highest point are drawn.
@@ -102,15 +100,9 @@ class Line:
     @cached_property
     def drawn(self) -> list[int]:
         """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
-        count = len(self.values)
-        size = -(-count // PARTS)
-        if size < 3:
-            return list(range(count))
-        values = np.array(self.values, float)
-        low, high = (np.where(np.isnan(values), fill, values) for fill in (math.inf, -math.inf))
-        parts = [slice(start, start + size) for start in range(0, count, size)]
-        extremes = {part.start + int(index) for part in parts for index in (low[part].argmin(), high[part].argmax())}
-        return sorted({*extremes, count - 1})
+        indices, size = range(len(self.values)), max(1, len(self.values) // PARTS)
+        parts = (indices[start : start + size] for start in indices[::size])
+        return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
 
     def points(self, values: list[float]) -> tuple[list[float], list[float]]:
         """The steps and values of the points that are drawn."""
@@ -162,10 +154,8 @@ def lines(folders: list[str], x: str = "step") -> list[Line]:
         plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
     if x == "time":
         last = max(step for line in plain_lines for step in line.steps)
-        unit = next((unit for unit, seconds in TIME_UNITS.items() if last >= 2 * seconds), "seconds")
-        plain_lines = [
-            replace(line, steps=[step / TIME_UNITS[unit] for step in line.steps], x=unit) for line in plain_lines
-        ]
+        unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
+        plain_lines = [replace(line, steps=[step / size for step in line.steps], x=unit) for line in plain_lines]
     return _with_styles(plain_lines)
 
 
@@ -184,7 +174,8 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     """The curves with their colours and dashes, in the order of the panels."""
     lines, styled_lines = _split_metrics(list(plain_lines)), []
     runs = list(dict.fromkeys(line.run for line in lines))
-    for panel_lines in _group_by_panel(lines).values():
+    for _, group in groupby(lines, key=lambda line: line.panel):
+        panel_lines = list(group)
         names = list(dict.fromkeys(line.name for line in panel_lines))
         for line in panel_lines:
             run, dash = runs.index(line.run), names.index(line.name)
@@ -257,10 +248,6 @@ def _range(values: list[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def _x_range(lines: list[Line]) -> tuple[float, float]:
-    return _range([0, *(step for line in lines for step in line.steps)])
-
-
 def _label(lines: list[Line]) -> str:
     """The label of a panel's vertical axis: in words, or the name of the only curve if it is not one of ours."""
     name, panel = lines[0].name, lines[0].panel
@@ -269,31 +256,25 @@ def _label(lines: list[Line]) -> str:
 
 def _title(name: str, lines: list[Line]) -> str:
     """What the picture shows, and on a second line what faint curves are."""
-    count = len({line.run for line in lines})
-    title = f"Training run {name}" if count == 1 else f"{count} training runs"
-    is_smoothed = any(line.mean for line in lines)
-    return f"{title}\nfaint: logged values; strong: their running mean" if is_smoothed else title
-
-
-def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
-    return {panel: list(panel_lines) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
+    title = f"{len({line.run for line in lines})} training runs" if lines[0].run else f"Training run {name}"
+    return f"{title}\nfaint: logged values; strong: their running mean" if any(line.mean for line in lines) else title
 
 
 def _make_panels(lines: list[Line]) -> dict[str, list[Line]]:
-    panels = _group_by_panel(lines)
-    return panels | {SHARES: _stack(panels[SHARES])} if SHARES in panels else panels
+    return {panel: _stack(list(panel_lines)) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
 
 
 def _stack(lines: list[Line]) -> list[Line]:
-    """The shares of one run's time at the same steps, and the share of training steps: together 1."""
-    columns = [dict(zip(line.steps, line.mean or line.values, strict=True)) for line in lines]
-    steps = sorted(set().union(*columns))
+    """In the panel of one run's shares of time, add the share of training steps, so that the sum is 1."""
+    first = lines[0]
+    if first.panel != SHARES or any(line.steps != first.steps for line in lines):
+        return lines
+    shares = [[(line.mean or line.values)[index] for index in first.drawn] for line in lines]
+    lines = [*lines, replace(first, name=REST, colour="#dddddd")]
+    shares.append([1 - sum(row) for row in zip(*shares, strict=True)])
     # A value is of the time since the one before.
-    steps = [0, *steps[:: len(steps) // PARTS + 1]]
-    shares = [[column.get(step, 0.0) for step in [steps[1], *steps[1:]]] for column in columns]
-    rest = replace(lines[0], name=REST, colour="#dddddd")
-    shares.append([max(0.0, 1 - sum(row)) for row in zip(*shares, strict=True)])
-    return [replace(line, steps=steps, values=values) for line, values in zip([*lines, rest], shares, strict=True)]
+    steps = [0, *(first.steps[index] for index in first.drawn)]
+    return [replace(line, steps=steps, values=[row[0], *row]) for line, row in zip(lines, shares, strict=True)]
 
 
 def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
@@ -309,47 +290,45 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
-    width, cell = 6 if columns < 3 else 4.5, len(panels) + 1
-    parts = [_describe_run(run, lines) for run in runs]
-    labels = ["\n".join(textwrap.fill(each, int(12 * width)) for each in parts_of_run) for parts_of_run in parts]
-    legend_lines = sum(label.count("\n") + 1 for label in labels)
-    if cell > rows * columns or legend_lines > 16:
-        cell, labels = 0, [textwrap.fill(" · ".join(parts_of_run), int(11 * width * columns)) for parts_of_run in parts]
-        legend_lines = sum(label.count("\n") + 1 for label in labels)
+    width, cell = 6 if columns < 3 else 4.5, len(panels) + 1 if len(runs) < 7 and len(panels) < rows * columns else 0
+    labels = [textwrap.fill(_describe_run(run, lines), int(11 * width) * (1 if cell else columns)) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     figure.suptitle(_title(title, lines))
     legend_rows = 0
     for number, panel_lines in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
         legend_rows = max(legend_rows, _draw_panel(axis, panel_lines))
-        axis.set_xlim(_x_range(lines))
+        axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
     # tight_layout is slow. In inches: below and above all panels, and above each panel.
-    bottom, top, legend = 0.65 + (0 if cell else 0.17 * legend_lines), 0.6, 0.18 * legend_rows
+    bottom = 0.65 + (0 if cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
+    top, legend = 0.6, 0.18 * legend_rows
     height = (3.6 + legend) * rows + bottom
     figure.set_size_inches(width * columns, height)
-    margins = {"left": 0.9 / width / columns, "right": 0.98, "bottom": bottom / height, "top": 1 - (top + legend) / height}
-    figure.subplots_adjust(**margins, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
-    proxy = import_plotting("matplotlib.lines").Line2D
-    handles = [proxy([], [], label=label, **style) for label, style in zip(labels, runs.values(), strict=True)]
-    if handles and cell:
-        axis = figure.add_subplot(rows, columns, cell)
-        axis.axis("off")
-        axis.legend(handles=handles, loc="upper left", fontsize=9, frameon=False)
-    elif handles:
-        figure.legend(handles=handles, loc="lower center", fontsize=9, frameon=False)
+    margins = {"left": 0.9 / width / columns, "right": 0.98, "bottom": bottom / height}
+    figure.subplots_adjust(
+        **margins, top=1 - (top + legend) / height, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85
+    )
+    handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
+    place: dict[str, Any] = {"loc": "lower center"}
+    if cell:
+        box = figure.add_subplot(rows, columns, cell, frame_on=False, xticks=[], yticks=[]).get_position()
+        place = {"loc": "upper left", "bbox_to_anchor": (box.x0, box.y1)}
+    figure.legend(handles=handles, fontsize=9, frameon=False, **place)
     figure.savefig(path, dpi=120)
 
 
-def _describe_run(run: str, lines: list[Line]) -> list[str]:
+def _describe_run(run: str, lines: list[Line]) -> str:
     """The name of a run, the arguments in which it differs, its best value, and an earlier run that it repeats."""
     run_lines = [line for line in lines if line.run == run]
-    best = (f"best {line.name} {line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
+    best = (
+        f"best {line.name}\N{NO-BREAK SPACE}{line.values[line.best]:.4g}" for line in run_lines if line.best is not None
+    )
     curves: dict[str, list[Any]] = {line.run: [] for line in lines}
     for line in (line for line in lines if PANEL_OF.get(line.name) not in SPEEDS):
         curves[line.run].append((line.name, line.steps, line.values))
     first = next(other for other in curves if curves[other] == curves[run])
     repeated = f"same curves as {first}" if first != run else ""
-    return list(filter(None, (run, run_lines[0].settings, next(best, ""), repeated)))
+    return " · ".join(filter(None, (run, run_lines[0].settings, next(best, ""), repeated)))
 
 
 def _draw_panel(axis: Any, lines: list[Line]) -> int:
@@ -357,22 +336,22 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     run_style = {"color": "black"} if lines[0].run else {}
     handles: dict[str, Any] = {}
     if lines[-1].name == REST:
-        values, labels, colours = zip(*((line.values, WORDS[line.name], line.colour) for line in lines), strict=True)
-        areas = axis.stackplot(lines[0].steps, values, labels=labels, colors=colours, step="pre")
-        handles = dict(zip(labels, areas, strict=True))
+        style = {"labels": [WORDS[line.name] for line in lines], "colors": [line.colour for line in lines]}
+        areas = axis.stackplot(lines[0].steps, [line.values for line in lines], step="pre", **style)
+        handles = {area.get_label(): area for area in areas}
     for line in lines if not handles else ():
         style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.5}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
         if line.mean:
             axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*line.points(line.mean or line.values), **marks, **style)
-        proxy = import_plotting("matplotlib.lines").Line2D
-        handles.setdefault(line.name, proxy([], [], label=WORDS.get(line.name, line.name), **style | run_style))
+        if line.name not in handles:
+            (handles[line.name],) = axis.plot([], [], label=WORDS.get(line.name, line.name), **style | run_style)
         if line.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
             axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
             key, label = ("best", "best") if line.run else (f"best {line.name}", f"best: {line.values[line.best]:.4g}")
-            handles[key] = proxy([], [], label=label, **star | run_style)
+            (handles[key],) = axis.plot([], [], label=label, **star | run_style)
     if gap := _find_first_gap(lines):
         axis.axvline(gap[0], color="red", linestyle=":")
         position = {"ha": "center", "va": "top", "transform": axis.transAxes}
@@ -409,26 +388,26 @@ def draw_html(lines: list[Line], path: str, title: str, *, cdn: bool = False) ->
     runs = {line.run: line for line in lines if line.run}
     for run, line in runs.items():
         style = {"line_color": line.colour, "marker": {"symbol": MARKS[line.mark], "size": 9}, "legendgroup": run}
-        figure.add_scatter(x=[None], y=[None], name=" · ".join(_describe_run(run, lines)), mode="lines+markers", **style)
+        figure.add_scatter(x=[None], y=[None], name=_describe_run(run, lines), mode="lines+markers", **style)
     for number, (panel_lines, gap) in enumerate(zip(panels.values(), gaps, strict=True)):
         cell = {"row": number // columns + 1, "col": number % columns + 1}
         (scale, limits), label = _vertical_axis(panel_lines), _label(panel_lines)
         figure.add_traces(list(_traces(panel_lines, f"legend{number + 2}")), *cell.values())
         # plotly takes the range of a logarithmic axis as powers of ten.
-        y_range = tuple(map(math.log10, limits)) if scale == "log" else limits
-        tick = 1 if scale == "log" and y_range[1] - y_range[0] > 2 else None
-        figure.update_yaxes(title_text=label, type=scale, range=y_range, dtick=tick, **cell)
+        y_range = list(map(math.log10, limits)) if scale == "log" else limits
+        figure.update_yaxes(title_text=label, type=scale, range=y_range, **cell)
         box = figure.get_subplot(**cell)
         place = {"x": box.xaxis.domain[1], "y": box.yaxis.domain[1], "yanchor": "top", "tracegroupgap": 0}
         figure.update_layout({f"legend{number + 2}": place})
         if gap:
             figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
     figure.update_yaxes(exponentformat="power", minexponent=4, hoverformat=".5~g")
-    figure.update_xaxes(hoverformat=",.7~g", showticklabels=True, range=_x_range(lines), title={"text": X_AXES[lines[0].x], "standoff": 2})
-    top = 90 + 20 * len(runs)
+    x_range = _range([0, *(step for line in lines for step in line.steps)])
+    figure.update_xaxes(showticklabels=True, range=x_range, title={"text": X_AXES[lines[0].x], "standoff": 2})
+    top, heading = 90 + 20 * len(runs), title.replace("\n", "<br>")
     height = 300 * rows + top + 60
     figure.update_layout(
-        **{"title": {"text": title.replace("\n", "<br>"), "y": 1 - 30 / height}, "height": height, "template": "plotly_white"},
+        **{"title": {"text": heading, "y": 1 - 30 / height}, "height": height, "template": "plotly_white"},
         legend={"x": 0, "y": 1 - 50 / height, "yref": "container", "yanchor": "top", "tracegroupgap": 0},
         **{"margin": {"t": top, "b": 60}, "hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
@@ -457,10 +436,7 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
         marks = {"size": sizes, "symbol": MARKS[line.mark], "opacity": 1, "line_width": 0}
         yield trace | {"mode": "lines+markers", "marker": marks}
         if line.best is not None:
-            best = line.values[line.best]
-            point = {"x": [line.steps[line.best]], "y": [best], "name": f"best {line.label}"}
-            if not line.run:
-                point |= {"name": f"best: {best:.4g}", "showlegend": True, "legend": legend}
+            point = {"x": [line.steps[line.best]], "y": [line.values[line.best]], "name": f"best {line.label}"}
             star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
@@ -483,7 +459,9 @@ def import_plotting(module: str) -> Any:
         raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
 
 
-def plot(folders: list[str], *, html: bool = False, cdn: bool = False, out: str | None = None, x: str = "step") -> list[str]:
+def plot(
+    folders: list[str], *, html: bool = False, cdn: bool = False, out: str | None = None, x: str = "step"
+) -> list[str]:
     """Draw runs, and return the paths of the new files.
 
     Args:

@@ -21,11 +21,17 @@ logger = logging.getLogger(__name__)
 PLOTS = {
     "history": ("plot_optimization_history", 1, "{} of each trial, and the best so far"),
     "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {}, in total 1"),
-    "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: one line per trial, better ones darker"),
+    "parallel_coordinates": (
+        "plot_parallel_coordinate",
+        2,
+        "Hyperparameters and {}: one line per trial, better ones darker",
+    ),
 }
 
 
-def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False, cdn: bool = False) -> list[str]:
+def plot_study(
+    storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False, cdn: bool = False
+) -> list[str]:
     """Plot a study's objectives, hyperparameter importances, and trials in parallel coordinates.
 
     Args:
@@ -70,9 +76,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
                 paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
                 figure.update_layout(title=heading, template="plotly_white", colorway=COLOURS, font_size=13)
-                figure.update_traces(line_shape="hv", selector={"mode": "lines"})
-                figure.update_traces(line_colorscale="viridis_r", selector={"type": "parcoords"})
-                figure.update_traces(marker_color=COLOURS[0], selector={"type": "bar"})
+                if name == "parallel_coordinates":
+                    figure.update_traces(line_colorscale="viridis_r")
                 figure.write_html(page, include_plotlyjs="cdn" if cdn else True)
     return paths
 
@@ -93,37 +98,26 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
     figure = axes.figure
     figure.set_size_inches(10, 6)
     # Optuna's own title may be in the center.
+    # Optuna's own title may be in the center.
     axes.set_title("")
-    axes.set_title(title, loc="left", y=1, pad=30, fontsize=12)
-    for axis in figure.axes:
-        axis.set_facecolor("white")
-        axis.tick_params(colors="black")
-        axis.spines[:].set(color="black")
-        axis.grid(color="#b0b0b0", alpha=0.3)
-        for label in (axis.xaxis.label, axis.yaxis.label):
-            label.set(color="black", fontsize=10)
+    axes.set_title(title, loc="left", y=1.06, fontsize=12)
     if function == "plot_parallel_coordinate":
         _restyle_parallel(figure)
     else:
-        axes.spines[["top", "right"]].set_visible(False)
-        for marks in (*axes.collections[:1], *axes.patches):
-            marks.set(color=COLOURS[0])
-        axes.get_legend().remove()
-        for line in axes.lines:
-            line.set(color=COLOURS[1], alpha=1, drawstyle="steps-post")
-            axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=2, frameon=False)
+        axes.set_facecolor("white")
+        axes.grid(color="#e0e0e0")
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
 
 def _restyle_parallel(figure: Any) -> None:
-    """Keep labels and all trials visible: the grid would hide lines, and Optuna's colour map the worst trials."""
+    """Keep labels readable and all trials visible: Optuna's colour map would hide the worst."""
     for axis in figure.axes:
-        axis.grid(False)
         for label in axis.get_yticklabels():
             label.set_bbox({"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5})
-        for lines in axis.collections:
-            lines.set(cmap="viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
+    (lines,) = figure.axes[0].collections
+    lines.set_cmap("viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
 
 
 def _load_study(storage: str, study_name: str | None) -> Study:
