@@ -32,8 +32,10 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
-    parser.add_argument("--html", action="store_true", help="write interactive pages too, of 5 MB each")
-    parser.add_argument("--cdn", action="store_true", help="pages that load plotly from the network, and are small")
+    parser.add_argument("--html", action="store_true", help="write interactive pages too, of 5 MB")
+    parser.add_argument(
+        "--cdn", dest="html", action="store_const", const="cdn", help="small pages, which load plotly from the network"
+    )
     parser.add_argument("--out", metavar="FILE", help="the .png, .svg or .pdf; default: training.png, comparison.png")
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
@@ -57,12 +59,9 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
     try:
         if options.study is not None:
-            paths = plot_study(
-                options.study, options.study_name, out=options.output or ".", html=options.html, cdn=options.cdn
-            )
+            paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)
         else:
-            axis = options.x or "step"
-            paths = plot(options.folders, html=options.html, cdn=options.cdn, out=options.out, x=axis)
+            paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step")
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
     if options.json:

@@ -145,8 +145,10 @@ def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[
 
 
 def is_number(value: Any) -> bool:
+    """Whether a value of a log line is a number, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_finite(value: Any) -> bool:
+    """Whether a value is a number other than NaN and infinity."""
     return is_number(value) and abs(value) <= sys.float_info.max

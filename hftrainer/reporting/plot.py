@@ -179,31 +179,20 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
         names = list(dict.fromkeys(line.name for line in panel_lines))
         for line in panel_lines:
             run, dash = runs.index(line.run), names.index(line.name)
-            colour = COLOURS[(run if line.run else dash) % len(COLOURS)]
-            styled_lines.append(
-                replace(line, colour=colour, dash=dash % len(DASHES), mark=list(MARKS)[run % len(MARKS)])
-            )
+            colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
+            styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
     return styled_lines
 
 
 def _split_metrics(lines: list[Line]) -> list[Line]:
-    """The curves by panel, of several runs one per metric and share, of one run one per order of magnitude above 1.
-
-    Shares of time that are always 0 are left out.
-    """
-    spent = {line.name for line in lines if any(line.values)}
-    lines = [line for line in lines if line.panel != SHARES or line.name in spent]
-    largest: dict[str, float] = {}
-    for line in lines:
-        if line.panel == "metrics":
-            largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
-    powers = {name: math.ceil(math.log10(value)) for name, value in largest.items() if value > 1}
-    titles = {name: f"metrics up to {float(f'1e{power}'):,.10g}" for name, power in powers.items()}
+    """The curves with a panel per metric, and of several runs per share of time, unless it is always 0."""
+    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
     if lines and lines[0].run:
-        titles = {name: name for name in largest} | {name: f"{SHARES}: {WORDS[name]}" for name in PANELS[SHARES]}
-        powers = {name: number for number, name in enumerate(titles)}
-    sorted_lines = sorted(lines, key=lambda line: (list(PANELS).index(line.panel), powers.get(line.name, 0)))
-    return [replace(line, panel=titles.get(line.name, line.panel)) for line in sorted_lines]
+        titles |= {name: f"{SHARES}: {WORDS[name]}" for name in PANELS[SHARES]}
+    names = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
+    shown = [line for line in lines if line.name in names]
+    shown.sort(key=lambda line: (list(PANELS).index(line.panel), names.index(line.name)))
+    return [replace(line, panel=titles.get(line.name, line.panel)) for line in shown]
 
 
 def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
@@ -290,8 +279,9 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
-    width, cell = 6 if columns < 3 else 4.5, len(panels) + 1 if len(runs) < 7 and len(panels) < rows * columns else 0
-    labels = [textwrap.fill(_describe_run(run, lines), int(11 * width) * (1 if cell else columns)) for run in runs]
+    width, has_free_cell = 6 if columns < 3 else 4.5, len(runs) < 7 and len(panels) < rows * columns
+    characters = int(11 * width) * (1 if has_free_cell else columns)
+    labels = [textwrap.fill(_describe_run(run, lines), characters) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     figure.suptitle(_title(title, lines))
     legend_rows = 0
@@ -300,20 +290,16 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
         legend_rows = max(legend_rows, _draw_panel(axis, panel_lines))
         axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
     # tight_layout is slow. In inches: below and above all panels, and above each panel.
-    bottom = 0.65 + (0 if cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
-    top, legend = 0.6, 0.18 * legend_rows
+    bottom = 0.65 + (0 if has_free_cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
+    legend = 0.18 * legend_rows
     height = (3.6 + legend) * rows + bottom
     figure.set_size_inches(width * columns, height)
-    margins = {"left": 0.9 / width / columns, "right": 0.98, "bottom": bottom / height}
-    figure.subplots_adjust(
-        **margins, top=1 - (top + legend) / height, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85
-    )
+    edges = (0.9 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
+    figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
-    place: dict[str, Any] = {"loc": "lower center"}
-    if cell:
-        box = figure.add_subplot(rows, columns, cell, frame_on=False, xticks=[], yticks=[]).get_position()
-        place = {"loc": "upper left", "bbox_to_anchor": (box.x0, box.y1)}
-    figure.legend(handles=handles, fontsize=9, frameon=False, **place)
+    box = axis.get_position()
+    corner = {"loc": "upper left", "bbox_to_anchor": (box.x1 + 0.05, box.y1)}
+    figure.legend(handles=handles, fontsize=9, frameon=False, **corner if has_free_cell else {"loc": "lower center"})
     figure.savefig(path, dpi=120)
 
 
@@ -373,8 +359,15 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     return -(-len(handles) // columns)
 
 
-def draw_html(lines: list[Line], path: str, title: str, *, cdn: bool = False) -> None:
-    """Write the panels in two columns, as an interactive HTML page that works offline, except with `cdn`."""
+def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
+    """Write the panels in two columns, as an interactive HTML page.
+
+    Args:
+        lines: the curves.
+        path: the file.
+        title: the name of the run.
+        plotlyjs: True to include plotly's script, so that the page works offline; "cdn" to fetch it from the network.
+    """
     subplots = import_plotting("plotly.subplots")
     panels = _make_panels(lines)
     columns = min(len(panels), 2)
@@ -411,7 +404,7 @@ def draw_html(lines: list[Line], path: str, title: str, *, cdn: bool = False) ->
         legend={"x": 0, "y": 1 - 50 / height, "yref": "container", "yanchor": "top", "tracegroupgap": 0},
         **{"margin": {"t": top, "b": 60}, "hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
-    page = figure.to_html(include_plotlyjs="cdn" if cdn else True, config={"responsive": True})
+    page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True})
     page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>{STYLE}", 1)
     Path(path).write_text(page, encoding="utf-8")
 
@@ -459,15 +452,12 @@ def import_plotting(module: str) -> Any:
         raise MissingPackage(f"Drawing needs {package}: pip install 'hftrainer[plot]'") from unless_absent(error)
 
 
-def plot(
-    folders: list[str], *, html: bool = False, cdn: bool = False, out: str | None = None, x: str = "step"
-) -> list[str]:
+def plot(folders: list[str], *, html: bool | str = False, out: str | None = None, x: str = "step") -> list[str]:
     """Draw runs, and return the paths of the new files.
 
     Args:
         folders: output folders, each with a `trainer_state.json` or a checkpoint.
-        html: also write an HTML page.
-        cdn: the page fetches plotly's script, of 5 MB, from the network.
+        html: also write an HTML page; "cdn" for one that fetches plotly's script, of 5 MB, from the network.
         out: the PNG, SVG or PDF to write; the page has its name with '.html'. Default: `training.png` in the folder,
             or `comparison.png` in the first of several; for `checkpoint-5`, `training-5.png` in its parent folder.
         x: the horizontal axis: 'step', 'epoch', or 'time', for which a run needs `observe=True`.
@@ -488,9 +478,9 @@ def plot(
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_picture(run_lines, str(picture), title)
     paths = [str(picture)]
-    if html or cdn:
+    if html:
         page = picture.with_suffix(".html")
-        draw_html(run_lines, str(page), title, cdn=cdn)
+        draw_html(run_lines, str(page), title, plotlyjs=html)
         paths.append(str(page))
     return paths
 

@@ -21,25 +21,18 @@ logger = logging.getLogger(__name__)
 PLOTS = {
     "history": ("plot_optimization_history", 1, "{} of each trial, and the best so far"),
     "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {}, in total 1"),
-    "parallel_coordinates": (
-        "plot_parallel_coordinate",
-        2,
-        "Hyperparameters and {}: one line per trial, better ones darker",
-    ),
+    "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
 
 
-def plot_study(
-    storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False, cdn: bool = False
-) -> list[str]:
+def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False) -> list[str]:
     """Plot a study's objectives, hyperparameter importances, and trials in parallel coordinates.
 
     Args:
         storage: a database URL such as `sqlite:///search.db`, or a journal file.
         study_name: name of the study; optional if the storage has only one.
         out: output folder.
-        html: also write interactive HTML pages.
-        cdn: the pages fetch plotly's script, of 5 MB, from the network.
+        html: also write interactive HTML pages; "cdn" for pages that fetch plotly's script, of 5 MB, from the network.
 
     Returns:
         The paths of the files. A study with several objectives has one plot of each kind per objective.
@@ -72,13 +65,11 @@ def plot_study(
             heading = title.format(objective.get("target_name", "Objective"))
             _draw_png(function, study, objective, path, heading)
             paths.append(str(path))
-            if html or cdn:
+            if html:
                 paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
                 figure.update_layout(title=heading, template="plotly_white", colorway=COLOURS, font_size=13)
-                if name == "parallel_coordinates":
-                    figure.update_traces(line_colorscale="viridis_r")
-                figure.write_html(page, include_plotlyjs="cdn" if cdn else True)
+                figure.write_html(page, include_plotlyjs=html)
     return paths
 
 
@@ -102,22 +93,15 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
     axes.set_title("")
     axes.set_title(title, loc="left", y=1.06, fontsize=12)
     if function == "plot_parallel_coordinate":
-        _restyle_parallel(figure)
+        # Optuna's colour map would hide the worst trials.
+        (lines,) = axes.collections
+        lines.set_cmap("viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
-
-
-def _restyle_parallel(figure: Any) -> None:
-    """Keep labels readable and all trials visible: Optuna's colour map would hide the worst."""
-    for axis in figure.axes:
-        for label in axis.get_yticklabels():
-            label.set_bbox({"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.5})
-    (lines,) = figure.axes[0].collections
-    lines.set_cmap("viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
 
 
 def _load_study(storage: str, study_name: str | None) -> Study:
