@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
     parser.add_argument("--html", action="store_true", help="write interactive pages too, of 5 MB")
-    parser.add_argument(
-        "--cdn", dest="html", action="store_const", const="cdn", help="small pages, which load plotly from the network"
-    )
+    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help="small pages that need a network")
     parser.add_argument("--out", metavar="FILE", help="the .png, .svg or .pdf; default: training.png, comparison.png")
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")

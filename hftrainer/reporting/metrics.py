@@ -18,13 +18,11 @@ from hftrainer.errors import MetricNotFound, WrongObject
 #: Panel → the log entries that it shows. 'metrics' shows all others, in one panel per order of magnitude.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 #: The panels of the values that `observe=True` adds to log lines.
+SHARES = "share of time besides steps"
 SPEEDS = {
-    "tokens per second": ("tokens_per_second",),
-    "samples per second": ("samples_per_second",),
-    "seconds per step": ("step_seconds",),
-    "share of time": ("data_wait", "eval_share", "save_share"),
-    "model FLOPS utilization": ("mfu",),
-    "peak memory (MB)": ("peak_memory_mb",),
+    **{"tokens per second": ("tokens_per_second",), "samples per second": ("samples_per_second",)},
+    **{"seconds per step": ("step_seconds",), SHARES: ("data_wait", "eval_share", "save_share")},
+    **{"model FLOPS utilization": ("mfu",), "peak memory (MB)": ("peak_memory_mb",)},
 }
 PANELS |= SPEEDS
 PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}

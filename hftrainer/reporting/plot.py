@@ -24,26 +24,20 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.monitoring.journal import read_run, run_names
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SPEEDS, curves, is_finite
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, curves, is_finite
 
 logger = logging.getLogger(__name__)
 
-#: The panel of `data_wait` and others, and the name of the rest of the time.
-SHARES, REST = "share of time", "steps"
 #: Entries of log lines → their names in legends, if not the same.
-WORDS = {"data_wait": "waiting for data", "eval_share": "evaluation", "save_share": "saving", REST: "training steps"}
+WORDS = {"data_wait": "waiting for data", "eval_share": "evaluation", "save_share": "saving"}
 #: Unit of time → seconds. A time axis has the largest of which the longest run has two.
 TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
 #: Horizontal axis → its label.
 X_AXES = {"step": "Optimizer step", "epoch": "Epoch"} | {unit: f"Time ({unit})" for unit in TIME_UNITS}
 #: Those of Okabe and Ito, which differ for colour-blind readers too. Seven: with four dashes, 28 styles.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-#: Shape of a run's markers: matplotlib's name → plotly's name.
-MARKS = {
-    **{"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down"},
-    **{"P": "cross", "<": "triangle-left", "X": "x", ">": "triangle-right"},
-}
-
+#: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 42 combinations.
+MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Scroll a narrow window, and turn white into black where the reader prefers that.
@@ -174,13 +168,11 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     """The curves with their colours and dashes, in the order of the panels."""
     lines, styled_lines = _split_metrics(list(plain_lines)), []
     runs = list(dict.fromkeys(line.run for line in lines))
-    for _, group in groupby(lines, key=lambda line: line.panel):
-        panel_lines = list(group)
-        names = list(dict.fromkeys(line.name for line in panel_lines))
-        for line in panel_lines:
-            run, dash = runs.index(line.run), names.index(line.name)
-            colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
-            styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
+    for line in lines:
+        names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
+        run, dash = runs.index(line.run), names.index(line.name)
+        colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
+        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
     return styled_lines
 
 
@@ -188,7 +180,7 @@ def _split_metrics(lines: list[Line]) -> list[Line]:
     """The curves with a panel per metric, and of several runs per share of time, unless it is always 0."""
     titles = {line.name: line.name for line in lines if line.panel == "metrics"}
     if lines and lines[0].run:
-        titles |= {name: f"{SHARES}: {WORDS[name]}" for name in PANELS[SHARES]}
+        titles |= {name: f"share of time: {WORDS[name]}" for name in PANELS[SHARES]}
     names = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
     shown = [line for line in lines if line.name in names]
     shown.sort(key=lambda line: (list(PANELS).index(line.panel), names.index(line.name)))
@@ -216,17 +208,14 @@ def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
     gradient norms would make the others unreadable, or if the peak learning rates of curves differ 50-fold.
     """
     values, panel = [value for line in lines for value in line.finite], lines[0].panel
-    if lines[-1].name == REST:
-        return "linear", (0, 1)
     if PANEL_OF.get(lines[0].name) in SPEEDS or not values:
-        return "linear", (0, max(values, default=0) * 1.05 or 1)
-    limits = {"loss": 100 * min(values), "gradient norm": 20 * statistics.median(values)}
-    if min(values) > 0 and max(values) > limits.get(panel, math.inf):
-        return "log", (min(values) / 1.2, max(values) * 1.2)
-    peaks = [max(line.finite) for line in lines if any(line.finite)]
-    if panel == "learning rate" and peaks and max(peaks) >= 50 * min(peaks) > 0:
-        # A warm-up from 0 and a decay to 0 go below the panel.
-        return "log", (min(peaks) / 100, max(peaks) * 1.5)
+        return "linear", (0, 1 if panel == SHARES else max(values, default=0) * 1.05 or 1)
+    peak = min(max(line.finite, default=0) for line in lines)
+    # A warm-up from 0 and a decay to 0 go below the panel.
+    low = peak / 100 if panel == "learning rate" else min(values)
+    limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * peak}
+    if low > 0 and max(values) >= limits.get(panel, math.inf):
+        return "log", (low / 1.2, max(values) * 1.2)
     return "linear", _range(values)
 
 
@@ -249,21 +238,8 @@ def _title(name: str, lines: list[Line]) -> str:
     return f"{title}\nfaint: logged values; strong: their running mean" if any(line.mean for line in lines) else title
 
 
-def _make_panels(lines: list[Line]) -> dict[str, list[Line]]:
-    return {panel: _stack(list(panel_lines)) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
-
-
-def _stack(lines: list[Line]) -> list[Line]:
-    """In the panel of one run's shares of time, add the share of training steps, so that the sum is 1."""
-    first = lines[0]
-    if first.panel != SHARES or any(line.steps != first.steps for line in lines):
-        return lines
-    shares = [[(line.mean or line.values)[index] for index in first.drawn] for line in lines]
-    lines = [*lines, replace(first, name=REST, colour="#dddddd")]
-    shares.append([1 - sum(row) for row in zip(*shares, strict=True)])
-    # A value is of the time since the one before.
-    steps = [0, *(first.steps[index] for index in first.drawn)]
-    return [replace(line, steps=steps, values=[row[0], *row]) for line, row in zip(lines, shares, strict=True)]
+def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
+    return {panel: list(panel_lines) for panel, panel_lines in groupby(lines, key=lambda line: line.panel)}
 
 
 def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
@@ -275,13 +251,12 @@ def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
 
 def draw_picture(lines: list[Line], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
-    panels = _make_panels(lines)
+    panels = _group_by_panel(lines)
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
     width, has_free_cell = 6 if columns < 3 else 4.5, len(runs) < 7 and len(panels) < rows * columns
-    characters = int(11 * width) * (1 if has_free_cell else columns)
-    labels = [textwrap.fill(_describe_run(run, lines), characters) for run in runs]
+    labels = [textwrap.fill(_describe_run(run, lines), 45 if has_free_cell else 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     figure.suptitle(_title(title, lines))
     legend_rows = 0
@@ -306,9 +281,7 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
 def _describe_run(run: str, lines: list[Line]) -> str:
     """The name of a run, the arguments in which it differs, its best value, and an earlier run that it repeats."""
     run_lines = [line for line in lines if line.run == run]
-    best = (
-        f"best {line.name}\N{NO-BREAK SPACE}{line.values[line.best]:.4g}" for line in run_lines if line.best is not None
-    )
+    best = (f"best {line.name}\xa0{line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
     curves: dict[str, list[Any]] = {line.run: [] for line in lines}
     for line in (line for line in lines if PANEL_OF.get(line.name) not in SPEEDS):
         curves[line.run].append((line.name, line.steps, line.values))
@@ -321,18 +294,22 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     """Draw the curves of a panel, and return the number of rows of the legend above it."""
     run_style = {"color": "black"} if lines[0].run else {}
     handles: dict[str, Any] = {}
-    if lines[-1].name == REST:
-        style = {"labels": [WORDS[line.name] for line in lines], "colors": [line.colour for line in lines]}
-        areas = axis.stackplot(lines[0].steps, [line.values for line in lines], step="pre", **style)
+    steps = [0, *lines[0].steps]
+    is_stacked = lines[0].panel == SHARES and all([0, *line.steps] == steps for line in lines)
+    if is_stacked:
+        # A value is of the time since the one before.
+        values = [[0, *(line.mean or line.values)] for line in lines]
+        colours = [line.colour for line in lines]
+        areas = axis.stackplot(steps, values, labels=[WORDS[line.name] for line in lines], colors=colours, step="pre")
         handles = {area.get_label(): area for area in areas}
-    for line in lines if not handles else ():
+    for line in lines if not is_stacked else ():
         style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.5}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
         if line.mean:
             axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*line.points(line.mean or line.values), **marks, **style)
         if line.name not in handles:
-            (handles[line.name],) = axis.plot([], [], label=WORDS.get(line.name, line.name), **style | run_style)
+            (handles[line.name],) = axis.plot([], [], label=line.name, **style | run_style)
         if line.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
             axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
@@ -369,7 +346,7 @@ def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str 
         plotlyjs: True to include plotly's script, so that the page works offline; "cdn" to fetch it from the network.
     """
     subplots = import_plotting("plotly.subplots")
-    panels = _make_panels(lines)
+    panels = _group_by_panel(lines)
     columns = min(len(panels), 2)
     rows, title = -(-len(panels) // columns), _title(title, lines)
     gaps = [_find_first_gap(panel_lines) for panel_lines in panels.values()]
@@ -417,9 +394,10 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
         group = line.run or line.name
         steps, values = line.points(line.values)
         trace = {"x": steps, "y": values, "name": line.label, "legendgroup": group, "showlegend": False, "line": style}
-        if lines[-1].name == REST:
-            shape = {"stackgroup": REST, "fillcolor": line.colour, "line": {"width": 0, "shape": "vh"}}
-            yield trace | shape | {"legend": legend, "showlegend": True, "name": WORDS[line.name]}
+        if line.panel == SHARES:
+            area = {"stackgroup": "time", "stackgaps": "interpolate", "fillcolor": line.colour, "legend": legend}
+            points = {"x": [0, *steps], "y": [0, *line.points(line.mean or line.values)[1]], "name": WORDS[line.name]}
+            yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
             continue
         if line.mean:
             yield trace | {"mode": "lines", "opacity": 0.3}
@@ -433,9 +411,9 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
             star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
-    for line in named.values() if len(named) > 1 and REST not in named else ():
+    for line in named.values() if len(named) > 1 and lines[0].panel != SHARES else ():
         style = {"color": "black" if line.run else line.colour, "dash": list(DASHES.values())[line.dash]}
-        entry = {"x": [None], "y": [None], "name": WORDS.get(line.name, line.name), "mode": "lines", "line": style}
+        entry = {"x": [None], "y": [None], "name": line.name, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {line.name}" if line.run else line.name}
 
 

@@ -89,7 +89,6 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
     figure = axes.figure
     figure.set_size_inches(10, 6)
     # Optuna's own title may be in the center.
-    # Optuna's own title may be in the center.
     axes.set_title("")
     axes.set_title(title, loc="left", y=1.06, fontsize=12)
     if function == "plot_parallel_coordinate":
@@ -99,6 +98,8 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
     else:
         axes.set_facecolor("white")
         axes.grid(color="#e0e0e0")
+        for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
+            marks.set(color=COLOURS[marks in axes.lines], alpha=1)
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
