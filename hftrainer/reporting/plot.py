@@ -43,10 +43,9 @@ DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Scroll a narrow window, and turn white into black where the reader prefers that.
 STYLE = """<style>body { background: white; min-width: 1000px; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
-#: Number of points from which a noisy curve is drawn faintly, under its running mean.
-MANY = 100
-#: Number of parts of a long curve of which only the lowest and the highest point are drawn.
-PARTS = 1000
+#: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
+#: curve of which only the lowest and the highest point are drawn.
+MANY, PARTS = 100, 1000
 
 
 @dataclass(frozen=True)
@@ -259,14 +258,13 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     labels = [textwrap.fill(_describe_run(run, lines), 45 if has_free_cell else 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     figure.suptitle(_title(title, lines))
-    legend_rows = 0
+    legend = 0.0
     for number, panel_lines in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
-        legend_rows = max(legend_rows, _draw_panel(axis, panel_lines))
+        legend = max(legend, 0.18 * _draw_panel(axis, panel_lines))
         axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
     # tight_layout is slow. In inches: below and above all panels, and above each panel.
     bottom = 0.65 + (0 if has_free_cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
-    legend = 0.18 * legend_rows
     height = (3.6 + legend) * rows + bottom
     figure.set_size_inches(width * columns, height)
     edges = (0.9 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
@@ -294,31 +292,27 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     """Draw the curves of a panel, and return the number of rows of the legend above it."""
     run_style = {"color": "black"} if lines[0].run else {}
     handles: dict[str, Any] = {}
-    steps = [0, *lines[0].steps]
-    is_stacked = lines[0].panel == SHARES and all([0, *line.steps] == steps for line in lines)
+    is_stacked = lines[0].panel == SHARES and all(line.steps == lines[0].steps for line in lines)
     if is_stacked:
         # A value is of the time since the one before.
-        values = [[0, *(line.mean or line.values)] for line in lines]
-        colours = [line.colour for line in lines]
-        areas = axis.stackplot(steps, values, labels=[WORDS[line.name] for line in lines], colors=colours, step="pre")
-        handles = {area.get_label(): area for area in areas}
+        values, colours = [[0, *(line.mean or line.values)] for line in lines], [line.colour for line in lines]
+        areas = axis.stackplot([0, *lines[0].steps], values, colors=colours, step="pre")
+        handles = dict(zip((WORDS[line.name] for line in lines), areas, strict=True))
     for line in lines if not is_stacked else ():
         style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.5}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
         if line.mean:
             axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*line.points(line.mean or line.values), **marks, **style)
-        if line.name not in handles:
-            (handles[line.name],) = axis.plot([], [], label=line.name, **style | run_style)
+        handles.setdefault(line.name, axis.plot([], [], **style | run_style)[0])
         if line.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
             axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
-            key, label = ("best", "best") if line.run else (f"best {line.name}", f"best: {line.values[line.best]:.4g}")
-            (handles[key],) = axis.plot([], [], label=label, **star | run_style)
+            label = "best" if line.run else f"best: {line.values[line.best]:.4g}"
+            (handles[label],) = axis.plot([], [], **star | run_style)
     if gap := _find_first_gap(lines):
         axis.axvline(gap[0], color="red", linestyle=":")
-        position = {"ha": "center", "va": "top", "transform": axis.transAxes}
-        axis.text(0.5, -0.16, gap[1], color="red", fontsize=8, **position)
+        axis.text(0.5, -0.16, gap[1], color="red", fontsize=8, ha="center", va="top", transform=axis.transAxes)
     scale, limits = _vertical_axis(lines)
     axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
     axis.xaxis.set_major_formatter("{x:,.7g}")
@@ -330,9 +324,9 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     if len(handles) == 1:
         return 0
     # About 70 characters are as wide as a panel, and 8 as a sample.
-    columns = max(1, 70 // (8 + max(len(handle.get_label()) for handle in handles.values())))
+    columns = max(1, 70 // (8 + max(map(len, handles))))
     place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
-    axis.legend(handles=list(handles.values()), fontsize=9, frameon=False, **place)
+    axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
     return -(-len(handles) // columns)
 
 
@@ -365,13 +359,12 @@ def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str 
         figure.add_traces(list(_traces(panel_lines, f"legend{number + 2}")), *cell.values())
         # plotly takes the range of a logarithmic axis as powers of ten.
         y_range = list(map(math.log10, limits)) if scale == "log" else limits
-        figure.update_yaxes(title_text=label, type=scale, range=y_range, **cell)
+        figure.update_yaxes(title_text=label, type=scale, range=y_range, exponentformat="power", minexponent=4, **cell)
         box = figure.get_subplot(**cell)
         place = {"x": box.xaxis.domain[1], "y": box.yaxis.domain[1], "yanchor": "top", "tracegroupgap": 0}
         figure.update_layout({f"legend{number + 2}": place})
         if gap:
             figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
-    figure.update_yaxes(exponentformat="power", minexponent=4, hoverformat=".5~g")
     x_range = _range([0, *(step for line in lines for step in line.steps)])
     figure.update_xaxes(showticklabels=True, range=x_range, title={"text": X_AXES[lines[0].x], "standoff": 2})
     top, heading = 90 + 20 * len(runs), title.replace("\n", "<br>")

@@ -43,8 +43,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     """
     import_plotting("matplotlib").use("agg")
     study = _load_study(storage, study_name)
-    completed_trials = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
-    if not completed_trials:
+    count = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
+    if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     # Suffix of the file names → arguments of Optuna's functions.
@@ -55,10 +55,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
     for name, (function, min_trials, title) in PLOTS.items():
-        if completed_trials < min_trials:
-            logger.warning(
-                "Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, completed_trials
-            )
+        if count < min_trials:
+            logger.warning("Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, count)
             continue
         for suffix, objective in objectives.items():
             path = Path(out) / f"{prefix}{name}{suffix}.png"
@@ -120,9 +118,7 @@ def _load_study(storage: str, study_name: str | None) -> Study:
     except Exception as error:
         raise InvalidArgument(f"{storage} is not the storage of a search ({error}): pass its file or URL.") from error
     if not names:
-        raise InvalidArgument(
-            f"{storage}: the storage has no study: pass the storage with which the search was started."
-        )
+        raise InvalidArgument(f"{storage}: the storage has no study: pass the storage of the search.")
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):
         raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: choose one of them with --study-name.")
     return optuna.load_study(study_name=study_name or names[0], storage=source)

@@ -17,7 +17,8 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
-from hftrainer.reporting.plot import Line, curves, lines, lines_of, logged, plot, read_run
+from hftrainer.reporting.metrics import curves, logged
+from hftrainer.reporting.plot import Line, lines, lines_of, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
