@@ -273,9 +273,8 @@ def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
     assert len(line.drawn) == 2000 and {1234, 8765} <= {*line.drawn}
     assert line.points(line.values)[1].count(0.0) > 900
     plot([path], html=True)
-    (picture,) = plot([path], out=str(tmp_path / "a.svg"))
-    assert "Training run long faint: logged values; strong: their running mean" in texts_of(picture)
-    assert (tmp_path / "long" / "training.html").stat().st_size < 5_500_000
+    page = (tmp_path / "long" / "training.html").read_text()
+    assert len(page) < 5_500_000 and "faint: logged values; strong: their running mean" in page
 
 
 def test_shares_of_several_runs_have_panels_unless_they_are_0(tmp_path):
@@ -283,9 +282,8 @@ def test_shares_of_several_runs_have_panels_unless_they_are_0(tmp_path):
     runs = [write_log(tmp_path / name, log) for name in "ab"]
     shares = ["share of time: waiting for data", "share of time: saving"]
     assert list(dict.fromkeys(line.panel for line in lines(runs))) == ["loss", *shares]
-    # A line that a script has added has no other shares: areas of different steps cannot be stacked.
-    uneven = write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])
-    plot([uneven], html=True)
+    # Areas of different steps cannot be stacked.
+    plot([write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])], html=True)
 
 
 @pytest.mark.parametrize(("other", "scale"), [(1e-3, "linear"), (2e-5, "log")])
@@ -293,9 +291,8 @@ def test_a_log_scale_for_learning_rates_that_differ_50_fold(tmp_path, other, sca
     rates = {"a": [0.0, 1e-3, 1e-5, 0.0], "b": [0.0, other, other / 2, 0.0]}
     for run, values in rates.items():
         write_log(tmp_path / run, [{"step": step, "learning_rate": rate} for step, rate in enumerate(values)])
-    path = tmp_path / "c.png"
-    plot([str(tmp_path / run) for run in rates], html=True, out=str(path))
-    assert f'"type":"{scale}","range"' in path.with_suffix(".html").read_text()
+    plot([str(tmp_path / run) for run in rates], html=True, out=str(tmp_path / "c.png"))
+    assert f'"type":"{scale}","range"' in (tmp_path / "c.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -304,9 +301,8 @@ def test_a_log_scale_for_learning_rates_that_differ_50_fold(tmp_path, other, sca
 def test_the_unit_of_the_time_axis_follows_the_span(tmp_path, seconds, unit, last):
     begin = {"time": 1000.0, "event": "begin", "step": 0}
     log = {"time": 1000.0 + seconds, "event": "log", "step": 1, "logs": {"loss": 1.0}}
-    (tmp_path / "journal.jsonl").write_text("".join(f"{json.dumps(event)}\n" for event in (begin, log)))
-    (line,) = lines([str(tmp_path)], "time")
-    assert (line.x, line.steps) == (unit, [last])
+    (tmp_path / "journal.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(log)}\n")
+    assert [(line.x, line.steps) for line in lines([str(tmp_path)], "time")] == [(unit, [last])]
 
 
 def test_a_page_that_loads_plotly_from_the_network(runs, tmp_path, capsys):
