@@ -267,7 +267,7 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     bottom = 0.65 + (0 if has_free_cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
     height = (3.6 + legend) * rows + bottom
     figure.set_size_inches(width * columns, height)
-    edges = (0.9 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
+    edges = (1 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
     figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
     box = axis.get_position()
