@@ -136,7 +136,7 @@ def compare(a: str, b: str) -> Difference:
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
     from hftrainer.monitoring.journal import read_state
-    from hftrainer.reporting.plot import logged
+    from hftrainer.reporting.metrics import logged
 
     states = read_state(a), read_state(b)
     # Name → optimizer step → value.

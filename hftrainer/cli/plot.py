@@ -23,8 +23,8 @@ def add_subcommand(commands: Any) -> None:
         "plot",
         help="draw the losses, metrics and learning rates of runs, or the trials of a search",
         epilog="example: %(prog)s out",
-        usage="%(prog)s [--html] [--json] [--x AXIS] [--out FILE] OUTPUT_DIR ...\n"
-        "       %(prog)s [--html] [--json] --study STORAGE\n"
+        usage="%(prog)s [--html] [--cdn] [--json] [--x AXIS] [--out FILE] OUTPUT_DIR ...\n"
+        "       %(prog)s [--html] [--cdn] [--json] --study STORAGE\n"
         "           [--study-name NAME] [--output DIR]",
         description="Write a plot into the first run's folder and show it: in a notebook below the cell, in a terminal "
         "by the desktop viewer, or without one as first, last, lowest and highest values of curves. If the output "
@@ -32,7 +32,8 @@ def add_subcommand(commands: Any) -> None:
     )
     parser.add_argument("folders", metavar="OUTPUT_DIR", nargs="*", help="a run's output folder; several are compared")
     parser.add_argument("--x", choices=("step", "epoch", "time"), help="the horizontal axis; time needs observe=True")
-    parser.add_argument("--html", action="store_true", help="write interactive pages too")
+    parser.add_argument("--html", action="store_true", help="write interactive pages too, of 5 MB")
+    parser.add_argument("--cdn", dest="html", action="store_const", const="cdn", help="small pages that need a network")
     parser.add_argument("--out", metavar="FILE", help="the .png, .svg or .pdf; default: training.png, comparison.png")
     parser.add_argument("--study", metavar="STORAGE", help="a search: sqlite:///search.db, or another URL or file")
     parser.add_argument("--study-name", metavar="NAME", help="the study's name, if the storage holds several")
@@ -41,6 +42,7 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
+    from hftrainer.compat.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
     from hftrainer.reporting.plot import lines, plot
     from hftrainer.search.plots import plot_study
@@ -65,7 +67,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps({"files": paths}, indent=2))
         return
-    print("\n".join(paths))
+    for path in paths:
+        print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
     if len(options.folders) > 1:
         print(f"\n{_compare(options.folders, by_step)}")
     _show(paths, by_step if len(options.folders) == 1 else [])

@@ -167,10 +167,10 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     """The lines above the curves, from top to bottom."""
     from rich.text import Text
 
-    from hftrainer.reporting.plot import SPEEDS
+    from hftrainer.reporting.metrics import SHARES, SPEEDS
 
     # The table of activities has these values too.
-    now, shares = time.time(), SPEEDS["share of time"]
+    now, shares = time.time(), SPEEDS[SHARES]
     yield _make_progress(page, colour)
     yield Text(" · ".join(_facts(page, now)), "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}

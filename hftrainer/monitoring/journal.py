@@ -191,7 +191,7 @@ def read_state(folder: str) -> TrainerState:
 
 
 def read_run(folder: str, x: str = "step") -> TrainerState:
-    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps.
+    """Like `read_state`, but with newer log lines from the run's journal, and `x` as their steps, time in seconds.
 
     Raises:
         InvalidArgument: if there is no run, or no journal for `x="time"`.
@@ -216,5 +216,5 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
             raise InvalidArgument(
                 f"{folder} has no times (it ran without observe=True): leave out --x time or that run."
             )
-        state.log_history = [{**line, "step": (moment - events[0]["time"]) / 60} for moment, line in logs]
+        state.log_history = [{**line, "step": moment - events[0]["time"]} for moment, line in logs]
     return state

@@ -14,7 +14,7 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing.folder import sort_checkpoints
 from hftrainer.monitoring import journal
 from hftrainer.parallel.environment import has_ended
-from hftrainer.reporting.plot import curves
+from hftrainer.reporting.metrics import curves
 
 Event = dict[str, Any]
 

@@ -1,17 +1,33 @@
-"""Prints metrics as a table, and writes them to JSON files."""
+"""Prints metrics as a table, writes them to JSON files, and reads the curves of a log."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hftrainer.callbacks.flow import evaluation_key
-from hftrainer.callbacks.state import as_json
+from hftrainer.callbacks.state import TrainerState, as_json
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
+
+#: Panel → the log entries that it shows. 'metrics' shows all others, in one panel per order of magnitude.
+PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
+#: The panels of the values that `observe=True` adds to log lines.
+SHARES = "share of time besides steps"
+SPEEDS = {
+    **{"tokens per second": ("tokens_per_second",), "samples per second": ("samples_per_second",)},
+    **{"seconds per step": ("step_seconds",), SHARES: ("data_wait", "eval_share", "save_share")},
+    **{"model FLOPS utilization": ("mfu",), "peak memory (MB)": ("peak_memory_mb",)},
+}
+PANELS |= SPEEDS
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
+
+Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
 
 
 def mean_loss(metrics: Mapping[str, Any], names: Iterable[str], prefix: str) -> dict[str, float]:
@@ -92,3 +108,45 @@ def get_metric(metrics: Mapping[str, float], name: str) -> float:
             f"({error}); compute_metrics must return one number for it, such as the mean."
         ) from None
     return metrics[key]
+
+
+def curves(state: TrainerState) -> Curves:
+    """The curves of a log: panel → label → optimizer steps and values.
+
+    A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
+    `logging_nan_inf_filter` logs 0 instead.
+    """
+    panels: Curves = {panel: {} for panel in PANELS}
+    all_values = list(logged(state, with_speeds=True))
+    diverged_steps = {step for step, name, value in all_values if name == "grad_norm" and not is_finite(value)}
+    for step, name, value in all_values:
+        if name != "epoch" and is_number(value):
+            panel = PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
+            steps, values = panels[panel].setdefault(name, ([], []))
+            steps.append(step)
+            values.append(math.nan if not is_finite(value) or (name == "loss" and step in diverged_steps) else value)
+    return panels
+
+
+def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[float, str, Any]]:
+    """Optimizer step, name and value of each log entry, except the final summary and measurements."""
+    step: float = 0
+    for line in state.log_history:
+        # Lines that a script added may have no step.
+        if is_number(line.get("step")):
+            step = line["step"]
+        if not ("train_runtime" in line and "train_loss" in line):
+            for name in line:
+                is_shown = with_speeds if PANEL_OF.get(name) in SPEEDS else not is_measurement(name)
+                if name != "step" and is_shown:
+                    yield step, name, line[name]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a log line is a number, and no bool."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number other than NaN and infinity."""
+    return is_number(value) and abs(value) <= sys.float_info.max

@@ -8,7 +8,6 @@ import logging
 import math
 import os
 import statistics
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -23,82 +22,30 @@ from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
-from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
 from hftrainer.monitoring.journal import read_run, run_names
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, curves, is_finite
 
 logger = logging.getLogger(__name__)
 
-#: Panel → the log entries that it shows. 'metrics' shows all others, in one panel per order of magnitude.
-PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
-#: The panels of the values that `observe=True` adds to log lines.
-SPEEDS = {
-    "tokens per second": ("tokens_per_second",),
-    "samples per second": ("samples_per_second",),
-    "seconds per step": ("step_seconds",),
-    "share of time": ("data_wait", "eval_share", "save_share"),
-    "model FLOPS utilization": ("mfu",),
-    "peak memory (MB)": ("peak_memory_mb",),
-}
-PANELS |= SPEEDS
 #: Entries of log lines → their names in legends, if not the same.
 WORDS = {"data_wait": "waiting for data", "eval_share": "evaluation", "save_share": "saving"}
+#: Unit of time → seconds. A time axis has the largest of which the longest run has two.
+TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
 #: Horizontal axis → its label.
-X_AXES = {"step": "Optimizer step", "epoch": "Epoch", "time": "Time (minutes)"}
-_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
-COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf")
-#: Shape of a run's markers: matplotlib's name → plotly's name.
-MARKS = {
-    **{"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down"},
-    **{"P": "cross", "<": "triangle-left", "X": "x", ">": "triangle-right"},
-}
-
+X_AXES = {"step": "Optimizer step", "epoch": "Epoch"} | {unit: f"Time ({unit})" for unit in TIME_UNITS}
+#: Those of Okabe and Ito, which differ for colour-blind readers too. Seven: with four dashes, 28 styles.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+#: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 42 combinations.
+MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-#: Number of points from which a noisy curve is drawn faintly, under its running mean.
-MANY = 100
-
-Curves = dict[str, dict[str, tuple[list[float], list[float]]]]
-
-
-def curves(state: TrainerState) -> Curves:
-    """The curves of a log: panel → label → optimizer steps and values.
-
-    A non-finite number is NaN, a gap in its curve. So is a loss in a log line with a non-finite gradient norm, since
-    `logging_nan_inf_filter` logs 0 instead.
-    """
-    panels: Curves = {panel: {} for panel in PANELS}
-    all_values = list(logged(state, with_speeds=True))
-    diverged_steps = {step for step, name, value in all_values if name == "grad_norm" and not _is_finite(value)}
-    for step, name, value in all_values:
-        if name != "epoch" and _is_number(value):
-            panel = _PANEL_OF.get(name, "loss" if name.endswith("_loss") else "metrics")
-            steps, values = panels[panel].setdefault(name, ([], []))
-            steps.append(step)
-            values.append(math.nan if not _is_finite(value) or (name == "loss" and step in diverged_steps) else value)
-    return panels
-
-
-def logged(state: TrainerState, *, with_speeds: bool = False) -> Iterator[tuple[float, str, Any]]:
-    """Optimizer step, name and value of each log entry, except the final summary and measurements."""
-    step: float = 0
-    for line in state.log_history:
-        # Lines that a script added may have no step.
-        if _is_number(line.get("step")):
-            step = line["step"]
-        if not ("train_runtime" in line and "train_loss" in line):
-            for name in line:
-                is_shown = with_speeds if _PANEL_OF.get(name) in SPEEDS else not is_measurement(name)
-                if name != "step" and is_shown:
-                    yield step, name, line[name]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return _is_number(value) and abs(value) <= sys.float_info.max
+#: Scroll a narrow window, and turn white into black where the reader prefers that.
+STYLE = """<style>body { background: white; min-width: 1000px; }
+@media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
+#: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
+#: curve of which only the lowest and the highest point are drawn.
+MANY, PARTS = 100, 1000
 
 
 @dataclass(frozen=True)
@@ -108,7 +55,7 @@ class Line:
     Attributes:
         panel: the title of its panel.
         name: the name of the log entry.
-        steps: optimizer steps, epochs or minutes.
+        steps: optimizer steps, epochs, or time in the unit `x`.
         values: the values; some may be NaN.
         best: the index of the best value; None if unknown.
         run: the name of the run in a plot of several runs, else empty.
@@ -137,16 +84,27 @@ class Line:
 
         In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
         """
-        count = len(self.steps)
+        count = len(self.drawn)
         every = max(1, count // 10)
         # Shift the markers, so that those of coinciding runs do not overlap.
         start = list(MARKS).index(self.mark) * every // len(MARKS)
         return list(range(start, count, every)) if self.run else list(range(count if count < 30 else 0))
 
     @cached_property
+    def drawn(self) -> list[int]:
+        """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
+        indices, size = range(len(self.values)), max(1, len(self.values) // PARTS)
+        parts = (indices[start : start + size] for start in indices[::size])
+        return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
+
+    def points(self, values: list[float]) -> tuple[list[float], list[float]]:
+        """The steps and values of the points that are drawn."""
+        return [self.steps[index] for index in self.drawn], [values[index] for index in self.drawn]
+
+    @cached_property
     def mean(self) -> list[float] | None:
-        """The running mean of many losses or gradient norms, over a twentieth of the points; None for other curves."""
-        if self.panel not in ("loss", "gradient norm") or len(self.values) < MANY:
+        """The running mean of many values, over a twentieth of the points; None for learning rates."""
+        if self.panel == "learning rate" or len(self.values) < MANY:
             return None
         values, window = np.array(self.values, float), np.ones(len(self.values) // 40 * 2 + 1)
         is_known = np.isfinite(values)
@@ -167,7 +125,7 @@ class Line:
     @property
     def finite(self) -> list[float]:
         """The finite values."""
-        return [value for value in self.values if _is_finite(value)]
+        return [value for value in self.values if is_finite(value)]
 
 
 def lines(folders: list[str], x: str = "step") -> list[Line]:
@@ -187,6 +145,10 @@ def lines(folders: list[str], x: str = "step") -> list[Line]:
     plain_lines: list[Line] = []
     for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments), strict=True):
         plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
+    if x == "time":
+        last = max(step for line in plain_lines for step in line.steps)
+        unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
+        plain_lines = [replace(line, steps=[step / size for step in line.steps], x=unit) for line in plain_lines]
     return _with_styles(plain_lines)
 
 
@@ -205,35 +167,29 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     """The curves with their colours and dashes, in the order of the panels."""
     lines, styled_lines = _split_metrics(list(plain_lines)), []
     runs = list(dict.fromkeys(line.run for line in lines))
-    for panel_lines in _group_by_panel(lines).values():
-        names = list(dict.fromkeys(line.name for line in panel_lines))
-        for line in panel_lines:
-            run, dash = runs.index(line.run), names.index(line.name)
-            colour = COLOURS[(run if line.run else dash) % len(COLOURS)]
-            styled_lines.append(
-                replace(line, colour=colour, dash=dash % len(DASHES), mark=list(MARKS)[run % len(MARKS)])
-            )
+    for line in lines:
+        names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
+        run, dash = runs.index(line.run), names.index(line.name)
+        colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
+        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
     return styled_lines
 
 
 def _split_metrics(lines: list[Line]) -> list[Line]:
-    """The curves by panel: of several runs one per metric, of one run one per order of magnitude above 1."""
-    largest: dict[str, float] = {}
-    for line in lines:
-        if line.panel == "metrics":
-            largest[line.name] = max([largest.get(line.name, 0.0), *map(abs, line.finite)])
-    powers = {name: math.ceil(math.log10(value)) for name, value in largest.items() if value > 1}
-    titles = {name: f"metrics up to {float(f'1e{power}'):,.10g}" for name, power in powers.items()}
+    """The curves with a panel per metric, and of several runs per share of time, unless it is always 0."""
+    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
     if lines and lines[0].run:
-        titles, powers = {name: name for name in largest}, {name: number for number, name in enumerate(largest)}
-    sorted_lines = sorted(lines, key=lambda line: (list(PANELS).index(line.panel), powers.get(line.name, 0)))
-    return [replace(line, panel=titles.get(line.name, line.panel)) for line in sorted_lines]
+        titles |= {name: f"share of time: {WORDS[name]}" for name in PANELS[SHARES]}
+    names = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
+    shown = [line for line in lines if line.name in names]
+    shown.sort(key=lambda line: (list(PANELS).index(line.panel), names.index(line.name)))
+    return [replace(line, panel=titles.get(line.name, line.panel)) for line in shown]
 
 
 def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
     """The index of the best value of `metric_for_best_model`, or without it of each evaluation loss; else None."""
-    finite = [value for value in values if _is_finite(value)]
-    if name in _PANEL_OF or not finite:
+    finite = [value for value in values if is_finite(value)]
+    if name in PANEL_OF or not finite:
         return None
     if metric := arguments.get("metric_for_best_model"):
         choose = max if arguments.get("greater_is_better") else min
@@ -247,15 +203,18 @@ def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: lis
 def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds, shares and memory begin at 0. The scale is logarithmic if losses span two orders of magnitude, or if a few
-    gradient norms would make the others unreadable.
+    Speeds, shares and memory begin at 0. The scale is logarithmic if losses span two orders of magnitude, if a few
+    gradient norms would make the others unreadable, or if the peak learning rates of curves differ 50-fold.
     """
     values, panel = [value for line in lines for value in line.finite], lines[0].panel
-    if panel in SPEEDS or not values:
-        return "linear", (0, max(values, default=0) * 1.05 or 1)
-    limits = {"loss": 100 * min(values), "gradient norm": 20 * statistics.median(values)}
-    if min(values) > 0 and max(values) > limits.get(panel, math.inf):
-        return "log", (min(values) / 1.2, max(values) * 1.2)
+    if PANEL_OF.get(lines[0].name) in SPEEDS or not values:
+        return "linear", (0, 1 if panel == SHARES else max(values, default=0) * 1.05 or 1)
+    peak = min(max(line.finite, default=0) for line in lines)
+    # A warm-up from 0 and a decay to 0 go below the panel.
+    low = peak / 100 if panel == "learning rate" else min(values)
+    limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * peak}
+    if low > 0 and max(values) >= limits.get(panel, math.inf):
+        return "log", (low / 1.2, max(values) * 1.2)
     return "linear", _range(values)
 
 
@@ -269,8 +228,13 @@ def _range(values: list[float]) -> tuple[float, float]:
 def _label(lines: list[Line]) -> str:
     """The label of a panel's vertical axis: in words, or the name of the only curve if it is not one of ours."""
     name, panel = lines[0].name, lines[0].panel
-    label = name if {line.name for line in lines} == {name} - set(_PANEL_OF) else panel[0].upper() + panel[1:]
-    return f"{label} and running mean" if any(line.mean for line in lines) else label
+    return name if {line.name for line in lines} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+
+
+def _title(name: str, lines: list[Line]) -> str:
+    """What the picture shows, and on a second line what faint curves are."""
+    title = f"{len({line.run for line in lines})} training runs" if lines[0].run else f"Training run {name}"
+    return f"{title}\nfaint: logged values; strong: their running mean" if any(line.mean for line in lines) else title
 
 
 def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
@@ -280,7 +244,7 @@ def _group_by_panel(lines: list[Line]) -> dict[str, list[Line]]:
 def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
     """The first step with a non-finite value in a panel, and a text that names the curve."""
     points = ((step, line.label, value) for line in lines for step, value in zip(line.steps, line.values, strict=True))
-    gap = min(((step, label) for step, label, value in points if not _is_finite(value)), default=None)
+    gap = min(((step, label) for step, label, value in points if not is_finite(value)), default=None)
     return gap and (gap[0], f"{gap[1]} is not finite at {lines[0].x} {gap[0]:g}")
 
 
@@ -290,79 +254,95 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
-    labels = [textwrap.fill(_describe_run(run, lines), 70 * columns) for run in runs]
+    width, has_free_cell = 6 if columns < 3 else 4.5, len(runs) < 7 and len(panels) < rows * columns
+    labels = [textwrap.fill(_describe_run(run, lines), 45 if has_free_cell else 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
-    figure.suptitle(title)
-    legend_rows = 0
+    figure.suptitle(_title(title, lines))
+    legend = 0.0
     for number, panel_lines in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
-        legend_rows = max(legend_rows, _draw_panel(axis, panel_lines))
-        axis.set_xlim(_range([step for line in lines for step in line.steps]))
+        legend = max(legend, 0.18 * _draw_panel(axis, panel_lines))
+        axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
     # tight_layout is slow. In inches: below and above all panels, and above each panel.
-    bottom, top, legend = 0.65 + 0.17 * sum(label.count("\n") + 1 for label in labels), 0.45, 0.15 * legend_rows
+    bottom = 0.65 + (0 if has_free_cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
     height = (3.6 + legend) * rows + bottom
-    figure.set_size_inches(5.5 * columns, height)
-    margins = {"left": 0.18 / columns, "right": 0.98, "bottom": bottom / height, "top": 1 - (top + legend) / height}
-    figure.subplots_adjust(**margins, wspace=0.25, hspace=(0.7 + legend) / 2.9)
-    proxy = import_plotting("matplotlib.lines").Line2D
-    handles = [proxy([], [], label=label, **style) for label, style in zip(labels, runs.values(), strict=True)]
-    figure.legend(handles=handles, loc="lower center", fontsize=8, frameon=False)
+    figure.set_size_inches(width * columns, height)
+    edges = (1 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
+    figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
+    handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
+    box = axis.get_position()
+    corner = {"loc": "upper left", "bbox_to_anchor": (box.x1 + 0.05, box.y1)}
+    figure.legend(handles=handles, fontsize=9, frameon=False, **corner if has_free_cell else {"loc": "lower center"})
     figure.savefig(path, dpi=120)
 
 
 def _describe_run(run: str, lines: list[Line]) -> str:
     """The name of a run, the arguments in which it differs, its best value, and an earlier run that it repeats."""
     run_lines = [line for line in lines if line.run == run]
-    name = run if len(run) <= 40 else f"{run[:19]}…{run[-20:]}"
-    best = (f"best {line.name} {line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
+    best = (f"best {line.name}\xa0{line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
     curves: dict[str, list[Any]] = {line.run: [] for line in lines}
-    for line in (line for line in lines if line.panel not in SPEEDS):
+    for line in (line for line in lines if PANEL_OF.get(line.name) not in SPEEDS):
         curves[line.run].append((line.name, line.steps, line.values))
     first = next(other for other in curves if curves[other] == curves[run])
     repeated = f"same curves as {first}" if first != run else ""
-    return " · ".join(filter(None, (name, run_lines[0].settings, next(best, ""), repeated)))
+    return " · ".join(filter(None, (run, run_lines[0].settings, next(best, ""), repeated)))
 
 
 def _draw_panel(axis: Any, lines: list[Line]) -> int:
     """Draw the curves of a panel, and return the number of rows of the legend above it."""
     run_style = {"color": "black"} if lines[0].run else {}
     handles: dict[str, Any] = {}
-    for line in lines:
-        style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.3}
+    is_stacked = lines[0].panel == SHARES and all(line.steps == lines[0].steps for line in lines)
+    if is_stacked:
+        # A value is of the time since the one before.
+        values, colours = [[0, *(line.mean or line.values)] for line in lines], [line.colour for line in lines]
+        areas = axis.stackplot([0, *lines[0].steps], values, colors=colours, step="pre")
+        handles = dict(zip((WORDS[line.name] for line in lines), areas, strict=True))
+    for line in lines if not is_stacked else ():
+        style = {"color": line.colour, "linestyle": list(DASHES)[line.dash], "linewidth": 1.5}
         marks = {"marker": line.mark, "markersize": 5 if line.run else 3, "markevery": line.marked}
         if line.mean:
-            axis.plot(line.steps, line.values, color=line.colour, linewidth=0.8, alpha=0.3)
-        axis.plot(line.steps, line.mean or line.values, **marks, **style)
-        proxy = import_plotting("matplotlib.lines").Line2D
-        handles.setdefault(line.name, proxy([], [], label=WORDS.get(line.name, line.name), **style | run_style))
+            axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
+        axis.plot(*line.points(line.mean or line.values), **marks, **style)
+        handles.setdefault(line.name, axis.plot([], [], **style | run_style)[0])
         if line.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
             axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
-            key, label = ("best", "best") if line.run else (f"best {line.name}", f"best: {line.values[line.best]:.4g}")
-            handles[key] = proxy([], [], label=label, **star | run_style)
+            label = "best" if line.run else f"best: {line.values[line.best]:.4g}"
+            (handles[label],) = axis.plot([], [], **star | run_style)
     if gap := _find_first_gap(lines):
         axis.axvline(gap[0], color="red", linestyle=":")
-        position = {"ha": "center", "va": "top", "transform": axis.transAxes}
-        axis.text(0.5, -0.175, gap[1], color="red", fontsize=8, **position)
+        axis.text(0.5, -0.16, gap[1], color="red", fontsize=8, ha="center", va="top", transform=axis.transAxes)
     scale, limits = _vertical_axis(lines)
     axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
+    axis.xaxis.set_major_formatter("{x:,.7g}")
+    if scale == "linear" and not 0.1 < max(limits) < 1000:
+        axis.yaxis.set_major_formatter("{x:,.7g}")
     axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
     if len(handles) == 1:
         return 0
-    # About 80 characters are as wide as a panel, and 9 as a sample.
-    columns = max(1, 80 // (9 + max(len(handle.get_label()) for handle in handles.values())))
+    # About 70 characters are as wide as a panel, and 8 as a sample.
+    columns = max(1, 70 // (8 + max(map(len, handles))))
     place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
-    axis.legend(handles=list(handles.values()), fontsize=7, frameon=False, **place)
+    axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
     return -(-len(handles) // columns)
 
 
-def draw_html(lines: list[Line], path: str, title: str) -> None:
-    """Write the panels in two columns, as an interactive HTML page that works offline."""
+def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
+    """Write the panels in two columns, as an interactive HTML page.
+
+    Args:
+        lines: the curves.
+        path: the file.
+        title: the name of the run.
+        plotlyjs: True to include plotly's script, so that the page works offline; "cdn" to fetch it from the network.
+    """
     subplots = import_plotting("plotly.subplots")
     panels = _group_by_panel(lines)
     columns = min(len(panels), 2)
-    rows = -(-len(panels) // columns)
+    rows, title = -(-len(panels) // columns), _title(title, lines)
     gaps = [_find_first_gap(panel_lines) for panel_lines in panels.values()]
     figure = subplots.make_subplots(
         **{"rows": rows, "cols": columns, "shared_xaxes": "all", "vertical_spacing": 0.25 / rows},
@@ -385,17 +365,17 @@ def draw_html(lines: list[Line], path: str, title: str) -> None:
         figure.update_layout({f"legend{number + 2}": place})
         if gap:
             figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
-    x_range = _range([step for line in lines for step in line.steps])
+    x_range = _range([0, *(step for line in lines for step in line.steps)])
     figure.update_xaxes(showticklabels=True, range=x_range, title={"text": X_AXES[lines[0].x], "standoff": 2})
-    top = 90 + 20 * len(runs)
+    top, heading = 90 + 20 * len(runs), title.replace("\n", "<br>")
     height = 300 * rows + top + 60
     figure.update_layout(
-        **{"title": {"text": title, "y": 1 - 30 / height}, "height": height, "template": "plotly_white"},
+        **{"title": {"text": heading, "y": 1 - 30 / height}, "height": height, "template": "plotly_white"},
         legend={"x": 0, "y": 1 - 50 / height, "yref": "container", "yanchor": "top", "tracegroupgap": 0},
-        margin={"t": top, "b": 60},
+        **{"margin": {"t": top, "b": 60}, "hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
-    page = figure.to_html(include_plotlyjs=True, config={"responsive": True})
-    page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>", 1)
+    page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True})
+    page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>{STYLE}", 1)
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -405,21 +385,28 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
     for line in lines:
         style = {"color": line.colour, "dash": list(DASHES.values())[line.dash]}
         group = line.run or line.name
-        trace = {"x": line.steps, "name": line.label, "legendgroup": group, "showlegend": False, "line": style}
+        steps, values = line.points(line.values)
+        trace = {"x": steps, "y": values, "name": line.label, "legendgroup": group, "showlegend": False, "line": style}
+        if line.panel == SHARES:
+            area = {"stackgroup": "time", "stackgaps": "interpolate", "fillcolor": line.colour, "legend": legend}
+            points = {"x": [0, *steps], "y": [0, *line.points(line.mean or line.values)[1]], "name": WORDS[line.name]}
+            yield trace | points | area | {"line": {"width": 0, "shape": "vh"}, "showlegend": True}
+            continue
         if line.mean:
-            yield trace | {"y": line.values, "mode": "lines", "opacity": 0.3}
+            yield trace | {"mode": "lines", "opacity": 0.3}
+            trace |= {"y": line.points(line.mean)[1], "name": f"{line.label}, running mean"}
         marked, size = set(line.marked), 9 if line.run else 4
-        sizes = [size * (point in marked) for point in range(len(line.steps))]
+        sizes = [size * (point in marked) for point in range(len(steps))]
         marks = {"size": sizes, "symbol": MARKS[line.mark], "opacity": 1, "line_width": 0}
-        yield trace | {"y": line.mean or line.values, "mode": "lines+markers", "marker": marks}
+        yield trace | {"mode": "lines+markers", "marker": marks}
         if line.best is not None:
             point = {"x": [line.steps[line.best]], "y": [line.values[line.best]], "name": f"best {line.label}"}
             star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
-    for line in named.values() if len(named) > 1 else ():
+    for line in named.values() if len(named) > 1 and lines[0].panel != SHARES else ():
         style = {"color": "black" if line.run else line.colour, "dash": list(DASHES.values())[line.dash]}
-        entry = {"x": [None], "y": [None], "name": WORDS.get(line.name, line.name), "mode": "lines", "line": style}
+        entry = {"x": [None], "y": [None], "name": line.name, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {line.name}" if line.run else line.name}
 
 
@@ -437,13 +424,18 @@ def import_plotting(module: str) -> Any:
 
 
 def plot(
-    folders: list[str], *, html: bool = False, out: str | None = None, x: str = "step", read: list[Line] | None = None
+    folders: list[str],
+    *,
+    html: bool | str = False,
+    out: str | None = None,
+    x: str = "step",
+    read: list[Line] | None = None,
 ) -> list[str]:
     """Draw runs, and return the paths of the new files.
 
     Args:
         folders: output folders, each with a `trainer_state.json` or a checkpoint.
-        html: also write an HTML page.
+        html: also write an HTML page; "cdn" for one that fetches plotly's script, of 5 MB, from the network.
         out: the PNG, SVG or PDF to write; the page has its name with '.html'. Default: `training.png` in the folder,
             or `comparison.png` in the first of several; for `checkpoint-5`, `training-5.png` in its parent folder.
         x: the horizontal axis: 'step', 'epoch', or 'time', for which a run needs `observe=True`.
@@ -461,13 +453,13 @@ def plot(
     if picture.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InvalidArgument(f"--out {picture}: the file name must end in .png, .svg or .pdf.")
     run_lines = read or lines(folders, x)
-    title = Path(os.path.realpath(folders[0])).name if len(folders) == 1 else f"{len(folders)} runs"
+    title = Path(os.path.realpath(folders[0])).name
     picture.parent.mkdir(parents=True, exist_ok=True)
     draw_picture(run_lines, str(picture), title)
     paths = [str(picture)]
     if html:
         page = picture.with_suffix(".html")
-        draw_html(run_lines, str(page), title)
+        draw_html(run_lines, str(page), title, plotlyjs=html)
         paths.append(str(page))
     return paths
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting.plot import import_plotting
+from hftrainer.reporting.plot import COLOURS, import_plotting
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: File name → Optuna's plot function, and the minimum number of completed trials.
+#: File name → Optuna's plot function, the minimum number of completed trials, and a title.
 PLOTS = {
-    "history": ("plot_optimization_history", 1),
-    "importance": ("plot_param_importances", 2),
-    "parallel_coordinates": ("plot_parallel_coordinate", 2),
+    "history": ("plot_optimization_history", 1, "{} of each trial, and the best so far"),
+    "importance": ("plot_param_importances", 2, "Importance of hyperparameters for {}, in total 1"),
+    "parallel_coordinates": ("plot_parallel_coordinate", 2, "Hyperparameters and {}: a line per trial"),
 }
 
 
-def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool = False) -> list[str]:
+def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", html: bool | str = False) -> list[str]:
     """Plot a study's objectives, hyperparameter importances, and trials in parallel coordinates.
 
     Args:
         storage: a database URL such as `sqlite:///search.db`, or a journal file.
         study_name: name of the study; optional if the storage has only one.
         out: output folder.
-        html: also write interactive HTML pages.
+        html: also write interactive HTML pages; "cdn" for pages that fetch plotly's script, of 5 MB, from the network.
 
     Returns:
         The paths of the files. A study with several objectives has one plot of each kind per objective.
@@ -43,8 +43,8 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
     """
     import_plotting("matplotlib").use("agg")
     study = _load_study(storage, study_name)
-    completed_trials = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
-    if not completed_trials:
+    count = sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
+    if not count:
         raise InvalidArgument(f"{storage}: the study {study.study_name!r} has no completed trial yet to plot.")
     os.makedirs(out, exist_ok=True)
     # Suffix of the file names → arguments of Optuna's functions.
@@ -54,20 +54,20 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
         objectives = {f"_{number}": _objective(number, metrics) for number in range(len(study.directions))}
     prefix = f"{study_name.replace('/', '_')}_" if study_name else ""
     paths = []
-    for name, (function, min_trials) in PLOTS.items():
-        if completed_trials < min_trials:
-            logger.warning(
-                "Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, completed_trials
-            )
+    for name, (function, min_trials, title) in PLOTS.items():
+        if count < min_trials:
+            logger.warning("Skipping %s: it needs %d completed trials, but the study has %d.", name, min_trials, count)
             continue
         for suffix, objective in objectives.items():
             path = Path(out) / f"{prefix}{name}{suffix}.png"
-            _draw_png(function, study, objective, path)
+            heading = title.format(objective.get("target_name", "Objective"))
+            _draw_png(function, study, objective, path, heading)
             paths.append(str(path))
             if html:
                 paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
-                figure.write_html(page, include_plotlyjs=True)
+                figure.update_layout(title=heading, template="plotly_white", colorway=COLOURS, font_size=13)
+                figure.write_html(page, include_plotlyjs=html)
     return paths
 
 
@@ -77,20 +77,28 @@ def _objective(number: int, metrics: list[str]) -> dict[str, Any]:
     return {"target": lambda trial: trial.values[number], "target_name": name}
 
 
-def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path) -> None:
+def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path, title: str) -> None:
+    """Draw one of Optuna's plots in the style of the plots of runs."""
     plt, visualization = import_plotting("matplotlib.pyplot"), import_plotting("optuna.visualization.matplotlib")
-    with warnings.catch_warnings():
-        # Optuna warns that its matplotlib plots are experimental.
+    # Optuna sets a global style, and warns that its matplotlib plots are experimental.
+    with plt.rc_context(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         axes = getattr(visualization, function)(study, **objective)
     figure = axes.figure
     figure.set_size_inches(10, 6)
-    # The grid would hide the lines, and Optuna's colours some trials.
+    # Optuna's own title may be in the center.
+    axes.set_title("")
+    axes.set_title(title, loc="left", y=1.06, fontsize=12)
     if function == "plot_parallel_coordinate":
-        for axis in figure.axes:
-            axis.grid(False)
-            for lines in axis.collections:
-                lines.set_cmap("viridis")
+        # Optuna's colour map would hide the worst trials.
+        (lines,) = axes.collections
+        lines.set_cmap("viridis" if lines.get_cmap().name.endswith("_r") else "viridis_r")
+    else:
+        axes.set_facecolor("white")
+        axes.grid(color="#e0e0e0")
+        for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
+            marks.set(color=COLOURS[marks in axes.lines], alpha=1)
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
 
@@ -110,9 +118,7 @@ def _load_study(storage: str, study_name: str | None) -> Study:
     except Exception as error:
         raise InvalidArgument(f"{storage} is not the storage of a search ({error}): pass its file or URL.") from error
     if not names:
-        raise InvalidArgument(
-            f"{storage}: the storage has no study: pass the storage with which the search was started."
-        )
+        raise InvalidArgument(f"{storage}: the storage has no study: pass the storage of the search.")
     if (study_name is None and len(names) > 1) or (study_name is not None and study_name not in names):
         raise InvalidArgument(f"{storage} has the studies {', '.join(names)}: choose one of them with --study-name.")
     return optuna.load_study(study_name=study_name or names[0], storage=source)

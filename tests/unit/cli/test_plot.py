@@ -17,7 +17,8 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
-from hftrainer.reporting.plot import Line, curves, lines, lines_of, logged, plot, read_run
+from hftrainer.reporting.metrics import SHARES, curves, logged
+from hftrainer.reporting.plot import Line, lines, lines_of, plot, read_run
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
@@ -60,7 +61,7 @@ def test_picture_and_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (1018, 1320)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (1026, 1440)  # two rows of panels
     page = Path(written[1]).read_text()
     assert (
         '"xaxis4"' in page and '"yaxis4"' in page and "eval_accuracy" in page and "<script src=" not in page
@@ -172,13 +173,19 @@ def test_speeds_and_shares_of_an_observed_run(tmp_path):
     drawn = lines([observe(tmp_path)])
     panels = {line.name: line.panel for line in drawn}
     assert panels.keys() == SPEEDS.keys() | {"loss"} and len(set(panels.values())) == 7
-    assert {name for name, panel in panels.items() if panel == "share of time"} == {
+    assert {name for name, panel in panels.items() if panel == SHARES} == {
         "data_wait",
         "eval_share",
         "save_share",
     }
     (picture,) = plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
-    labels = {"Tokens per second", "Share of time", "Model FLOPS utilization", "Peak memory (MB)", "waiting for data"}
+    labels = {
+        "Tokens per second",
+        "Share of time besides steps",
+        "Model FLOPS utilization",
+        "Peak memory (MB)",
+        "waiting for data",
+    }
     assert labels <= {*texts_of(picture)}
 
 
@@ -225,7 +232,7 @@ def test_values_that_are_no_numbers(tmp_path):
 
 
 def texts_of(path):
-    return re.findall(r"<!-- (.*?) -->", Path(path).read_text())
+    return [" ".join(text.split()) for text in re.findall(r"<!-- (.*?) -->", Path(path).read_text(), re.DOTALL)]
 
 
 def test_a_loss_that_the_filter_has_hidden_is_not_drawn():
@@ -241,20 +248,67 @@ def test_a_loss_that_is_not_finite_is_marked(tmp_path):
     assert "loss is not finite at step 5" in (tmp_path / "a.html").read_text()
 
 
-def test_metrics_of_other_sizes_have_panels_of_their_own(tmp_path):
-    metrics = {
-        **{f"eval_f1_{number}": number / 20 for number in range(12)},
-        "eval_tokens": 54_321,
-        "eval_perplexity": 7,
-    }
-    drawn = lines([write_log(tmp_path / "one", [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])])
-    panels = list(dict.fromkeys(line.panel for line in drawn))
-    assert panels == ["loss", "metrics", "metrics up to 10", "metrics up to 100,000", "gradient norm"]
-    assert len({(line.colour, line.dash) for line in drawn if line.panel == "metrics"}) == 12
-    other = write_log(tmp_path / "other", [{"step": 1, "eval_f1_0": 30.0, "eval_tokens": 1e300}])
-    both = lines([str(tmp_path / "one"), other])
-    # Of several runs each metric has one.
-    assert {line.name: line.panel for line in both if line.name in metrics} == {name: name for name in metrics}
+def test_each_metric_has_a_panel(tmp_path):
+    metrics = {"eval_f1": 0.5, "eval_tokens": 54_321}
+    one = write_log(tmp_path / "one", [{"step": 1, "loss": 1.0, "grad_norm": 1.0, **metrics}])
+    panels = ["loss", "eval_f1", "eval_tokens", "gradient norm"]
+    assert [line.panel for line in lines([one])] == panels
+    other = write_log(tmp_path / "other", [{"step": 1, "eval_f1": 30.0, "eval_tokens": 1e300}])
+    assert list(dict.fromkeys(line.panel for line in lines([one, other]))) == panels
+
+
+def test_curves_and_runs_differ_in_black_and_white(tmp_path):
+    """Also where colours repeat: losses in their dash, runs in their mark."""
+    losses = {f"{name}_loss": 1.0 for name in "abcdefghijkl"}
+    runs = [write_log(tmp_path / str(number), [{"step": 1, "loss": 1.0, **losses}]) for number in range(9)]
+    assert len({(line.colour, line.dash) for line in lines(runs[:1])}) == 13
+    assert len({(line.colour, line.mark) for line in lines(runs)}) == 9
+
+
+def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
+    losses = [float(step % 7) for step in range(10_000)]
+    losses[1234], losses[8765] = 90.0, -90.0
+    path = write_log(tmp_path / "long", [{"step": step, "loss": loss} for step, loss in enumerate(losses)])
+    (line,) = lines([path])
+    assert len(line.drawn) == 2000 and {1234, 8765} <= {*line.drawn}
+    assert line.points(line.values)[1].count(0.0) > 900
+    plot([path], html=True)
+    page = (tmp_path / "long" / "training.html").read_text()
+    assert len(page) < 5_500_000 and "faint: logged values; strong: their running mean" in page
+
+
+def test_shares_of_several_runs_have_panels_unless_they_are_0(tmp_path):
+    log = [{"step": 1, "loss": 1.0, "data_wait": 0.2, "eval_share": 0.0, "save_share": 0.1}]
+    runs = [write_log(tmp_path / name, log) for name in "ab"]
+    shares = ["share of time: waiting for data", "share of time: saving"]
+    assert list(dict.fromkeys(line.panel for line in lines(runs))) == ["loss", *shares]
+    # Areas of different steps cannot be stacked.
+    plot([write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])], html=True)
+
+
+@pytest.mark.parametrize(("other", "scale"), [(1e-3, "linear"), (2e-5, "log")])
+def test_a_log_scale_for_learning_rates_that_differ_50_fold(tmp_path, other, scale):
+    rates = {"a": [0.0, 1e-3, 1e-5, 0.0], "b": [0.0, other, other / 2, 0.0]}
+    for run, values in rates.items():
+        write_log(tmp_path / run, [{"step": step, "learning_rate": rate} for step, rate in enumerate(values)])
+    plot([str(tmp_path / run) for run in rates], html=True, out=str(tmp_path / "c.png"))
+    assert f'"type":"{scale}","range"' in (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "last"), [(100, "seconds", 100), (120, "minutes", 2), (9000, "hours", 2.5)]
+)
+def test_the_unit_of_the_time_axis_follows_the_span(tmp_path, seconds, unit, last):
+    begin = {"time": 1000.0, "event": "begin", "step": 0}
+    log = {"time": 1000.0 + seconds, "event": "log", "step": 1, "logs": {"loss": 1.0}}
+    (tmp_path / "journal.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(log)}\n")
+    assert [(line.x, line.steps) for line in lines([str(tmp_path)], "time")] == [(unit, [last])]
+
+
+def test_a_page_that_loads_plotly_from_the_network(runs, tmp_path, capsys):
+    main(["plot", runs[0], "--cdn", "--out", str(tmp_path / "a.png")])
+    assert re.fullmatch(r"\S+a\.png\n\S+a\.html \(\d+\.?\d* kB\)\n", capsys.readouterr().out)
+    assert '<script charset="utf-8" src="https://cdn.plot.ly' in (tmp_path / "a.html").read_text()
 
 
 def make_plotted(tmp_path, **settings):
@@ -354,7 +408,7 @@ def test_a_log_scale_for_an_outlier_among_gradient_norms_and_for_losses_of_two_o
         ("Loss", scales[0]),
         ("Gradient norm", scales[1]),
     ]
-    assert f"<title>{tmp_path.name}</title>" in page
+    assert f"<title>Training run {tmp_path.name}</title>" in page
 
 
 def test_text():
@@ -408,7 +462,7 @@ def test_legends_say_what_differs_and_the_best_value(runs, tmp_path):
     for run, rate, loss in zip(runs, (0.01, 0.1), best, strict=True):
         label = f"{Path(run).name} · learning_rate {rate} · best eval_loss {loss:.4g}"
         assert label in texts_of(written[0])
-        assert json.dumps(label) in Path(written[1]).read_text()
+        assert json.dumps(label.replace(f" {loss:.4g}", f"\xa0{loss:.4g}")) in Path(written[1]).read_text()
 
 
 def test_a_pointer_of_git_lfs_in_place_of_the_arguments(runs, tmp_path):
@@ -431,7 +485,7 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
         assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
         assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
     assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == {
-        *("Tokens per second", "Samples per second", "Seconds per step", "Share of time"),
+        *("Tokens per second", "Samples per second", "Seconds per step", "Share of time besides steps"),
         *("Model FLOPS utilization", "Peak memory (MB)"),
     }
     assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
@@ -440,11 +494,11 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
     ]
 
 
-def test_epochs_and_minutes_on_the_horizontal_axis(runs, tmp_path, capsys):
+def test_epochs_and_time_on_the_horizontal_axis(runs, tmp_path, capsys):
     observe(tmp_path)
     events = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    minutes = [(event["time"] - events[0]["time"]) / 60 for event in events if event["event"] == "log"]
-    for x, label, steps in (("epoch", "Epoch", [0.1, 0.2]), ("time", "Time (minutes)", minutes)):
+    seconds = [event["time"] - events[0]["time"] for event in events if event["event"] == "log"]
+    for x, label, steps in (("epoch", "Epoch", [0.1, 0.2]), ("time", "Time (seconds)", seconds)):
         assert lines([str(tmp_path)], x)[0].steps == steps
         main(["plot", str(tmp_path), "--x", x, "--out", str(tmp_path / "a.svg")])
         assert label in texts_of(tmp_path / "a.svg")
@@ -475,7 +529,7 @@ def test_runs_of_several_legends(tmp_path):
     described = {"a · best eval_loss 1", "b · best eval_loss 1 · same curves as a"}
     assert described <= {*texts_of(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
-    assert {*map(json.loads, map('"{}"'.format, shown))} == described | {
+    assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
         *("loss", "eval_loss", "best a: eval_loss", "best b: eval_loss"),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
