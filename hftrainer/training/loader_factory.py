@@ -17,14 +17,7 @@ from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
 from hftrainer.data.randomness import seed_worker
-from hftrainer.data.samplers import (
-    UNSHARDED,
-    LengthGroupedSampler,
-    ShardSpec,
-    count_lengths,
-    innermost,
-    seed_of_order,
-)
+from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths, innermost, seed_of_order
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, suggest
 from hftrainer.parallel.devices import UNPINNED
