@@ -77,20 +77,26 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
             _warn_about_earlier_run(output_dir)
         return None
     if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
-        folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if folder is None and resume_from_checkpoint is True:
+        newest = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if newest is None and resume_from_checkpoint is True:
             raise CheckpointNotFound(
                 f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}): it has no "
                 "intact checkpoint-xxx folder. Train without this argument first, pass the path of a checkpoint, or "
                 "pass 'auto' to start from scratch if no checkpoint exists."
             )
-        return folder
+        return newest
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
         raise CheckpointNotFound(
             f"resume_from_checkpoint={reprlib.repr(resume_from_checkpoint)}: pass a checkpoint-xxx folder, True for "
             "the newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
         )
     folder = os.fspath(resume_from_checkpoint)
+    _check_given_folder(folder)
+    return folder
+
+
+def _check_given_folder(folder: str) -> None:
+    """Raise CheckpointNotFound unless a run can resume from the folder that the script names."""
     if not os.path.isdir(folder):
         raise CheckpointNotFound(
             f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
@@ -111,7 +117,6 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
             f"one){accept_hint if inspection.can_be_accepted else '.'}"
         )
     _warn_about_changes(inspection)
-    return folder
 
 
 def _hint_for_missing(path: str) -> str:

@@ -72,13 +72,7 @@ class LoaderFactory(Component):
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
         trainer, args = self.trainer, self.trainer.args
         source = as_mixture(dataset) if is_training else dataset
-        check_dataset(source, description)
-        if is_training and args.mixture_column is not None:
-            mixture_batches.check_column(args.mixture_column, source)
-        if isinstance(source, MixtureStream) and not is_training:
-            raise InvalidArgument(
-                f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
-            )
+        self._check_source(source, description, is_training)
         collator = self.flat_collator() if is_training and args.flatten_batches else trainer.data_collator
         dataset, collator = self._without_unused_columns(source, collator, description)
         num_workers = args.dataloader_num_workers
@@ -108,6 +102,15 @@ class LoaderFactory(Component):
         with self.treat_as_training_data() if is_training else contextlib.nullcontext():
             loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
+
+    def _check_source(self, source: Any, description: str, is_training: bool) -> None:
+        check_dataset(source, description)
+        if is_training and self.trainer.args.mixture_column is not None:
+            mixture_batches.check_column(self.trainer.args.mixture_column, source)
+        if isinstance(source, MixtureStream) and not is_training:
+            raise InvalidArgument(
+                f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
+            )
 
     def _without_unused_columns(self, dataset: Any, collator: Any, description: str) -> tuple[Any, Any]:
         """The dataset and its collator, one of which removes the columns that the model does not accept."""
