@@ -1,6 +1,7 @@
 """The loss of a micro-batch: what divides it, and the items that are counted for it."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -40,12 +41,19 @@ class Returns(nn.Module):
 LOSS = Returns(torch.tensor(12.0))
 
 
+#: Reported in huggingface/transformers#36331: such a loss is the mean of its micro-batch.
+MEANS = {
+    "function": lambda outputs, labels: None,
+    "function of keywords": (ignores := lambda outputs, labels, **kwargs: None),
+    "partial": functools.partial(ignores),
+    "object": type("Loss", (), {"__call__": lambda self, outputs, labels: None})(),
+}
 #: Attributes of the Trainer → the divisor of a loss of 4 micro-batches, with and without a number of items.
 DIVISORS = {
     "plain model": ({}, 4, 4),
     "model that takes items": ({"model_accepts_loss_kwargs": True}, 1, 4),
     "override without items": ({"model_accepts_loss_kwargs": True, "compute_loss": lambda model, _: model()}, 4, 4),
-    "function that ignores items": ({"compute_loss_func": lambda outputs, labels, **kwargs: None}, 4, 4),
+    **{f"{name} that ignores items": ({"compute_loss_func": function}, 4, 4) for name, function in MEANS.items()},
     "function that takes items": ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, 1, 1),
     "the user says that it is scaled": ({"loss_is_scaled_for_ga": True}, 1, 1),
     "the user says that it is not": ({"loss_is_scaled_for_ga": False, "model_accepts_loss_kwargs": True}, 4, 4),
