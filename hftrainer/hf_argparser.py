@@ -101,10 +101,8 @@ class HfArgumentParser(argparse.ArgumentParser):
         if not args_filename and look_for_args_file and sys.argv and sys.argv[0]:
             files = [Path(sys.argv[0]).with_suffix(".args")]
         if args_file_flag:
-            file_parser = argparse.ArgumentParser(add_help=False)
-            file_parser.add_argument(args_file_flag, type=str, action="append")
-            file_options, words = file_parser.parse_known_args(args=words)
-            files += [Path(name) for name in vars(file_options)[args_file_flag.lstrip("-").replace("-", "_")] or []]
+            named_files, words = _split_off_files(args_file_flag, words)
+            files += named_files
         file_words = [word for path in files if path.exists() for word in path.read_text().split()]
         namespace, remaining = self.parse_known_args(args=file_words + words)
         objects = [self._build_dataclass(kind, namespace) for kind in self.dataclass_types]
@@ -166,6 +164,14 @@ class HfArgumentParser(argparse.ArgumentParser):
                 _add_field(groups[subjects.get(field.name)], field, hints[field.name])
         for name, field in _find_hidden_fields(kind).items():
             _add_field(groups[EARLIER_SUBJECT], field, hints[name], default=argparse.SUPPRESS)
+
+
+def _split_off_files(flag: str, words: list[str]) -> tuple[list[Path], list[str]]:
+    """The files that the option `flag` names, and the other words of a command line."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(flag, type=str, action="append")
+    options, others = parser.parse_known_args(args=words)
+    return [Path(name) for name in vars(options)[flag.lstrip("-").replace("-", "_")] or []], others
 
 
 def _find_hidden_fields(kind: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -354,13 +354,20 @@ def get_scheduler(
             "; 'constant_with_warmup' has" if kind is SchedulerType.CONSTANT else "",
         )
     kwargs = scheduler_specific_kwargs or {}
-    names = sorted(parameters.keys() - steps.keys() - {"optimizer", "self"})
+    others = {name: each for name, each in parameters.items() if name not in {*steps, "optimizer", "self"}}
+    _check_schedule_kwargs(kind, others, kwargs)
+    return schedule(optimizer, **step_counts, **kwargs)
+
+
+def _check_schedule_kwargs(
+    kind: SchedulerType, parameters: Mapping[str, inspect.Parameter], kwargs: dict[str, Any]
+) -> None:
+    names = sorted(parameters)
     if unknown := sorted(kwargs.keys() - set(names)):
         raise UnknownKey(f"lr_scheduler_kwargs of {kind.value!r}: unknown {unknown}; allowed: {names}.")
     required = [name for name in names if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in kwargs]:
         raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: set {', '.join(missing)}.")
-    return schedule(optimizer, **step_counts, **kwargs)
 
 
 #: Settings of an optimizer's parameter groups that come from the arguments. A schedule computes `lr` from `initial_lr`.

@@ -63,8 +63,10 @@ def parameter_groups(
         # Under FSDP, torch cannot load several empty groups.
         groups = [group for group in named_groups if group["params"]]
     meshes = list(dict.fromkeys(_mesh_of(parameter) for _, parameter in trainable))
-    if len(meshes) < 2:
-        return groups
+    return groups if len(meshes) < 2 else _split_by_mesh(groups, meshes)
+
+
+def _split_by_mesh(groups: list[dict[str, Any]], meshes: list[Any]) -> list[dict[str, Any]]:
     groups_by_mesh = [
         {**group, "params": [parameter for parameter in group["params"] if _mesh_of(parameter) == mesh]}
         for group in groups

@@ -17,9 +17,7 @@ class Seq2SeqTrainingArguments(TrainingArguments):
     begin_subject("Models that generate")
 
     sortish_sampler: bool = arg(
-        False,
-        "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does.",
-        "4.15",
+        False, "Group training samples of similar length, as `train_sampling_strategy='group_by_length'` does.", "4.15"
     )
     predict_with_generate: bool = arg(
         False, "Predict with `model.generate` in evaluation, for metrics like BLEU.", "4.15"

@@ -220,18 +220,22 @@ def _check_sections(raw: dict[str, Any]) -> None:
             f"deepspeed: zero_optimization is missing: write at least {{'stage': 0}}, which shards nothing{misspelled}"
         )
     elif isinstance(raw["zero_optimization"], dict):
-        stage = raw["zero_optimization"].get("stage", 0)
-        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            errors.append(f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3.")
-        for name in _RENAMED.values():
-            offload = raw["zero_optimization"].get(name)
-            if isinstance(offload, dict) and not isinstance(device := offload.get("device"), (str, type(None))):
-                errors.append(f"deepspeed: zero_optimization.{name}.device={device!r}: choose 'cpu', 'nvme' or 'none'.")
+        errors += _check_zero(raw["zero_optimization"])
     for name in ("optimizer", "scheduler"):
         if isinstance(raw.get(name), dict) and "type" not in raw[name]:
             errors.append(f"deepspeed: {name} has no 'type': set it to the name of the {name}.")
     if errors:
         raise InvalidConfig("\n".join(errors))
+
+
+def _check_zero(zero: dict[str, Any]) -> Iterator[str]:
+    stage = zero.get("stage", 0)
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield f"deepspeed: zero_optimization.stage={stage!r}: it must be 0, 1, 2 or 3."
+    for name in _RENAMED.values():
+        offload = zero.get(name)
+        if isinstance(offload, dict) and not isinstance(device := offload.get("device"), (str, type(None))):
+            yield f"deepspeed: zero_optimization.{name}.device={device!r}: choose 'cpu', 'nvme' or 'none'."
 
 
 def set_up_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
@@ -290,18 +294,7 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             "param_groups is not supported with deepspeed, which restores groups by their number: remove it, or use "
             "fsdp."
         )
-    for key in _find_autos(config.config):
-        if key not in _RUN_KEYS:
-            yield f"deepspeed: no argument can fill in {key}='auto': set a value, or remove the key."
-    for section, key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", ""), ("pipeline", "")):
-        value = config.get_value(f"{section}.{key}" if key else section)
-        if value not in (None, 0, 1, {}):
-            yield (
-                f"deepspeed: {section} is not supported yet: remove it, or use parallelism_config without deepspeed."
-            )
-    optim = str(getattr(args.optim, "value", args.optim))
-    if "optimizer" not in config.config and any(part in optim for part in _NEEDS_FULL_PARAMETERS):
-        yield f"optim={optim!r} needs full parameters, but deepspeed passes flat shards: use 'adamw_torch'."
+    yield from _check_config(args, config)
     if args.save_only_model and args.load_best_model_at_end:
         yield "save_only_model=True writes nothing that deepspeed can load: set load_best_model_at_end=False."
     if args.auto_find_batch_size:
@@ -318,6 +311,21 @@ def check_deepspeed(args: BaseArguments, config: DeepSpeedConfig, lightning_conf
             "lightning_config['async_checkpoint']=True writes from one process, but deepspeed writes from all: remove "
             "one of them."
         )
+
+
+def _check_config(args: BaseArguments, config: DeepSpeedConfig) -> Iterator[str]:
+    for key in _find_autos(config.config):
+        if key not in _RUN_KEYS:
+            yield f"deepspeed: no argument can fill in {key}='auto': set a value, or remove the key."
+    for section, key in (("tensor_parallel", "autotp_size"), ("sequence_parallel_size", ""), ("pipeline", "")):
+        value = config.get_value(f"{section}.{key}" if key else section)
+        if value not in (None, 0, 1, {}):
+            yield (
+                f"deepspeed: {section} is not supported yet: remove it, or use parallelism_config without deepspeed."
+            )
+    optim = str(getattr(args.optim, "value", args.optim))
+    if "optimizer" not in config.config and any(part in optim for part in _NEEDS_FULL_PARAMETERS):
+        yield f"optim={optim!r} needs full parameters, but deepspeed passes flat shards: use 'adamw_torch'."
 
 
 def _find_autos(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -15,6 +15,7 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.errors import suggest
 from hftrainer.parallel import devices
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
+from hftrainer.parallel.environment import RankInfo
 from hftrainer.parallel.fsdp_settings import FsdpSettings, XlaSettings
 from hftrainer.parallel.plan import TRUE_TYPES
 from hftrainer.plugins import load
@@ -47,13 +48,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
     if legacy.value(args, "use_mps_device") and kind != "mps":
         yield f"use_mps_device=True, but {_explain_missing_mps(args)}: remove it to train on {kind}."
-    names = [name for name in _UNSUPPORTED_DEVICES if hasattr(torch, name) and getattr(torch, name).is_available()]
-    if kind == "cpu" and names and not _asks_for_cpu(args):
-        yield (
-            f"torch.{names[0]} is available, but hftrainer cannot train on it: {_UNSUPPORTED_DEVICES[names[0]]}. "
-            "Set use_cpu=True to train on the CPU."
-        )
-    elif kind == "cpu" and not _asks_for_cpu(args) and (reason := devices.unused_tpu_message()):
+    if kind == "cpu" and not _asks_for_cpu(args) and (reason := _explain_unused_device()):
         yield reason
     if kind == "mps":
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
@@ -73,6 +68,17 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
 
 def _asks_for_cpu(args: BaseArguments) -> bool:
     return getattr(args, "_should_use_cpu", args.use_cpu)
+
+
+def _explain_unused_device() -> str | None:
+    """Why a run without `use_cpu` does not use this machine's accelerator, or None if it has none."""
+    for name, reason in _UNSUPPORTED_DEVICES.items():
+        if hasattr(torch, name) and getattr(torch, name).is_available():
+            return (
+                f"torch.{name} is available, but hftrainer cannot train on it: {reason}. Set use_cpu=True to train on "
+                "the CPU."
+            )
+    return devices.unused_tpu_message()
 
 
 def _explain_missing_mps(args: BaseArguments) -> str:
@@ -125,8 +131,12 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
     if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
         reason = "no TPU was found: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
-    if kind not in ("xla", "tpu"):
-        return
+    if kind in ("xla", "tpu"):
+        yield from _check_tpu_processes(rank_info, kind, cores)
+        yield from _check_tpu_arguments(args, kind)
+
+
+def _check_tpu_processes(rank_info: RankInfo, kind: str, cores: int | None) -> Iterator[str]:
     if cores is not None and cores != rank_info.local_world_size:
         yield (
             f"tpu_num_cores={cores}, but this run uses {rank_info.local_world_size} of this machine's cores: start "
@@ -143,6 +153,9 @@ def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
             "On TPU v2 and v3 two cores share a process, which is not supported: use one core, or shard the "
             "model over all cores with fsdp_config={'xla': True, 'xla_fsdp_v2': True} in one process."
         )
+
+
+def _check_tpu_arguments(args: BaseArguments, kind: str) -> Iterator[str]:
     if args.fp16 or args.fp16_full_eval:
         yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
     if args.checkpoint_format == "dcp":
@@ -180,8 +193,7 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
     elif world_size == 1 and resolved.rank_info.launcher == "lightning":
         yield (
             f"{setting} shards the model over processes, but there is only one process: start the script with "
-            "torchrun, accelerate "
-            "launch or python -m hftrainer run --nproc N, or set lightning_config={'devices': N}."
+            "torchrun, accelerate launch or python -m hftrainer run --nproc N, or set lightning_config={'devices': N}."
         )
     elif "hybrid" in settings.strategy and world_size == 1:
         yield f"fsdp={settings.strategy!r} needs at least two processes, but there is one: use 'full_shard'."

@@ -83,10 +83,7 @@ class CurrentArguments:
         None, "Further keyword arguments of the scheduler, as a dict or a JSON object.", "4.40", json=True
     )
     warmup_steps: float = arg(
-        0,
-        "Optimizer steps of linear warm-up from 0; a value below 1 is a fraction of all steps.",
-        "4.1",
-        minimum=0,
+        0, "Optimizer steps of linear warm-up from 0; a value below 1 is a fraction of all steps.", "4.1", minimum=0
     )
     auto_find_batch_size: bool = arg(False, "Retry with a smaller micro-batch after running out of memory.", "4.30")
 
@@ -119,12 +116,7 @@ class CurrentArguments:
         True, "Count `num_items_in_batch` over all processes.", "4.48", past_defaults={"4.53": False}
     )
     label_smoothing_factor: float = arg(
-        0.0,
-        "Probability mass taken from the label, below 1.",
-        "4.15",
-        minimum=0,
-        upper_bound=1,
-        read_once=True,
+        0.0, "Probability mass taken from the label, below 1.", "4.15", minimum=0, upper_bound=1, read_once=True
     )
     neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise on the embeddings.", "4.40", read_once=True)
 
@@ -139,10 +131,7 @@ class CurrentArguments:
     bf16_full_eval: bool = arg(False, "Cast the weights to bfloat16 for evaluation.", "4.15")
     fp16_full_eval: bool = arg(False, "Cast the weights to float16 for evaluation.", "4.15")
     tf32: bool | None = arg(
-        None,
-        "Allow TF32 matrix products; None allows them in compiled models.",
-        "4.15",
-        read_once=True,
+        None, "Allow TF32 matrix products; None allows them in compiled models.", "4.15", read_once=True
     )
     activation_checkpointing: bool | None = arg(
         None, "Recompute activations to save memory (v5 name).", "5.23", const=True, neutral_value=False
@@ -169,19 +158,12 @@ class CurrentArguments:
     )
     use_cache: bool = arg(False, "The model's `config.use_cache` during training.", "5.0", read_once=True)
     torch_empty_cache_steps: int | None = arg(
-        None,
-        "Optimizer steps after which the device's cache is emptied again; None never empties it.",
-        "4.48",
+        None, "Optimizer steps after which the device's cache is emptied again; None never empties it.", "4.48"
     )
 
     begin_subject("From dataset to batch")
 
-    seed: int = arg(
-        42,
-        "Seed of Python, NumPy and torch, set when the Trainer is built.",
-        "4.1",
-        minimum=0,
-    )
+    seed: int = arg(42, "Seed of Python, NumPy and torch, set when the Trainer is built.", "4.1", minimum=0)
     data_seed: int | None = arg(
         None, "Seed of the data order; None uses torch's seed when training starts.", "4.30", read_once=True
     )
@@ -221,9 +203,7 @@ class CurrentArguments:
     )
     logging_first_step: bool = arg(False, "Also log the first optimizer step.", "4.1")
     logging_nan_inf_filter: bool = arg(
-        True,
-        "Exclude nan and inf losses from the logged mean; gradients do not change.",
-        "4.15",
+        True, "Exclude nan and inf losses from the logged mean; gradients do not change.", "4.15"
     )
     log_on_each_node: bool = arg(True, "With several nodes, log on the main process of each node.", "4.15")
     log_level: str = arg(
@@ -265,9 +245,7 @@ class CurrentArguments:
     )
     run_name: str | None = arg(None, "Name of the run in the trackers.", "4.1")
     new_tracker_run: bool = arg(
-        False,
-        "Start new tracker runs when training resumes, instead of continuing those of the checkpoint.",
-        OURS,
+        False, "Start new tracker runs when training resumes, instead of continuing those of the checkpoint.", OURS
     )
     project: str = arg("huggingface", "Name of the project in Trackio.", "4.57")
     trackio_space_id: str | None = arg(
@@ -292,9 +270,7 @@ class CurrentArguments:
     )
     eval_minutes: float | None = arg(None, "Also evaluate this many minutes after the last evaluation.", OURS)
     eval_delay: float = arg(
-        0,
-        "Epochs or optimizer steps (the unit of `eval_strategy`) before the first evaluation.",
-        "4.30",
+        0, "Epochs or optimizer steps (the unit of `eval_strategy`) before the first evaluation.", "4.30"
     )
     eval_on_start: bool = arg(False, "Evaluate once before the first optimizer step.", "4.48")
     eval_do_concat_batches: bool = arg(True, "Concatenate the outputs of all batches; False returns a list.", "4.40")
@@ -308,9 +284,7 @@ class CurrentArguments:
     batch_eval_metrics: bool = arg(False, "Call `compute_metrics(..., compute_result=...)` for each batch.", "4.48")
     metric_for_best_model: str | None = arg(None, "Metric that compares models, with or without 'eval_'.", "4.1")
     greater_is_better: bool | None = arg(
-        None,
-        "Whether a greater metric is better; None means yes, unless its name ends in 'loss'.",
-        "4.1",
+        None, "Whether a greater metric is better; None means yes, unless its name ends in 'loss'.", "4.1"
     )
 
     begin_subject("What is written to output_dir, and how a run resumes from it")
@@ -337,10 +311,7 @@ class CurrentArguments:
         read_once=True,
     )
     keep_local: int = arg(
-        1,
-        "With storage_url, checkpoints to keep on the local disk, besides the best.",
-        OURS,
-        minimum=1,
+        1, "With storage_url, checkpoints to keep on the local disk, besides the best.", OURS, minimum=1
     )
     checkpoint_format: str = arg(
         "transformers",
@@ -383,9 +354,7 @@ class CurrentArguments:
         None, "Whether a new repository is private.", "4.30", past_defaults={"4.40": False}
     )
     hub_always_push: bool = arg(
-        False,
-        "Wait for a running upload; otherwise a save during an upload is not uploaded.",
-        "4.40",
+        False, "Wait for a running upload; otherwise a save during an upload is not uploaded.", "4.40"
     )
     hub_revision: str | None = arg(None, "Branch to upload to; it must exist.", "4.57")
 
@@ -459,10 +428,6 @@ class CurrentArguments:
 
     # With None as the second member, both argument parsers use `str`; `arg` sets `nargs`.
     debug: str | None | list[str] = arg(
-        "",
-        "Debugging aids, separated by spaces: 'underflow_overflow'.",
-        "4.1",
-        const=True,
-        accepts_several=True,
+        "", "Debugging aids, separated by spaces: 'underflow_overflow'.", "4.1", const=True, accepts_several=True
     )
     skip_memory_metrics: bool = arg(True, "Do not report memory metrics.", "4.15", read_once=True)

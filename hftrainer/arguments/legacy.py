@@ -101,12 +101,10 @@ def translate(args: BaseArguments, defaults: dict[str, Any]) -> None:
     }
     # Only copies of existing arguments already have values for these.
     is_copy = all(getattr(args, name, None) is not None for name in KEPT)
+    set_values = {name: value for name in RENAMED if _is_set(name, value := old_values.get(name))}
     translated_names = []
-    for name, rename in RENAMED.items():
-        value = old_values.get(name)
-        if not _is_set(name, value):
-            continue
-        current_value = getattr(args, rename.new)
+    for name, value in set_values.items():
+        rename, current_value = RENAMED[name], getattr(args, RENAMED[name].new)
         if is_copy and (rename.read(current_value) == value or rename.write(current_value, value) == current_value):
             continue
         _translate_one(args, name, value, current_value if is_copy else defaults[rename.new])

@@ -21,10 +21,7 @@ from hftrainer.arguments.own_fields import OwnArguments
 from hftrainer.errors import InvalidArgument
 
 _JIT = (True, "torch discontinued TorchScript, so evaluation does not trace the model; use torch_compile=True")
-_IPEX = (
-    True,
-    "Intel moved its extension into torch, so the model uses torch's kernels; remove the argument",
-)
+_IPEX = (True, "Intel moved its extension into torch, so the model uses torch's kernels; remove the argument")
 _BACKEND: dict[str, Any] = {
     "until": "4.57",
     "neutral_value": "auto",
@@ -142,11 +139,7 @@ class OldArguments(OwnArguments):
         accepted_values=("O0", "O1", "01"),
     )
     past_index: int | None = arg(
-        None,
-        "Index of the output for the next step; -1: none.",
-        "4.0",
-        until="4.57",
-        neutral_value=-1,
+        None, "Index of the output for the next step; -1: none.", "4.0", until="4.57", neutral_value=-1
     )
     use_legacy_prediction_loop: bool = arg(False, "Evaluate with `prediction_loop`.", "4.4", until="4.57")
     include_tokens_per_second: bool = arg(False, "Report tokens per second.", "4.35", until="4.57")

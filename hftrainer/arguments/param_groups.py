@@ -40,22 +40,25 @@ def check_entries(entries: Any) -> Iterator[str]:
         return
     for number, entry in enumerate(entries):
         entry_name = f"param_groups[{number}]"
-        if not isinstance(entry, dict):
+        if isinstance(entry, dict):
+            yield from _check_entry(entry_name, entry)
+        else:
             yield f"{entry_name} is {entry!r}: {_HOW}."
-            continue
-        if not (patterns := patterns_of(entry)) or not all(
-            isinstance(pattern, str) and pattern for pattern in patterns
-        ):
-            typo = next((f", but {key!r}" for key in entry if suggest(key, OWN_KEYS[:1]) and key != "pattern"), "")
-            yield f"{entry_name} has no pattern{typo}: name its parameters, as in 'pattern': '*.embed*' or a list."
-        if "params" in entry or "frozen" in entry:
-            yield f"{entry_name}: choose parameters by 'pattern', and freeze them with parameter.requires_grad_(False)."
-        if "lr" in entry and "lr_scale" in entry:
-            yield f"{entry_name} has lr and lr_scale, a factor on learning_rate: set only one of them."
-        for key in ("lr", "lr_scale", "layer_decay", "weight_decay"):
-            value = entry.get(key, 1.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                yield f"{entry_name}: {key}={value!r} is not a number of at least 0."
+
+
+def _check_entry(entry_name: str, entry: dict[str, Any]) -> Iterator[str]:
+    patterns = patterns_of(entry)
+    if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        typo = next((f", but {key!r}" for key in entry if suggest(key, OWN_KEYS[:1]) and key != "pattern"), "")
+        yield f"{entry_name} has no pattern{typo}: name its parameters, as in 'pattern': '*.embed*' or a list."
+    if "params" in entry or "frozen" in entry:
+        yield f"{entry_name}: choose parameters by 'pattern', and freeze them with parameter.requires_grad_(False)."
+    if "lr" in entry and "lr_scale" in entry:
+        yield f"{entry_name} has lr and lr_scale, a factor on learning_rate: set only one of them."
+    for key in ("lr", "lr_scale", "layer_decay", "weight_decay"):
+        value = entry.get(key, 1.0)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+            yield f"{entry_name}: {key}={value!r} is not a number of at least 0."
 
 
 def patterns_of(entry: dict[str, Any]) -> list[Any]:

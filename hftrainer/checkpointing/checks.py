@@ -173,14 +173,7 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
     """
     groups = state["param_groups"]
     for saved, group in zip(groups, optimizer.param_groups, strict=False):
-        check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
-        count, saved_count = len(group["params"]), len(saved["params"])
-        if (missing := (_SETTINGS & group.keys()) - saved.keys()) or count != saved_count:
-            problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {count}"
-            advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
-            raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
-        if saved.get("fused") and saved.get("differentiable"):
-            raise ValueError("param_groups sets both fused and differentiable")
+        _check_group(saved, group)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in groups for index in group["params"]]
     if not (type(optimizer).__module__.startswith("torch.optim.adam") or isinstance(optimizer, torch.optim.SGD)):
@@ -190,6 +183,18 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
             _check_moment(name, value, parameter)
     for group in groups:
         _check_state_keys([state["state"].get(index) for index in group["params"]], group, optimizer)
+
+
+def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
+    """Check that a saved parameter group has the settings and the number of tensors of the optimizer's."""
+    check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
+    count, saved_count = len(group["params"]), len(saved["params"])
+    if (missing := (_SETTINGS & group.keys()) - saved.keys()) or count != saved_count:
+        problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {count}"
+        advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
+        raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
+    if saved.get("fused") and saved.get("differentiable"):
+        raise ValueError("param_groups sets both fused and differentiable")
 
 
 def _check_state_keys(

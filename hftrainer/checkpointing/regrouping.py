@@ -54,14 +54,8 @@ def match_by_name(state: dict[str, Any], model: nn.Module, optimizer: torch.opti
         for names, group in zip(saved_names, saved_groups, strict=True)
         for name, number in zip(names, group["params"], strict=True)
     }
-    order = [name for names in new_names for name in names]
-    if missing := [name for name in order if name not in saved]:
-        logger.warning("The checkpoint has no optimizer state for %s: it starts from zero.", ", ".join(missing))
-    states = {
-        number: state["state"][saved[name][0]]
-        for number, name in enumerate(order)
-        if name in saved and saved[name][0] in state["state"]
-    }
+    numbers = {name: number for name, (number, _) in saved.items()}
+    states = _renumber(state["state"], numbers, list(itertools.chain(*new_names)))
     return {**state, "state": states, "param_groups": list(_regroup(saved, new_names, new_groups, saved_groups[0]))}
 
 
@@ -71,6 +65,14 @@ def _saved_names(groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer,
         return [group["param_names"] for group in groups]
     all_names = iter(getattr(optimizer, NAMES_WITHOUT_GROUPS))
     return [list(itertools.islice(all_names, len(group["params"]))) for group in groups]
+
+
+def _renumber(states: dict[int, Any], numbers: dict[str, int], order: list[str]) -> dict[int, Any]:
+    """The states of the parameters in `order`. `numbers` has the number of each in `states`."""
+    if missing := [name for name in order if name not in numbers]:
+        logger.warning("The checkpoint has no optimizer state for %s: it starts from zero.", ", ".join(missing))
+    saved_numbers = [numbers.get(name) for name in order]
+    return {new: states[number] for new, number in enumerate(saved_numbers) if number in states}
 
 
 def _regroup(saved: dict[str, Any], new_names: list[list[str]], groups: Any, default: Any) -> Iterator[dict[str, Any]]:
@@ -113,10 +115,7 @@ def apply_settings(
 def fit_schedule(state: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """The state of a schedule, with the values that `scheduler` has for each group."""
     values = scheduler.state_dict()
-    return {
-        **state,
-        **{key: values[key] for key in ("base_lrs", "lr_lambdas", "min_lrs", "_last_lr") if key in values},
-    }
+    return {**state, **{key: values[key] for key in ("base_lrs", "lr_lambdas", "min_lrs", "_last_lr") if key in values}}
 
 
 def follow_schedule(scheduler: Any, optimizer: torch.optim.Optimizer, *, has_changed: bool) -> None:

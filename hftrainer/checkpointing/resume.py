@@ -77,20 +77,26 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
             _warn_about_earlier_run(output_dir)
         return None
     if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
-        folder = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
-        if folder is None and resume_from_checkpoint is True:
+        newest = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if newest is None and resume_from_checkpoint is True:
             raise CheckpointNotFound(
                 f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}). Train "
                 "without this argument first, pass the path of a checkpoint, or pass 'auto' to start from scratch if "
                 "no checkpoint exists."
             )
-        return folder
+        return newest
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
         raise CheckpointNotFound(
             f"resume_from_checkpoint={reprlib.repr(resume_from_checkpoint)}: pass a checkpoint-xxx folder, True for "
             "the newest one, or 'auto'. Data goes to Trainer(train_dataset=...)."
         )
     folder = os.fspath(resume_from_checkpoint)
+    _check_given_folder(folder)
+    return folder
+
+
+def _check_given_folder(folder: str) -> None:
+    """Raise CheckpointNotFound unless a run can resume from the folder that the script names."""
     if not os.path.isdir(folder):
         raise CheckpointNotFound(
             f"Can't find a valid checkpoint at {folder}: the folder does not exist (resume_from_checkpoint)."
@@ -111,7 +117,6 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
             f"one){accept_hint if inspection.can_be_accepted else '.'}"
         )
     _warn_about_changes(inspection)
-    return folder
 
 
 def _hint_for_missing(path: str) -> str:
@@ -213,27 +218,7 @@ def load_optimizer_and_scheduler(
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
-    is_regrouped = False
-    parts = names.folder_of_parts("optimizer", folder) if has_parts else None
-    has_dcp = parts is not None and os.path.basename(parts) == names.DCP
-    if sharded or has_full_state or (has_parts and not has_dcp):
-        # Imported late, since the module imports torch's FSDP.
-        from hftrainer.checkpointing.sharded import load_optimizer
-
-        def read() -> dict[str, Any]:
-            return regrouping.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
-
-        load_optimizer(model, optimizer, folder, read)
-    elif has_dcp:
-        from hftrainer.checkpointing.sharded import read_dcp_optimizer
-
-        _load_whole_optimizer(read_dcp_optimizer(str(parts), model, optimizer), str(parts), model, optimizer)
-    else:
-        saved_state = _read_optimizer(optimizer_file)
-        with fitting(optimizer_file):
-            state = regrouping.match_by_name(saved_state, model, optimizer)
-        is_regrouped = state is not saved_state
-        _load_whole_optimizer(state, optimizer_file, model, optimizer)
+    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=sharded or has_full_state, has_parts=has_parts)
     if is_regrouped or regrouping.has_named_groups(optimizer):
         has_changed = regrouping.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
@@ -245,6 +230,42 @@ def load_optimizer_and_scheduler(
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
     _warn_about_kept_settings(initial_groups, optimizer)
+
+
+def _load_optimizer(
+    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, has_parts: bool
+) -> bool:
+    """Load the optimizer's state, and return whether its parameters were put into other groups.
+
+    Args:
+        folder: the checkpoint.
+        model: the model that the optimizer trains.
+        optimizer: the optimizer.
+        sharded: whether the model is sharded, or the state is keyed by name.
+        has_parts: whether a folder of parts holds the state.
+    """
+    optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
+    parts = names.folder_of_parts("optimizer", folder) if has_parts else None
+    has_dcp = parts is not None and os.path.basename(parts) == names.DCP
+    if sharded or (has_parts and not has_dcp):
+        # Imported late, since the module imports torch's FSDP.
+        from hftrainer.checkpointing.sharded import load_optimizer
+
+        def read() -> dict[str, Any]:
+            return regrouping.match_by_name(_read_optimizer(optimizer_file), model, optimizer)
+
+        load_optimizer(model, optimizer, folder, read)
+        return False
+    if has_dcp:
+        from hftrainer.checkpointing.sharded import read_dcp_optimizer
+
+        _load_whole_optimizer(read_dcp_optimizer(str(parts), model, optimizer), str(parts), model, optimizer)
+        return False
+    saved_state = _read_optimizer(optimizer_file)
+    with fitting(optimizer_file):
+        state = regrouping.match_by_name(saved_state, model, optimizer)
+    _load_whole_optimizer(state, optimizer_file, model, optimizer)
+    return state is not saved_state
 
 
 def _load_whole_optimizer(
@@ -404,20 +425,7 @@ def convert_ckpt(path: str, folder: str) -> str:
         CheckpointNotFound: if the file does not exist, or was not written by our LightningModule.
         UnsafeCheckpoint, DamagedCheckpoint: if the file cannot be read.
     """
-    if not os.path.isfile(path):
-        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
-    with torch.serialization.safe_globals(numpy_state_types()):
-        saved = load_torch_file(path)
-    if not isinstance(saved, dict) or TRAINER_KEY not in saved or "state_dict" not in saved:
-        raise CheckpointNotFound(
-            f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
-            "the model yourself, and train without resuming."
-        )
-    entry = saved[TRAINER_KEY]
-    # Files of earlier releases hold this entry unpacked.
-    if isinstance(entry, torch.Tensor):
-        with torch.serialization.safe_globals(numpy_state_types()):
-            entry = load_torch_file(path, packed=entry)
+    saved, entry = _read_ckpt(path)
 
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))
@@ -442,3 +450,22 @@ def convert_ckpt(path: str, folder: str) -> str:
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
         json.dump(entry["trainer_state"], file)
     return folder
+
+
+def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A Lightning checkpoint, and the Trainer's entry in it."""
+    if not os.path.isfile(path):
+        raise CheckpointNotFound(f"resume_from_checkpoint={path!r}: the file does not exist.")
+    with torch.serialization.safe_globals(numpy_state_types()):
+        saved = load_torch_file(path)
+    if not isinstance(saved, dict) or TRAINER_KEY not in saved or "state_dict" not in saved:
+        raise CheckpointNotFound(
+            f"resume_from_checkpoint={path!r} is not a Lightning checkpoint of this Trainer. Load its weights into "
+            "the model yourself, and train without resuming."
+        )
+    entry = saved[TRAINER_KEY]
+    # Files of earlier releases hold this entry unpacked.
+    if isinstance(entry, torch.Tensor):
+        with torch.serialization.safe_globals(numpy_state_types()):
+            entry = load_torch_file(path, packed=entry)
+    return saved, entry

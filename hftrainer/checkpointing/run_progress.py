@@ -146,19 +146,21 @@ class RunProgress:
             )
             changes = [name for name in changes if name not in STEP_SETTINGS]
             self._convert_position(settings)
+        self._warn_about_changes(changes, settings)
+        if not skips_data or set(changes) - _HARMLESS_CHANGES:
+            self.data = None
+
+    def _warn_about_changes(self, changes: list[str], settings: dict[str, Any]) -> None:
         for name in changes:
             effect = POSITION_SETTINGS[name]
             logger.warning("Resuming with %s=%s, was %s: %s.", name, settings[name], self.settings[name], effect)
         if data_changes := [name for name in changes if name not in _SAME_SAMPLES]:
+            changes_step = bool(set(data_changes) & {*_STEP_SETTINGS})
             logger.warning(
                 "Samples may be repeated or skipped in this epoch, and the run may not complete all epochs: %s.%s",
                 ", ".join(data_changes),
-                " elastic=True keeps the samples of a step."
-                if not settings["elastic"] and set(data_changes) & {*STEP_SETTINGS}
-                else "",
+                " elastic=True keeps the samples of a step." if changes_step and not settings["elastic"] else "",
             )
-        if not skips_data or set(changes) - _HARMLESS_CHANGES:
-            self.data = None
 
     def _convert_position(self, settings: dict[str, Any]) -> None:
         """Convert the position to micro-batches of the resumed run, and forget prefetched data."""
@@ -236,8 +238,12 @@ def _check_progress(saved: dict[str, Any]) -> None:
     json.dumps(saved["settings"])
     if invalid_settings := [name for name in STEP_SETTINGS if not isinstance(saved["settings"].get(name, 1), int)]:
         raise TypeError(f"{invalid_settings[0]} is {reprlib.repr(saved['settings'][invalid_settings[0]])}, not an int")
-    sums = {"loss": saved["loss"]}
-    for name, (value, count) in saved["metrics"].items():
+    _check_sums(saved["loss"], saved["metrics"])
+
+
+def _check_sums(loss: Any, metrics: dict[str, Any]) -> None:
+    sums = {"loss": loss}
+    for name, (value, count) in metrics.items():
         if not (isinstance(name, str) and isinstance(count, int)):
             raise TypeError(f"the metric {name!r} has the count {reprlib.repr(count)}, not an int")
         sums[name] = value

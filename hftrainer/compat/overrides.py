@@ -251,15 +251,12 @@ def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
     is_callback = hasattr(kind, "on_init_end")
     hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
     candidates = [name for name in script_names if name in hooks or name in _LIGHTNING_METHODS]
-    if methods := [name for name in candidates if callable(getattr(kind, name))]:
-        called_names = names_in_code(kind)
-        replacements = {
-            name: _LIGHTNING_METHODS.get(name, "a callback, in Trainer(callbacks=[...])") for name in methods
-        }
-        if lines := "".join(
-            f"\n- {name}: {replacement}" for name, replacement in replacements.items() if name not in called_names
-        ):
-            logger.warning("%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, lines)
+    methods = [name for name in candidates if callable(getattr(kind, name))]
+    called_names = names_in_code(kind) if methods else set()
+    if unused := [name for name in methods if name not in called_names]:
+        replacements = [_LIGHTNING_METHODS.get(name, "a callback, in Trainer(callbacks=[...])") for name in unused]
+        lines = "".join(f"\n- {name}: {replacement}" for name, replacement in zip(unused, replacements, strict=True))
+        logger.warning("%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, lines)
 
 
 def refuse_rewritten(trainer: Any) -> None:

@@ -122,6 +122,12 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
         config: the model's configuration, if it has one.
     """
     add_note(error, f"This happened in {place}, with the batch {describe_shapes(inputs)}.")
+    if explanation := _explain_by_batch(error, inputs, config):
+        add_note(error, explanation)
+
+
+def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
+    """What in the batch has probably caused the error, and the remedy."""
     columns = inputs if isinstance(inputs, Mapping) else {}
     lookups = (embedding.__code__, cross_entropy.__code__)
     calls = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in lookups]
@@ -134,11 +140,12 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
         name = next((name for name, value in columns.items() if value is indices), other)
         indices = indices[indices != call.get("ignore_index")]
         values = f"{indices.min()} to {indices.max()}, but the model accepts 0 to {rows[: 1 + is_label][-1] - 1}"
-        add_note(error, f"The values of {name} are {values}: {_REMEDIES.get(name, 'correct them')}.")
-    elif limit is not None and length > limit and str(limit) in str(error):
+        return f"The values of {name} are {values}: {_REMEDIES.get(name, 'correct them')}."
+    if limit is not None and length > limit and str(limit) in str(error):
         remedy = f"tokenize with truncation=True, max_length={limit}"
-        add_note(error, f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}.")
-    elif calls and "target" in calls[-1] and calls[-1]["target"].is_floating_point() and "dtype" in str(error):
-        add_note(error, "The labels are floats: use torch.long for class indices.")
-    elif "device-side assert" in str(error):
-        add_note(error, "A label or another index is probably out of range: with use_cpu=True, the error names it.")
+        return f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
+    if calls and "target" in calls[-1] and calls[-1]["target"].is_floating_point() and "dtype" in str(error):
+        return "The labels are floats: use torch.long for class indices."
+    if "device-side assert" in str(error):
+        return "A label or another index is probably out of range: with use_cpu=True, the error names it."
+    return None

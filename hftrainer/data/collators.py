@@ -301,9 +301,8 @@ class RemoveColumnsCollator:
         if feature and not selection:
             raise InvalidSetup(
                 f"No key of the {self.description or 'given'} samples is an argument of {self.model_name}.forward: "
-                f"the samples have {', '.join(map(str, feature))}; the model accepts "
-                f"{', '.join(sorted(self.columns))}. "
-                "Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
+                f"the samples have {', '.join(map(str, feature))}; the model accepts {', '.join(sorted(self.columns))}"
+                ". Rename the keys, or set remove_unused_columns=False and let your data collator build the inputs."
             )
         return selection
 

@@ -63,6 +63,13 @@ class LoaderPlan:
                 "To read all samples, make shards of equal length."
             )
 
+    def dispatch(self, processes: int, *, splits: bool) -> None:
+        """Let the main process read the batches of all, and scatter them."""
+        # As in accelerate, torch's global generator draws the seeds.
+        self.settings["generator"] = None
+        self.round_size = 1 if splits else processes
+        self.splits = splits
+
     @property
     def ends_with_filler(self) -> bool:
         """Whether this process's last batch is a filler that only keeps collective operations in step."""
@@ -93,19 +100,11 @@ def plan_loader(
     dispatches = is_stream if config.dispatch_batches is None else config.dispatch_batches
     if trains and dispatches:
         plan = _plan_unsharded(loader, config, seed, global_batch)
-        # As in accelerate, torch's global generator draws the seeds.
-        plan.settings["generator"] = None
-        plan.round_size = 1 if config.split_batches else shard_spec.processes
-        plan.splits = config.split_batches
+        plan.dispatch(shard_spec.processes, splits=config.split_batches)
     elif trains and is_stream:
         plan = _plan_stream(loader, config, shard_spec)
     elif trains:
-        batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
-        if not config.use_seedable_sampler:
-            batches, generator = _with_generator(batches)
-        batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
-        even = samplers.EvenBatchSampler(batches, shard_spec, split=config.split_batches, even=config.even_batches)
-        plan = LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
+        plan = _plan_batches(loader, config, shard_spec, seed, global_batch)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
         plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
@@ -125,6 +124,18 @@ def _plan_unsharded(
     batches = _batches(loader, seed, seedable=config.use_seedable_sampler)
     batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
     return LoaderPlan(loader.dataset, _sampling(loader, batches))
+
+
+def _plan_batches(
+    loader: DataLoader[Any], config: AcceleratorConfig, shards: ShardSpec, seed: int | None, global_batch: int | None
+) -> LoaderPlan:
+    """The plan for training data of which each process reads its batches."""
+    batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
+    if not config.use_seedable_sampler:
+        batches, generator = _with_generator(batches)
+    batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
+    even = samplers.EvenBatchSampler(batches, shards, split=config.split_batches, even=config.even_batches)
+    return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
 
 
 def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:

@@ -164,17 +164,7 @@ class EvaluationRunner(Component):
         with torch.no_grad():
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_unwrap_single(tuple(inputs.get(name) for name in names)))
-                with self._prepare_loss_computation(model, inputs, loss_only) as (inputs, keywords):
-                    # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
-                    has_only_loss = "return_outputs" not in keywords
-                    outputs = model(**inputs) if has_only_loss and not loss_only else ()
-                    loss = trainer.compute_loss(model, inputs, **keywords)
-                if not has_only_loss and not (isinstance(loss, tuple) and len(loss) == 2):
-                    raise InvalidArgument(
-                        f"{type(trainer).__name__}.compute_loss returned a {type(loss).__name__} for "
-                        "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
-                    )
-                loss, outputs = (loss, outputs) if has_only_loss else loss
+                loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
                 loss = _mean(loss)
                 logits = select_predictions(outputs, ignore_keys, has_loss=True)
             else:
@@ -186,6 +176,23 @@ class EvaluationRunner(Component):
         if loss_only:
             return loss, None, None
         return loss, nested_detach(_unwrap_single(logits)), labels
+
+    def _loss_and_outputs(self, model: nn.Module, inputs: Any, loss_only: bool) -> tuple[Any, Any]:
+        """What `Trainer.compute_loss` returns for a batch with labels."""
+        trainer = self.trainer
+        with self._prepare_loss_computation(model, inputs, loss_only) as (inputs, keywords):
+            # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
+            has_only_loss = "return_outputs" not in keywords
+            outputs = model(**inputs) if has_only_loss and not loss_only else ()
+            result = trainer.compute_loss(model, inputs, **keywords)
+        if has_only_loss:
+            return result, outputs
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise InvalidArgument(
+                f"{type(trainer).__name__}.compute_loss returned a {type(result).__name__} for "
+                "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
+            )
+        return result
 
     @contextlib.contextmanager
     def _prepare_loss_computation(

@@ -206,15 +206,16 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
         state = TrainerState()
     steps = (line.get("step") for line in state.log_history)
     last_step = max((step for step in steps if isinstance(step, (int, float))), default=-1)
-    lines = [{"step": event["step"], **event["logs"]} for event in events if event["event"] == "log"]
+    logs = [event for event in events if event["event"] == "log"]
+    lines = [{"step": event["step"], **event["logs"]} for event in logs]
     state.log_history += [line for line in lines if line["step"] > last_step]
     if x == "epoch":
         state.log_history = [{**line, "step": line["epoch"]} for line in state.log_history if "epoch" in line]
     elif x == "time":
-        logs = [(event["time"], event["logs"]) for event in events if event["event"] == "log"]
         if not logs:
             raise InvalidArgument(
                 f"{folder} has no times (it ran without observe=True): leave out --x time or that run."
             )
-        state.log_history = [{**line, "step": moment - events[0]["time"]} for moment, line in logs]
+        start = events[0]["time"]
+        state.log_history = [{**event["logs"], "step": event["time"] - start} for event in logs]
     return state

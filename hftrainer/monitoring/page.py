@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,19 +64,21 @@ class RunSummary:
         if self.begin is not None and self.last is not None and kind != "begin":
             self.longest_pause = max(self.longest_pause, event["time"] - self.last["time"])
         self.last = event
-        if kind == "begin":
-            self._add_begin(event)
-        elif kind == "log":
-            self._add_log(event)
-        elif kind == "interval":
-            self._add_interval(event)
-        elif kind == "checkpoint":
-            self.checkpoints.pop(event["folder"], None)
-            self.checkpoints[event["folder"]] = event
-        elif kind == "warning":
-            self.warnings.append(event)
-        elif kind in ("phase", "end"):
+        handlers: dict[str, Callable[[Event], None]] = {
+            "begin": self._add_begin,
+            "log": self._add_log,
+            "interval": self._add_interval,
+            "checkpoint": self._add_checkpoint,
+            "warning": self.warnings.append,
+        }
+        if kind in ("phase", "end"):
             setattr(self, kind, event)
+        elif kind in handlers:
+            handlers[kind](event)
+
+    def _add_checkpoint(self, event: Event) -> None:
+        self.checkpoints.pop(event["folder"], None)
+        self.checkpoints[event["folder"]] = event
 
     def _add_begin(self, event: Event) -> None:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
@@ -224,9 +227,11 @@ class WatchedRun:
                 "recent": run.recent_seconds(),
                 "all": {name: run.seconds[name] for name in journal.ACTIVITIES},
             },
-            "checkpoints": [
-                {name: each[name] for name in ("folder", "step", "time")} for each in checkpoints[-MAX_ROWS:]
-            ],
-            "warnings": [{name: each[name] for name in ("text", "step", "time")} for each in run.warnings],
+            "checkpoints": _rows(checkpoints[-MAX_ROWS:], "folder", "step", "time"),
+            "warnings": _rows(run.warnings, "text", "step", "time"),
             "curves": {name: dict(zip(("steps", "values"), run.curves[name], strict=True)) for name in names},
         }
+
+
+def _rows(events: Iterable[Event], *names: str) -> list[dict[str, Any]]:
+    return [{name: event[name] for name in names} for event in events]

@@ -59,21 +59,33 @@ def select_groups(
             scales = layer_scales(model, stacks, entry["layer_decay"], matching)
         selection.problems += [f"param_groups[{number}]: {problem}" for problem in problems]
         remaining = [name for name in remaining if name not in matching]
-        parts: dict[tuple[str, float, float], list[str]] = {}
-        for name in matching:
-            part, scale = scales.get(name, ("", 1.0))
-            decay = entry.get("weight_decay", weight_decay if name in decays else 0.0)
-            label = part if "weight_decay" in entry or name in decays else f"{part} no decay"
-            parts.setdefault((label.strip(), scale, decay), []).append(name)
-        settings = {key: value for key, value in entry.items() if key not in OWN_KEYS}
-        # The first group's learning rate is logged, so the head's group comes first.
-        for (label, scale, decay), names in sorted(parts.items(), key=lambda part: (-part[0][1], -part[0][2])):
-            group_rate = entry.get("lr", learning_rate * entry.get("lr_scale", 1.0)) * scale
-            title = " | ".join(patterns) + (f" ({label})" if label else "")
-            params = [named_parameters[name] for name in names]
-            group = {**settings, "params": params, "lr": group_rate, "weight_decay": decay, "name": title}
-            selection.groups.append(group)
+        parameters = {name: named_parameters[name] for name in matching}
+        selection.groups += _make_groups(entry, parameters, scales, decays, learning_rate, weight_decay)
     return selection
+
+
+def _make_groups(
+    entry: dict[str, Any],
+    parameters: dict[str, nn.Parameter],
+    scales: dict[str, tuple[str, float]],
+    decays: set[str],
+    learning_rate: float,
+    weight_decay: float,
+) -> Iterator[dict[str, Any]]:
+    """An entry's groups of `parameters`: one for each part, scale and weight decay."""
+    parts: dict[tuple[str, float, float], list[str]] = {}
+    for name in parameters:
+        part, scale = scales.get(name, ("", 1.0))
+        decay = entry.get("weight_decay", weight_decay if name in decays else 0.0)
+        label = part if "weight_decay" in entry or name in decays else f"{part} no decay"
+        parts.setdefault((label.strip(), scale, decay), []).append(name)
+    settings = {key: value for key, value in entry.items() if key not in OWN_KEYS}
+    # The first group's learning rate is logged, so the head's group comes first.
+    for (label, scale, decay), names in sorted(parts.items(), key=lambda part: (-part[0][1], -part[0][2])):
+        group_rate = entry.get("lr", learning_rate * entry.get("lr_scale", 1.0)) * scale
+        title = " | ".join(patterns_of(entry)) + (f" ({label})" if label else "")
+        params = [parameters[name] for name in names]
+        yield {**settings, "params": params, "lr": group_rate, "weight_decay": decay, "name": title}
 
 
 def _find_unmatched(

@@ -43,13 +43,7 @@ if TYPE_CHECKING:
 _LOCAL_ATTRIBUTES = ("resolved", "engine", "checkpoint_writer", "strategy", "uploads", "hp_study")
 
 #: Attributes of the Trainer that a copy in another process must create again.
-_LOCAL_TRAINER_ATTRIBUTES = (
-    "accelerator",
-    "gather_function",
-    "_memory_tracker",
-    "deepspeed",
-    "push_in_progress",
-)
+_LOCAL_TRAINER_ATTRIBUTES = ("accelerator", "gather_function", "_memory_tracker", "deepspeed", "push_in_progress")
 
 
 @dataclass(eq=False, repr=False)

@@ -17,14 +17,7 @@ from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
 from hftrainer.data.randomness import seed_worker
-from hftrainer.data.samplers import (
-    UNSHARDED,
-    LengthGroupedSampler,
-    ShardSpec,
-    count_lengths,
-    innermost,
-    seed_of_order,
-)
+from hftrainer.data.samplers import UNSHARDED, LengthGroupedSampler, ShardSpec, count_lengths, innermost, seed_of_order
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
@@ -79,16 +72,10 @@ class LoaderFactory(Component):
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
         trainer, args = self.trainer, self.trainer.args
         source = as_mixture(dataset) if is_training else dataset
-        check_dataset(source, description)
+        self._check_source(source, description, is_training)
         # As in transformers, only an evaluation needs it.
         if isinstance(batch_size, float) and not is_training:
             raise WrongObject(f"per_device_eval_batch_size={batch_size!r} is a float: use a whole number.")
-        if is_training and args.mixture_column is not None:
-            mixture_batches.check_column(args.mixture_column, source)
-        if isinstance(source, MixtureStream) and not is_training:
-            raise InvalidArgument(
-                f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
-            )
         collator = self.flat_collator() if is_training and args.flatten_batches else trainer.data_collator
         dataset, collator = self._without_unused_columns(source, collator, description)
         num_workers = args.dataloader_num_workers
@@ -118,6 +105,15 @@ class LoaderFactory(Component):
         with self.treat_as_training_data() if is_training else contextlib.nullcontext():
             loader: DataLoader[Any] = trainer.accelerator.prepare(DataLoader(dataset, **settings))
         return loader
+
+    def _check_source(self, source: Any, description: str, is_training: bool) -> None:
+        check_dataset(source, description)
+        if is_training and self.trainer.args.mixture_column is not None:
+            mixture_batches.check_column(self.trainer.args.mixture_column, source)
+        if isinstance(source, MixtureStream) and not is_training:
+            raise InvalidArgument(
+                f"The {description} dataset is the endless stream of a mixture: pass a dict of its sources."
+            )
 
     def _without_unused_columns(self, dataset: Any, collator: Any, description: str) -> tuple[Any, Any]:
         """The dataset and its collator, one of which removes the columns that the model does not accept."""

@@ -58,8 +58,7 @@ def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
     plan = _make_plan(components, dict.fromkeys(stream.sources))
     if (workers := components.trainer.args.dataloader_num_workers) > 1:
         logger.warning(
-            "dataloader_num_workers=%d is reduced to 1: only one worker can read the streams of a mixture.",
-            workers,
+            "dataloader_num_workers=%d is reduced to 1: only one worker can read the streams of a mixture.", workers
         )
     return stream.planned(plan, components.run.train_batch_size, _find_order_seed(components, plan))
 

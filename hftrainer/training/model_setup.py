@@ -275,8 +275,7 @@ class ModelSetup(Component):
         if any("param_names" not in group for group in groups):
             raise InvalidArgument(
                 "param_groups is for the optimizer that the Trainer creates, but this one is the script's, from "
-                "optimizers or create_optimizer: set the options of its groups there, or pass "
-                "optimizer_cls_and_kwargs."
+                "optimizers or create_optimizer: set the options of its groups there, or pass optimizer_cls_and_kwargs."
             )
         if freezes:
             raise InvalidArgument(

@@ -110,11 +110,7 @@ def _make_observer(components: Components, loop: TrainingLoop) -> Observer | Non
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(run_folder(trainer, loop.trial) if has_journal else None),
-        {
-            "world_size": trainer.args.world_size,
-            "device": str(trainer.args.device),
-            "resumed_from": loop.resume_folder,
-        },
+        {"world_size": trainer.args.world_size, "device": str(trainer.args.device), "resumed_from": loop.resume_folder},
     )
     trainer.add_callback(observer)
     return observer

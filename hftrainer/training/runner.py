@@ -186,7 +186,7 @@ class TrainingRunner(Component):
         components = self.components
         watcher = DebugUnderflowOverflow(trainer.model) if "underflow_overflow" in (trainer.args.debug or ()) else None
         trainer.is_in_train = True
-        reason = ""
+        error_name = ""
         saves = components.saver.should_save_on_interrupt()
         self.run.signal_listener = SignalListener(saves, self._describe_saved, has_launcher=trainer.args.world_size > 1)
         try:
@@ -205,27 +205,37 @@ class TrainingRunner(Component):
                 if self.run.signal_listener.signal_number is not None:
                     self.run.signal_listener.end_script()
         except BaseException as error:
-            reason = type(error).__name__
-            close_bars(trainer.callback_handler.callbacks)
-            components.checkpoint_writer.close_ignoring_errors()
-            if text := self._describe_saved():
-                if isinstance(error, KeyboardInterrupt):
-                    add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
-                elif self.run.signal_listener.signal_number is not None:
-                    tell(text)
-            # After an Exception, a search continues with the next trial.
-            if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
-                components.uploads.finish(is_urgent=lambda: True)
-            components.storage_sync.finish_after_error()
+            error_name = type(error).__name__
+            self._finish_after_error(error)
             raise
         finally:
-            if self.run.loop is not None:
-                is_stopped = trainer.state.global_step < trainer.state.max_steps
-                self.run.loop.close(reason or ("stopped" if is_stopped else "complete"))
-            self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
-            trainer.is_in_train = False
+            self._release(error_name)
             if watcher is not None:
                 watcher.remove()
+
+    def _finish_after_error(self, error: BaseException) -> None:
+        """Complete what the run has begun to write, and say what it has saved."""
+        components = self.components
+        close_bars(self.trainer.callback_handler.callbacks)
+        components.checkpoint_writer.close_ignoring_errors()
+        if text := self._describe_saved():
+            if isinstance(error, KeyboardInterrupt):
+                add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
+            elif self.run.signal_listener.signal_number is not None:
+                tell(text)
+        # After an Exception, a search continues with the next trial.
+        if components.uploads is not None and (components.search is None or not isinstance(error, Exception)):
+            components.uploads.finish(is_urgent=lambda: True)
+        components.storage_sync.finish_after_error()
+
+    def _release(self, error_name: str) -> None:
+        """Close the loop and release the objects of the run. `error_name` is empty if no error ended it."""
+        state = self.trainer.state
+        if self.run.loop is not None:
+            is_stopped = state.global_step < state.max_steps
+            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"))
+        self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
+        self.trainer.is_in_train = False
 
     def _describe_saved(self) -> str:
         """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""

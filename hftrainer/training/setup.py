@@ -14,12 +14,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments, set_up_deepspeed
 from hftrainer.arguments.support import apply_argument_changes, check_supported, find_unused_settings, make_plan
-from hftrainer.arguments.validation import (
-    check_accelerator_config,
-    check_types,
-    check_values,
-    set_accumulation_steps,
-)
+from hftrainer.arguments.validation import check_accelerator_config, check_types, check_values, set_accumulation_steps
 from hftrainer.callbacks.handler import (
     EVENTS,
     HOOK_BY_EVENT,

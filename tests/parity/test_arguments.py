@@ -129,7 +129,6 @@ def test_inert(tmp_path, name):
     "settings",
     [
         {"logging_strategy": "no"},
-        {"logging_first_step": True, "logging_steps": 4},
         {"eval_strategy": "steps"},  # eval_steps are logging_steps
         {"eval_strategy": "epoch", "eval_delay": 2},
         {**EVALUATED, "logging_steps": 0.2, "eval_steps": 0.3, "save_strategy": "steps", "save_steps": 0.15},
@@ -147,7 +146,6 @@ def test_inert(tmp_path, name):
         {**EVALUATED, "eval_delay": -1},
         {"full_determinism": True},
         {**EVERY_STEP, "dataloader_num_workers": 1, "dataloader_persistent_workers": True},
-        {**EVERY_STEP, "dataloader_drop_last": True},
     ],
     ids=str,
 )

@@ -12,7 +12,7 @@ from tests.support.differences import OWN_FILES
 from tests.support.hub_runs import TOKEN, hub as hub, make_pushing
 from tests.support.hub_server import Commit, Repo
 from tests.support.parity import alike, assert_equal
-from tests.support.tiny import make_plain, tokenizer
+from tests.support.tiny import tokenizer
 
 #: Whose contents both libraries write alike.
 SAME_BYTES = (".safetensors", "config.json", "tokenizer.json", "notes.txt", "modules.json")
@@ -111,15 +111,6 @@ def test_arguments_of_transformers(hub, tmp_path):
     assert hub.repos["me/run"].messages() == [step, f"{step}, checkpoint"]
     assert TOKEN.encode() not in (tmp_path / "run" / "checkpoint-2" / "training_args.bin").read_bytes()
     assert trainer.args.hub_token == TOKEN
-
-
-def test_old_names(hub, tmp_path):
-    """Those of arguments, as transformers 4.57 reads them."""
-    given = {"push_to_hub": True, "push_to_hub_token": TOKEN, "push_to_hub_model_id": "named"}
-    with pytest.warns(FutureWarning, match="Old names"):
-        args = hftrainer.TrainingArguments(str(tmp_path / "run"), use_cpu=True, **given)
-    assert hftrainer.Trainer(make_plain(), args).hub_model_id == "me/named"
-    assert "me/named" in hub.repos
 
 
 def test_offline_with_a_client_of_the_script(hub, tmp_path, monkeypatch):

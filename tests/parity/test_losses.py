@@ -1,6 +1,5 @@
 """The loss that is trained and logged: functions of the user, label smoothing, losses in parts, `log_metric`."""
 
-import functools
 import logging
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from hftrainer.errors import InvalidArgument
 from tests.support import parity
 from tests.support.parity import EVALUATED, EVERY_STEP, assert_same_weights, build, compare, subclass, train
-from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data
+from tests.support.tiny import Plain, language_data, make_llama, make_plain, make_t5, plain_data, t5_data
 
 
 def make_without_loss():
@@ -36,39 +35,6 @@ def test_compute_loss_func(tmp_path, accumulation):
     settings = {"gradient_accumulation_steps": accumulation, **EVERY_STEP}
     compare(tmp_path, "plain", trainer=lambda: {"model": make_without_loss(), **given}, **settings)
     assert counts == {torch.float32}
-
-
-class Callable:
-    def __call__(self, outputs, labels):
-        return nn.functional.cross_entropy(outputs["logits"], labels)
-
-
-def with_further_keywords(outputs, labels, **kwargs):
-    return Callable()(outputs, labels)
-
-
-@pytest.mark.parametrize(
-    "loss_func",
-    [
-        pytest.param(lambda outputs, labels: Callable()(outputs, labels), id="two arguments"),
-        pytest.param(with_further_keywords, id="keywords that it ignores"),
-        pytest.param(functools.partial(with_further_keywords), id="partial"),
-        pytest.param(Callable(), id="object"),
-    ],
-)
-def test_loss_functions_that_do_not_count(tmp_path, loss_func):
-    """Reported in huggingface/transformers#36331: a mean of each micro-batch trains as that of the whole batch."""
-
-    def run(size, accumulation):
-        given = {"model": make_without_loss(), "compute_loss_func": loss_func}
-        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 4}
-        folder = tmp_path / str(size)
-        return train("hftrainer", "plain", folder, trainer=given, **settings, logging_steps=1, eval_strategy="epoch")
-
-    whole, parts = run(4, 1), run(2, 2)
-    assert all(torch.allclose(parts.weights[name], whole.weights[name], atol=1e-6) for name in whole.weights)
-    losses = [[line["loss"] for line in each.logs if "loss" in line] for each in (parts, whole)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("logging_steps", [1, 4])  # a line of one step has no losses before the one that is left out
@@ -178,14 +144,6 @@ def test_label_smoothing_in_seq2seq(tmp_path):
     settings = {"predict_with_generate": True, "generation_max_length": 6, "label_smoothing_factor": 0.1}
     settings |= {"trainer_class": parity.seq2seq, "script": lambda trainer: trainer.evaluate() and None}
     compare(tmp_path, (make_t5, decoder_data), **settings)
-
-
-def test_label_smoothing_of_several_labels(tmp_path):
-    model = make_bert()
-    model.config.problem_type = "multi_label_classification"
-    with pytest.warns(UserWarning, match="label_smoothing_factor"):
-        trainer, _ = build("hftrainer", "bert", tmp_path, trainer={"model": model}, label_smoothing_factor=0.1)
-    assert trainer.label_smoother is None
 
 
 class TwoLosses(Plain):

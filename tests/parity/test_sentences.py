@@ -33,7 +33,8 @@ def empty_folder(name, folder):
 def smooth_several_labels(name, folder):
     model = make_bert(num_labels=3)
     model.config.problem_type = "multi_label_classification"
-    make("bert", label_smoothing_factor=0.1, trainer={"model": model})(name, folder)
+    trainer = make("bert", label_smoothing_factor=0.1, trainer={"model": model})(name, folder)
+    assert trainer.label_smoother is None
 
 
 def no_padding_known(name, folder):

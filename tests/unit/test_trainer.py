@@ -102,23 +102,6 @@ def test_default_collator_as_transformers(name, values):
     assert_same_weights(ours, theirs)
 
 
-def test_old_override_of_a_model_that_takes_num_items(make_trainer):
-    """Such an override cannot pass the items on, so the model's mean is divided by the micro-batches."""
-
-    class Old(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False):
-            outputs = model(**inputs)
-            return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
-
-    trainer = make_trainer(make_llama(), language_data(), kind=Old, gradient_accumulation_steps=3)
-    trainer.current_gradient_accumulation_steps = 3
-    batch = next(iter(trainer.get_train_dataloader()))
-    model = trainer.model.eval()
-    whole = model(**batch)["loss"]
-    model.train = lambda mode=True: model
-    assert torch.equal(trainer._hftrainer.steps.loss(model, dict(batch), torch.tensor(99)), whole / 3)
-
-
 def make_vit():
     torch.manual_seed(1)
     sizes = {"image_size": 4, "patch_size": 2, "num_channels": 1, "hidden_size": 8, "intermediate_size": 16}

@@ -1,0 +1,57 @@
+"""`ControlActions`: what the control flags request, in its order, with the ranks synchronized after each action."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from hftrainer import TrainerControl, TrainerState
+from hftrainer.training.control_actions import ControlActions
+from hftrainer.training.run import Run
+
+
+def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
+    """The calls at step 5, in order, and the Trainer."""
+    calls = []
+
+    def record(name, result=None):
+        return lambda *_, **__: calls.append(name) or result
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(save_strategy=save_strategy),
+        state=TrainerState(global_step=5),
+        control=TrainerControl(**{f"should_{flag}": True for flag in flags}),
+        _evaluate=record("evaluate", {"eval_loss": 1.0}),
+        _determine_best_metric=record("judge", is_best),
+        _save_checkpoint=record("save"),
+    )
+    run = Run(last_logged=last_logged)
+    run.loop = SimpleNamespace(
+        **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
+        control_sync=SimpleNamespace(sync_control_flags=record("sync")),
+        watch=SimpleNamespace(phase=lambda name: contextlib.nullcontext(calls.append(name))),
+    )
+    saver = SimpleNamespace(call_on_save=record("on_save"))
+    actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, saver=saver))
+    actions._log_training_loss = record("log")
+    actions.run_requested(None, None, None, None, None, None, None)
+    return calls, trainer
+
+
+LOG, EVALUATE = ["log", "sync"], ["evaluation", "evaluate", "judge", "sync"]
+SAVE = ["saving", "save", "on_save", "sync"]
+
+
+def test_order_of_the_actions():
+    assert run_requested()[0] == []
+    assert run_requested("log", "evaluate", "save")[0] == LOG + EVALUATE + SAVE
+    assert run_requested("evaluate")[0] == EVALUATE
+    # A step has one log line.
+    assert run_requested("log", "save", last_logged=5)[0] == SAVE
+
+
+@pytest.mark.parametrize("is_best", [True, False])
+def test_best_metric_decides_about_saving(is_best):
+    calls, trainer = run_requested("evaluate", save_strategy="best", is_best=is_best)
+    assert calls == EVALUATE + SAVE * is_best and trainer.control.should_save is is_best
+    assert run_requested("evaluate", "save", is_best=is_best)[0] == EVALUATE + SAVE

@@ -1,0 +1,111 @@
+"""The loss of a micro-batch: what divides it, and the items that are counted for it."""
+
+import contextlib
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from hftrainer.releases import followed
+from hftrainer.trainer_pt_utils import LabelSmoother
+from hftrainer.training.run import Run
+from hftrainer.training.steps import TrainingSteps, split_losses
+
+
+def make_steps(release="5.20", *, averages_tokens=False, world_size=1, **attributes):
+    """Steps of a Trainer that has only the attributes which they read."""
+    ranks = SimpleNamespace(data_world_size=world_size, gather_numbers=lambda each, distinct: each.repeat(world_size))
+    defaults = {
+        **dict.fromkeys(("optimizer", "compute_loss_func", "loss_is_scaled_for_ga", "label_smoother")),
+        "args": SimpleNamespace(device="cpu", torch_empty_cache_steps=None),
+        "accelerator": SimpleNamespace(processes=ranks, unwrap_model=lambda model: model),
+        "state": SimpleNamespace(global_step=0),
+        **dict.fromkeys(("model_accepts_loss_kwargs", "_loss_shifts_labels"), False),
+        "compute_loss": lambda model, inputs, num_items_in_batch=None: model(inputs),
+        "compute_loss_context_manager": contextlib.nullcontext,
+        "_prepare_inputs": dict,
+    }
+    trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation=4, is_probed=True)
+    parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
+    return TrainingSteps(SimpleNamespace(trainer=trainer, run=run, **parts))
+
+
+class Returns(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.forward = lambda *_, **__: outputs
+
+
+LOSS = Returns(torch.tensor(12.0))
+
+
+#: Reported in huggingface/transformers#36331: such a loss is the mean of its micro-batch.
+MEANS = {
+    "function": lambda outputs, labels: None,
+    "function of keywords": (ignores := lambda outputs, labels, **kwargs: None),
+    "partial": functools.partial(ignores),
+    "object": type("Loss", (), {"__call__": lambda self, outputs, labels: None})(),
+}
+#: Attributes of the Trainer → the divisor of a loss of 4 micro-batches, with and without a number of items.
+DIVISORS = {
+    "plain model": ({}, 4, 4),
+    "model that takes items": ({"model_accepts_loss_kwargs": True}, 1, 4),
+    "override without items": ({"model_accepts_loss_kwargs": True, "compute_loss": lambda model, _: model()}, 4, 4),
+    **{f"{name} that ignores items": ({"compute_loss_func": function}, 4, 4) for name, function in MEANS.items()},
+    "function that takes items": ({"compute_loss_func": lambda outputs, labels, num_items_in_batch: None}, 1, 1),
+    "the user says that it is scaled": ({"loss_is_scaled_for_ga": True}, 1, 1),
+    "the user says that it is not": ({"loss_is_scaled_for_ga": False, "model_accepts_loss_kwargs": True}, 4, 4),
+}
+
+
+@pytest.mark.parametrize("case", DIVISORS)
+def test_divisor_of_the_loss(case):
+    attributes, counted, uncounted = DIVISORS[case]
+    steps = make_steps(**attributes)
+    for items, divisor in ((torch.tensor(10.0), counted), (None, uncounted)):
+        assert steps.loss(LOSS, {}, items).item() == 12 / divisor
+
+
+def test_losses_in_parts():
+    """The loss for backward is 'loss', or else the sum. The parts are logged, divided as the loss."""
+    assert split_losses(5) == (5, {})
+    assert split_losses({"a": 1, "b": 2}) == (3, {"a": 1, "b": 2})
+    steps, parts = make_steps(), {"a": torch.tensor(12.0), "b": torch.tensor(36.0), "none": None}
+    assert steps.loss(Returns({**parts, "loss": torch.tensor(48.0)}), {}, None).item() == 48 / 4
+    assert steps.run.logged_metrics.pop(torch.tensor(0.0), 1)[1] == {"a": 12 / 4, "b": 36 / 4}
+
+
+@pytest.mark.parametrize(("release", "divisor"), [("5.20", 8), ("5.14", 3)])
+def test_label_smoothing(release, divisor):
+    """The sum over the labels that count, by the items of the step; until v5.14 by those of the micro-batch."""
+    logits, labels = torch.tensor([[[2.0, 1.0, 0.0]] * 4]), torch.tensor([[0, 1, 2, -100]])
+    steps = make_steps(release, label_smoother=LabelSmoother(0.3), model_accepts_loss_kwargs=True)
+    loss, _ = steps.loss_and_outputs(Returns({"loss": None, "logits": logits}), {"labels": labels}, 8)
+    entropy = nn.functional.cross_entropy(logits[0], labels[0], reduction="sum", label_smoothing=0.3)
+    torch.testing.assert_close(loss, entropy / divisor)
+
+
+LABELS = [{"labels": torch.tensor([[1, -100, 3]])}, {"labels": torch.tensor([[1, 2, 3], [-100, -100, -100]])}]
+
+
+def count(release="5.20", batches=LABELS, **settings):
+    return make_steps(release, **{"model_accepts_loss_kwargs": True, **settings}).num_items(
+        batches, torch.device("cpu")
+    )
+
+
+def test_counting_of_items():
+    items = count()
+    assert items == 5 and items.dtype == torch.float32
+    # A causal model does not predict the first label of a row.
+    assert count(_loss_shifts_labels=True) == 3
+    assert count(averages_tokens=True, world_size=3) == 15
+
+
+def test_items_that_are_not_counted():
+    assert count(model_accepts_loss_kwargs=False) is None
+    assert count("4.50", model_accepts_loss_kwargs=False) == 5
+    assert count(model_accepts_loss_kwargs=False, compute_loss_func=len) == 5
+    assert count(batches=[]) is count(batches=[{"x": 1}]) is count(batches=[{"labels": [{"boxes": 1}]}]) is None
