@@ -78,7 +78,7 @@ def _arguments(text: str) -> str:
     rows = {row[1]: row.groups() for row in re.finditer(r"(?m)^\| `(\w+)` \| (.*) \| (.*) \| (.*) \| (.*) \|$", table)}
     guides = _guides()
     # Those of `Seq2SeqTrainingArguments` alone are declared in a module that imports torch.
-    subjects = {name: "Models that generate" for name in rows} | {
+    subjects = dict.fromkeys(rows, "Models that generate") | {
         name: argument.subject for name, argument in ARGUMENTS.items()
     }
     parts: dict[str, list[str]] = {OWN_SUBJECT: [], **{title: [] for title in subjects.values()}}

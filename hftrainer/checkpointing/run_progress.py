@@ -155,7 +155,7 @@ class RunProgress:
             effect = POSITION_SETTINGS[name]
             logger.warning("Resuming with %s=%s, was %s: %s.", name, settings[name], self.settings[name], effect)
         if data_changes := [name for name in changes if name not in _SAME_SAMPLES]:
-            changes_step = bool(set(data_changes) & {*_STEP_SETTINGS})
+            changes_step = bool(set(data_changes) & {*STEP_SETTINGS})
             logger.warning(
                 "Samples may be repeated or skipped in this epoch, and the run may not complete all epochs: %s.%s",
                 ", ".join(data_changes),
