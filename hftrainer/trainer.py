@@ -278,7 +278,7 @@ class Trainer(EarlierMethods):
     @overridable_property
     def loggers(self) -> list[Any]:
         """The Lightning loggers of this process, from `report_to` and `loggers`. Reading them opens their runs."""
-        return self._hftrainer.loggers()
+        return self._hftrainer.open_loggers()
 
     @overridable_property
     def hp_study(self) -> Any:
@@ -522,7 +522,7 @@ class Trainer(EarlierMethods):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples per optimizer step, over all ranks with distinct batches."""
         processes = args.world_size // self.get_tp_size() // self.get_cp_size() // self.get_sp_size()
-        return self._train_batch_size * self._hftrainer.engine.accumulation_at(0) * processes
+        return self._train_batch_size * self._hftrainer.engine.accumulation_steps_of(0) * processes
 
     def get_tp_size(self) -> int:
         """Tensor-parallel size: the ranks that share each layer."""
@@ -1149,8 +1149,8 @@ class Trainer(EarlierMethods):
             logs["epoch"] = self.state.epoch
         logs |= self._hftrainer.steps.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._hftrainer.announce("on_log", logs)
-        self._hftrainer.engine.show(logs)
+        self._hftrainer.call_callbacks("on_log", logs)
+        self._hftrainer.engine.show_values(logs)
 
     @staticmethod
     def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         resolved = ResolvedArguments.of(self)
         if self.device.type == "xla" or torch.distributed.is_initialized() or check_supported(resolved):
             return
-        Processes.at(rank_info).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
+        Processes.from_ranks(rank_info).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -184,8 +184,8 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         """
         from hftrainer.arguments.support import check_launch
 
-        processes = Processes.at(self._rank_info)
-        if not processes.several or (processes.is_self_launched and not torch.distributed.is_initialized()):
+        processes = Processes.from_ranks(self._rank_info)
+        if not processes.is_distributed or (processes.is_self_launched and not torch.distributed.is_initialized()):
             yield
             return
         if errors := check_launch(ResolvedArguments.of(self)):

@@ -197,7 +197,7 @@ class RaySearch(SearchBackend):
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:
                 # Ray raises this when it ends a trial, but may kill the process at the end of the search.
-                self.components.announce("on_train_end")
+                self.components.call_callbacks("on_train_end")
                 raise
 
     def _find_checkpoint(self, trainer: Trainer, step: int) -> Path | None:

@@ -66,7 +66,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         return model
     if is_sharded(model):
         return model
-    if plan.processes.several:
+    if plan.processes.is_distributed:
         broadcast_weights(model, torch.device("cpu"))
     return _wrap_model(model, settings, settings.xla).to(xla.device())
 

@@ -44,7 +44,7 @@ def _distributed_type(resolved: ResolvedArguments) -> DistributedType:
         return DistributedType.XLA
     if has_process_group and asks_for_deepspeed(resolved.args):
         return DistributedType.DEEPSPEED
-    return DistributedType.of(kind, several=has_process_group and resolved.rank_info.world_size > 1)
+    return DistributedType.from_device(kind, is_distributed=has_process_group and resolved.rank_info.world_size > 1)
 
 
 def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> None:
@@ -87,7 +87,7 @@ def get_partial_state(resolved: ResolvedArguments) -> Any:
     library = _library()
     if library is not None:
         return library.PartialState()
-    return ProcessState(Processes.at(resolved.rank_info), resolved.device, _distributed_type(resolved))
+    return ProcessState(Processes.from_ranks(resolved.rank_info), resolved.device, _distributed_type(resolved))
 
 
 def find_device_mismatch(device: torch.device) -> str | None:

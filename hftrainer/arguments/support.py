@@ -113,7 +113,9 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
-        processes=Processes.at(resolved.rank_info, tp_size=resolved.layout.tp_size, timeout=args.ddp_timeout_delta),
+        processes=Processes.from_ranks(
+            resolved.rank_info, tp_size=resolved.layout.tp_size, timeout=args.ddp_timeout_delta
+        ),
         process_group_backend=process_group_backend(resolved),
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(

@@ -71,7 +71,7 @@ class LoaderPlan:
     def synchronize(self) -> None:
         """Broadcast the main process's generator state, so that all processes draw the same order."""
         if self.generator is not None and self.processes is not None:
-            self.generator.set_state(self.processes.from_main(self.generator.get_state))
+            self.generator.set_state(self.processes.broadcast_from_main(self.generator.get_state))
 
 
 def plan_loader(

@@ -57,7 +57,7 @@ def can_skip_gathering(trainer: Trainer) -> bool:
         getattr(function, "__func__", None) is _GATHER_FOR_METRICS
         and function.__self__ is accelerator
         and getattr(accelerator.gather, "__func__", None) is _GATHER
-        and not accelerator.processes.several
+        and not accelerator.processes.is_distributed
     )
 
 

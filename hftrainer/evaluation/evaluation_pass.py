@@ -125,7 +125,7 @@ class EvaluationPass:
                 raise
             rows = self._rows(*predicted, inputs, position)
             self._keep(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
-        self.components.announce("on_prediction_step")
+        self.components.call_callbacks("on_prediction_step")
         self.components.run.signal_listener.check()
         # After the last batch, computing the metrics may take long.
         self.components.run.heartbeat.beat(is_slow=is_last)

@@ -77,7 +77,7 @@ class EvaluationRunner(Component):
         with self.make_loop_call(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
             output = self.to_loop_output(loop(), dataloader)
         metrics = self._with_speed(output, prefix, start_time)
-        self.components.announce("on_predict", metrics)
+        self.components.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def loop(
@@ -257,7 +257,7 @@ class EvaluationRunner(Component):
         metrics = self._with_speed(output, prefix, start_time)
         self.trainer.log(metrics)
         self.components.print_xla_metrics()
-        self.components.announce("on_evaluate", metrics)
+        self.components.call_callbacks("on_evaluate", metrics)
         return metrics
 
     def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:

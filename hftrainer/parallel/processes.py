@@ -50,12 +50,12 @@ class Processes(RankInfo):
     timeout: timedelta = timedelta(minutes=30)
 
     @classmethod
-    def at(cls, rank_info: RankInfo, **fields: Any) -> Processes:
+    def from_ranks(cls, rank_info: RankInfo, **fields: Any) -> Processes:
         """The processes of a run, from the ranks that a launcher has set."""
         return cls(**vars(rank_info), **fields)
 
     @property
-    def several(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there are other processes."""
         return self.world_size > 1
 
@@ -80,7 +80,7 @@ class Processes(RankInfo):
             timeout: timeout of a collective operation.
             allow_single_process: also make a group for a single process, which sharding needs.
         """
-        if not (self.several or allow_single_process) or distributed.is_initialized():
+        if not (self.is_distributed or allow_single_process) or distributed.is_initialized():
             return
         if visible_device_count(device) is not None:
             device_module(device.type).set_device(device)
@@ -110,7 +110,7 @@ class Processes(RankInfo):
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        if self.several:
+        if self.is_distributed:
             with CollectiveCall("a barrier"):
                 distributed.barrier()
 
@@ -133,9 +133,9 @@ class Processes(RankInfo):
 
         return result
 
-    def from_main(self, decide: Callable[[], T]) -> T:
+    def broadcast_from_main(self, decide: Callable[[], T]) -> T:
         """The result of `decide` on rank 0, broadcast to all ranks. If it raises, all ranks raise."""
-        if not self.several:
+        if not self.is_distributed:
             return decide()
         outcomes: Any = [_call(decide) if self.rank == 0 else None]
         with CollectiveCall("a decision of rank 0"):
@@ -170,7 +170,7 @@ class Processes(RankInfo):
         Raises:
             TypeError: for values that are not tensors, unless they are in lists and `objects` is set.
         """
-        if not self.several:
+        if not self.is_distributed:
             return data
 
         def gather_leaf(leaf: Any) -> Any:
@@ -190,7 +190,7 @@ class Processes(RankInfo):
             number: one element, of the same type in every process.
             distinct: use the number of only one rank of each tensor-parallel group.
         """
-        if not self.several:
+        if not self.is_distributed:
             return number.reshape(1)
         local_number = _on_backend_device(number).reshape(1)
         parts = [torch.empty_like(local_number) for _ in range(self.world_size)]
@@ -225,7 +225,7 @@ class Processes(RankInfo):
 
     def gather_objects(self, items: Any, distinct: bool = False) -> Any:
         """Gather sequences of picklable items from all processes into one list; `distinct` as in `gather`."""
-        if not self.several:
+        if not self.is_distributed:
             return items
         parts: list[Any] = [None] * self.world_size
         with CollectiveCall("the objects of all ranks"):
@@ -240,7 +240,7 @@ class Processes(RankInfo):
         """
         if reduction not in ("sum", "mean", "max", "none"):
             raise ValueError(f"reduction={reduction!r}: it must be 'sum', 'mean', 'max' or 'none'.")
-        if not self.several or reduction == "none":
+        if not self.is_distributed or reduction == "none":
             return data
 
         def reduce_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,7 +262,7 @@ class Processes(RankInfo):
             return _pad_tensor(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         with CollectiveCall("the sizes on all ranks"):
-            return map_leaves(data, torch.Tensor, pad) if self.several else data
+            return map_leaves(data, torch.Tensor, pad) if self.is_distributed else data
 
     def split_for_rank(self, items: Any, apply_padding: bool) -> Any:
         """The rank's part of a sequence or tensor. Without padding, the first ranks may get one more item."""
@@ -278,11 +278,11 @@ class Processes(RankInfo):
 
     def run_on_main(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0. Heartbeats keep the other ranks from timing out, however long it takes."""
-        if not self.several:
+        if not self.is_distributed:
             work()
             return
         job = start_in_thread(work) if self.rank == 0 else None
-        while not self.from_main(lambda: _wait_for_job(job)):
+        while not self.broadcast_from_main(lambda: _wait_for_job(job)):
             pass
 
     @contextlib.contextmanager

@@ -60,17 +60,17 @@ class OptunaSearch(backend.SearchBackend):
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
         _check(n_trials, options, kwargs, trainer.args.world_size > 1)
         self._jobs = number_of_jobs(options.pop("n_jobs", 1))
-        from_main: Any = trainer.accelerator.processes.from_main
-        from_main(lambda: self._open_study(trainer, kwargs))
+        broadcast_from_main: Any = trainer.accelerator.processes.broadcast_from_main
+        broadcast_from_main(lambda: self._open_study(trainer, kwargs))
         if trainer.args.process_index == 0:
             self._run_trials(trainer, n_trials, options)
-            return from_main(lambda: (None, self._best()))[1]
+            return broadcast_from_main(lambda: (None, self._best()))[1]
         # The main process sends the number of each trial, and finally the best trial.
         while True:
-            number, best = from_main(lambda: None)
+            number, best = broadcast_from_main(lambda: None)
             if number is None:
                 return best
-            self._train_with_main(trainer, SharedTrial(None, number, from_main))
+            self._train_with_main(trainer, SharedTrial(None, number, broadcast_from_main))
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The values that `hp_space` chooses."""
@@ -94,7 +94,7 @@ class OptunaSearch(backend.SearchBackend):
         if trial.should_prune():
             import optuna
 
-            self.components.announce("on_train_end")
+            self.components.call_callbacks("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
     def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
@@ -190,9 +190,9 @@ class OptunaSearch(backend.SearchBackend):
         is_distributed, shared_trial = trainer.args.world_size > 1, trial
         error: Exception | None = None
         if is_distributed:
-            from_main = trainer.accelerator.processes.from_main
-            from_main(lambda: (trial.number, None))
-            shared_trial = SharedTrial(trial, trial.number, from_main)
+            broadcast_from_main = trainer.accelerator.processes.broadcast_from_main
+            broadcast_from_main(lambda: (trial.number, None))
+            shared_trial = SharedTrial(trial, trial.number, broadcast_from_main)
         try:
             objective = self.objective(trainer, shared_trial)
         except optuna.TrialPruned as pruned:
@@ -297,15 +297,15 @@ class SharedTrial:
     Args:
         trial: Optuna's trial in the main process; None in other processes.
         number: the trial's number in the study.
-        from_main: calls a function in the main process, and returns its result or raises its error in every process.
+        broadcast_from_main: calls a function in the main process, and returns or raises its outcome in every process.
 
     Attributes:
         params: the suggested values by name.
     """
 
-    def __init__(self, trial: Any, number: int, from_main: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, trial: Any, number: int, broadcast_from_main: Callable[[Callable[[], Any]], Any]) -> None:
         self._trial = trial
-        self._from_main = from_main
+        self._broadcast_from_main = broadcast_from_main
         self.number = number
         self.params: dict[str, Any] = {}
 
@@ -317,7 +317,7 @@ class SharedTrial:
             raise AttributeError(f"A trial in several processes has number, params and methods, but not {name!r}.")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            result, self.params = self._from_main(
+            result, self.params = self._broadcast_from_main(
                 lambda: (getattr(self._trial, name)(*args, **kwargs), self._trial.params)
             )
             return result

@@ -121,7 +121,7 @@ class ControlActions(Component):
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
             rank_metrics = metrics
-            metrics = trainer.accelerator.processes.from_main(lambda: rank_metrics)
+            metrics = trainer.accelerator.processes.broadcast_from_main(lambda: rank_metrics)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
         if needs_metric(trainer.lr_scheduler) and steps_schedule:
             trainer.lr_scheduler.step(get_metric(metrics, trainer.args.metric_for_best_model or "loss"))

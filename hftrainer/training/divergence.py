@@ -137,7 +137,7 @@ class DivergenceWatch:
         loss, norm = torch.stack([self._loss.float(), norm.float()]).tolist()
         reason, value = self._judge(loss, 0.0 if has_scaler else norm)
         processes = self.trainer.accelerator.processes
-        if processes.start_max_over_ranks([int(reason)])()[0] if processes.several else reason:
+        if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
             step = self.trainer.state.global_step + 1
             raise Diverged(Finding(step, reason, value, self._spans, self._samples()))
         self.recent_losses.append(loss)
@@ -179,7 +179,7 @@ class SkippedSamples:
     def __init__(self, trainer: Trainer, trial: Any, checkpoint: str | None) -> None:
         self.trainer = trainer
         self.path = os.path.join(run_folder(trainer, trial), SKIPPED_NAME)
-        self.entries: list[dict[str, Any]] = trainer.accelerator.processes.from_main(
+        self.entries: list[dict[str, Any]] = trainer.accelerator.processes.broadcast_from_main(
             lambda: self._load_entries(checkpoint)
         )
         self.windows: dict[tuple[int, int], int] = {}
@@ -287,7 +287,7 @@ class SkippedSamples:
         }
         self.entries.append(entry)
         self._apply(entry)
-        processes.from_main(lambda: _append_entry(self.path, entry))
+        processes.broadcast_from_main(lambda: _append_entry(self.path, entry))
         return (
             f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"
         )

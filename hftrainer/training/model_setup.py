@@ -139,11 +139,11 @@ class ModelSetup(Component):
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
-        args = self.trainer.args
+        args, shards_model = self.trainer.args, self.components.strategy.shards_model
         inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
-            "place_model_on_device": args.place_model_on_device is not False and not self.components.strategy.shards,
+            "place_model_on_device": args.place_model_on_device is not False and not shards_model,
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),
@@ -366,7 +366,7 @@ class ModelSetup(Component):
     @contextlib.contextmanager
     def _preserve_flos_count(self) -> Iterator[None]:
         """Count the model's operations before the block shards it, and keep that count afterwards."""
-        if not self.components.strategy.shards:
+        if not self.components.strategy.shards_model:
             yield
             return
         per_token = self.components.steps.count_flos_per_token()

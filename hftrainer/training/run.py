@@ -30,7 +30,7 @@ class Run:
 
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
-        accumulation: micro-batches in the current optimizer step.
+        accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
         loop: the training loop while it runs.
@@ -58,7 +58,7 @@ class Run:
     """
 
     train_batch_size: int = 0
-    accumulation: int = 1
+    accumulation_steps: int = 1
     has_created_scheduler: bool = False
     trial: Any = None
     loop: TrainingLoop | None = None

@@ -35,23 +35,23 @@ class RunBatches(MicroBatchIterator):
 
     # ---- Accumulation ------------------------------------------------------------------------------------------
 
-    def planned_accumulation(self) -> int:
+    def planned_accumulation_steps(self) -> int:
         """The value of Lightning's `GradientAccumulationScheduler` for the epoch, or else of the argument."""
-        steps: int = self.components.engine.accumulation_at(self.loop.epoch)
+        steps: int = self.components.engine.accumulation_steps_of(self.loop.epoch)
         return steps
 
-    def accumulation(self) -> int:
+    def accumulation_steps(self) -> int:
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
         self.components.model_setup.check_accumulation(argument)
-        steps: int = self.components.engine.accumulation_at(self.loop.epoch, argument)
+        steps: int = self.components.engine.accumulation_steps_of(self.loop.epoch, argument)
         return steps
 
     def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
         self.loop.is_between_steps = False
         samples, num_items = self._get_batch_samples(iterator, count, device=self.run.loss_since_log.device)
-        self.run.accumulation = len(samples)
+        self.run.accumulation_steps = len(samples)
         return samples, num_items
 
     def should_skip(self, start: int) -> bool:

@@ -106,14 +106,14 @@ class TrainingRunner(Component):
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
-        processes = self.trainer.accelerator.processes
-        if self.trainer.args.should_save:
-            clear_stale(str(self.trainer.args.output_dir))
+        processes, args = self.trainer.accelerator.processes, self.trainer.args
+        if args.should_save:
+            clear_stale(str(args.output_dir))
         processes.barrier()
         folder: str | None
         resume_from_checkpoint = self.components.storage_sync.fetch(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
-            folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, self.trainer.args))
+            folder = processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
             return folder
         from hftrainer.hub.download import download_checkpoint
 
@@ -121,17 +121,17 @@ class TrainingRunner(Component):
         with processes.run_in_order(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
                 resume_from_checkpoint,
-                self.trainer.args.hub_token,
-                hub_model_id=self.trainer.args.hub_model_id,
-                hub_revision=self.trainer.args.hub_revision,
+                args.hub_token,
+                hub_model_id=args.hub_model_id,
+                hub_revision=args.hub_revision,
             )
-        processes.from_main(lambda: resume.find_folder(folder, self.trainer.args))
+        processes.broadcast_from_main(lambda: resume.find_folder(folder, args))
         return folder
 
     def _keep_global_batch(self, folder: str) -> None:
         """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
         processes = self.trainer.accelerator.processes
-        global_batch = processes.from_main(lambda: read_global_batch(folder))
+        global_batch = processes.broadcast_from_main(lambda: read_global_batch(folder))
         if global_batch is None:
             logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
             return
@@ -357,7 +357,7 @@ class TrainingRunner(Component):
         )
         if trainer.args.should_save and should_keep_only_best and self.components.storage_sync.mirror is None:
             delete_all_but_best(str(best_checkpoint), run_dir)
-        self.components.announce("on_train_end")
+        self.components.call_callbacks("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:

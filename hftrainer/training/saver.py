@@ -70,7 +70,7 @@ class CheckpointSaver(Component):
         if uses_thread:
             with components.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
-        with components.engine.saving(trainer.model) as (_, callback_state):
+        with components.engine.apply_callback_weights(trainer.model) as (_, callback_state):
             trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not uses_thread:
@@ -83,7 +83,7 @@ class CheckpointSaver(Component):
             if callback_state:
                 components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards and peers.is_peft(components.unwrapped_model):
+        elif components.strategy.shards_model and peers.is_peft(components.unwrapped_model):
             self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
@@ -121,7 +121,7 @@ class CheckpointSaver(Component):
                 self.trainer.args.metric_for_best_model,
             )
             return
-        reason = self.trainer.accelerator.processes.from_main(lambda: resume.unloadable_reason(best))
+        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.unloadable_reason(best))
         if reason is None:
             self.trainer._load_best_model()
         else:
@@ -130,11 +130,11 @@ class CheckpointSaver(Component):
     def wait(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.components.checkpoint_writer
-        from_main = self.trainer.accelerator.processes.from_main
+        broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
         if writer.in_background:
             writer.wait_for_part()
-            from_main(writer.wait)
-            writer.has_failed, state.best_model_checkpoint = from_main(
+            broadcast_from_main(writer.wait)
+            writer.has_failed, state.best_model_checkpoint = broadcast_from_main(
                 lambda: (writer.has_failed, state.best_model_checkpoint)
             )
 
@@ -163,14 +163,14 @@ class CheckpointSaver(Component):
         trainer = self.trainer
         state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
 
-        def announce() -> None:
+        def call_callbacks() -> None:
             # If this checkpoint was written in the background, the next one may be due already.
             should_save = trainer.control.should_save
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
             trainer.control.should_save |= should_save
 
         trainer.control.should_save = False
-        self.components.checkpoint_writer.call_when_complete(announce)
+        self.components.checkpoint_writer.call_when_complete(call_callbacks)
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
@@ -186,7 +186,7 @@ class CheckpointSaver(Component):
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `best`, at the end of a run."""
-        load = self.components.strategy.load_best if best else self.components.strategy.load_weights
+        load = self.components.strategy.load_best_model if best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.unwrapped_model)
         incompatible = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
         if incompatible is not None:
@@ -195,7 +195,7 @@ class CheckpointSaver(Component):
     def load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
         # A sharded model loads its shards later.
-        if not self.components.strategy.shards:
+        if not self.components.strategy.shards_model:
             try:
                 self.trainer._load_from_checkpoint(folder)
             # torch raises this for weights of different shapes.
@@ -270,15 +270,14 @@ class CheckpointSaver(Component):
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
             # Callbacks such as ModelPruning may rename the model's weights.
-            saved_weights = (
-                self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
-            )
+            apply_weights = self.components.engine.apply_callback_weights
+            saved_weights = apply_weights(model) if weights is None else contextlib.nullcontext((weights, None))
             with saved_weights as (weights, _):
                 yield {} if weights is None else {"state_dict": weights}
         else:
             yield None
         if not internal:
-            strategy.save_parts_beside_model(folder)
+            strategy.save_remaining_parts(folder)
 
     def save_model_files(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
@@ -332,7 +331,7 @@ class CheckpointSaver(Component):
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        is_best_on_disk = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best))
         if state.best_global_step == state.global_step or is_best_on_disk:
             state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")

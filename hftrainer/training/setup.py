@@ -105,7 +105,7 @@ class TrainerSetup(Component):
         """Open the repository, create the output folder, and call `on_init_end`."""
         args = self.trainer.args
         if args.push_to_hub:
-            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
+            self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
         self.components.storage_sync.open()
         if args.should_save:
             try:
@@ -115,7 +115,7 @@ class TrainerSetup(Component):
                     f"output_dir={args.output_dir!r}: this path, or one of its parents, is a file. Pass the path of "
                     "a folder, which need not exist."
                 ) from None
-        self.components.announce("on_init_end")
+        self.components.call_callbacks("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
@@ -185,8 +185,8 @@ class TrainerSetup(Component):
         components.engine = lightning_adapter().LightningEngine(
             strategy,
             components.lightning_callbacks,
-            loggers=components.loggers,
-            receive=lambda values: components.run.logged_metrics.set(values),
+            get_loggers=components.open_loggers,
+            log_values=lambda values: components.run.logged_metrics.set(values),
         )
         recorded(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
@@ -221,7 +221,7 @@ class TrainerSetup(Component):
 
     def apply_arguments(self) -> None:
         """Set everything that depends on the arguments; called again for each trial."""
-        self.run.accumulation = self.trainer.args.gradient_accumulation_steps
+        self.run.accumulation_steps = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
         self.trainer._eval_dataloaders = {}
@@ -250,7 +250,7 @@ class TrainerSetup(Component):
         self._apply_changeable_arguments()
         # The script may have set push_to_hub after it created the Trainer.
         if trainer.args.push_to_hub:
-            trainer.accelerator.processes.from_main(
+            trainer.accelerator.processes.broadcast_from_main(
                 lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
 

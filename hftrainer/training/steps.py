@@ -148,7 +148,7 @@ class TrainingSteps(Component):
             devices.empty_cache()
         loss, parts = split_losses(loss)
         loss = check_loss(loss, self._remedy)
-        divisor = self.components.policy.loss_divisor(self.run.accumulation, trainer.args)
+        divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
         if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
             divisor = 1
         for name, part in parts.items():

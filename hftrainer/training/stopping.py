@@ -197,7 +197,7 @@ class ControlSync:
     def _requests(self) -> list[int]:
         """The signal and flags of this rank, merged with the pending requests of all ranks."""
         flags = [getattr(self.trainer.control, name) for name in _FLAGS]
-        rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.stops)]
+        rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.should_stop)]
         pending = [0] * len(rank_requests) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
         return [max(each) for each in zip(rank_requests, pending, strict=True)]
 
@@ -211,7 +211,7 @@ class ControlSync:
         self._signal, *flags, stops = requests
         for name, flag in zip(_FLAGS, flags, strict=True):
             setattr(control, name, bool(flag))
-        self.engine.stops = bool(stops)
+        self.engine.should_stop = bool(stops)
         self._has_stop_flag = control.should_training_stop or control.should_epoch_stop
 
     @property

@@ -182,7 +182,7 @@ class StorageSync(Component):
         results: list[T] = []
         processes = self.trainer.accelerator.processes
         processes.run_on_main(lambda: results.append(action()))
-        result: T = processes.from_main(lambda: results[0])
+        result: T = processes.broadcast_from_main(lambda: results[0])
         return result
 
     def wait_for_space(self) -> None:

@@ -69,11 +69,11 @@ def leaves_masks(pruning: ModelPruning) -> bool:
     return not pruning._make_pruning_permanent
 
 
-def first_layers(pruning: ModelPruning) -> list[Any]:
+def original_layers(pruning: ModelPruning) -> list[Any]:
     """Copies of the layers before training, to which lottery-ticket pruning resets the weights."""
     return list((pruning._original_layers or {}).values())
 
 
 def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
-    """The module of the pruned parameter at this index; `first_layers` stores only indices."""
+    """The module of the pruned parameter at this index; `original_layers` stores only indices."""
     return pruning._parameters_to_prune[index][0]
