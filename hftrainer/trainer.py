@@ -131,7 +131,7 @@ class Trainer(EarlierMethods):
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
     current_flos = RunAttribute("flos")
-    current_gradient_accumulation_steps = RunAttribute("accumulation")
+    current_gradient_accumulation_steps = RunAttribute("accumulation_steps")
     neftune_noise_alpha: float | None
     # The NEFTune hook of a run; remains set after the hook is removed.
     neftune_hook_handle: Any

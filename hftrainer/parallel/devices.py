@@ -107,7 +107,7 @@ def memory_peak() -> int | None:
     return None if module in (None, torch.mps) else max(_highest_returned_peak[0], int(module.max_memory_allocated()))
 
 
-def take_memory_peak() -> int | None:
+def pop_memory_peak() -> int | None:
     """The peak in bytes since the last call or reset. `memory_peak` still counts from the reset."""
     module = _module_in_use()
     if module in (None, torch.mps):
@@ -125,7 +125,7 @@ def reset_memory_peak() -> None:
         module.reset_peak_memory_stats()
 
 
-#: The highest peak since the reset that `take_memory_peak` has returned, as the only item.
+#: The highest peak since the reset that `pop_memory_peak` has returned, as the only item.
 _highest_returned_peak = [0]
 
 

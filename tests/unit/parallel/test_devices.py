@@ -133,9 +133,9 @@ def test_a_peak_that_is_taken_counts_for_the_others(monkeypatch):
     monkeypatch.setattr(devices, "_module_in_use", lambda: module)
     devices.reset_memory_peak()
     module.peak = 7
-    assert (devices.memory_peak(), devices.take_memory_peak(), devices.memory_peak()) == (7, 7, 7)
+    assert (devices.memory_peak(), devices.pop_memory_peak(), devices.memory_peak()) == (7, 7, 7)
     module.peak = 3
-    assert (devices.take_memory_peak(), devices.memory_peak()) == (3, 7)
+    assert (devices.pop_memory_peak(), devices.memory_peak()) == (3, 7)
     devices.reset_memory_peak()
     assert devices.memory_peak() == 0
 
