@@ -24,7 +24,7 @@ from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
+from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
 from hftrainer.compat.tracebacks import HideEngineFrames
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
@@ -63,7 +63,7 @@ PREFIX_CHECKPOINT_DIR = names.PREFIX_CHECKPOINT_DIR
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
-@recorded
+@record_methods
 class Trainer(EarlierMethods):
     """Trains, evaluates and predicts with a model, as `transformers.Trainer` does, on PyTorch Lightning.
 

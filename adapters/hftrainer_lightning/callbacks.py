@@ -31,7 +31,7 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.safe_loading import fitting
+from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import use_previous_epoch
 
@@ -251,7 +251,7 @@ def restore_state(trainer: pl.Trainer, module: TrainerModule, state: Mapping[str
             # lightning 2.6 restores into an attribute that does not exist.
             if isinstance(callback, SpikeDetection):
                 callback.running = callback.running_mean  # type: ignore[attr-defined]
-            with fitting(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
+            with name_file_in_errors(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
                 callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.flow import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
-from hftrainer.compat.overrides import accepted_by, names_in_code
+from hftrainer.compat.overrides import accepted_args, names_in_code
 from hftrainer.errors import NotACallback
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class CallbackHandler(TrainerCallback):
                 **kwargs,
             }
             if is_plain:
-                arguments = accepted_by(handler, arguments)
+                arguments = accepted_args(handler, arguments)
             was_stopped = control.should_training_stop
             result = handler(args, state, control, **arguments)
             if result is not None and not hasattr(result, "should_training_stop"):

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat import peers
-from hftrainer.compat.safe_loading import fitting
+from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer.data.collators import draws_nothing, holds_samples
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import DATA_STATE, RandomSources, WorkerBatch
@@ -262,7 +262,7 @@ class EpochReader:
         """Resume a loader that is not a `PreparedDataLoader`."""
         loader, skipped = self.loader, 0
         if position and saved is not None and saved.get("loader") is not None and is_stateful(loader):
-            with fitting(DATA_STATE):
+            with name_file_in_errors(DATA_STATE):
                 loader.load_state_dict(saved["loader"])
         elif position:
             loader, skipped = skip_first(loader, position)
@@ -275,7 +275,7 @@ class EpochReader:
 
     def restore_held(self, saved: dict[str, Any]) -> None:
         """Restore the generators of samplers, datasets and collators."""
-        with fitting(DATA_STATE):
+        with name_file_in_errors(DATA_STATE):
             self._sources.restore_held(saved["held"])
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.safe_loading import fitting, load_torch_file
+from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors
 from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices
 
@@ -68,14 +68,14 @@ class RandomSources:
         Raises:
             DamagedCheckpoint: if the states have another form.
         """
-        with fitting(DATA_STATE):
+        with name_file_in_errors(DATA_STATE):
             restore_random_states(dict(states))
             self.restore_held(states["held"])
 
     def restore_held(self, held: Mapping[str, Any]) -> None:
         """Restore the states of `generator_states`, and make generators that are made at first use.
 
-        Call this method within `fitting`.
+        Call this method within `name_file_in_errors`.
         """
         owners = self._owners()
         for path, state in held.items():
@@ -184,7 +184,7 @@ def load_rng_state(path: str) -> None:
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = load_torch_file(path)
-    with fitting(path):
+    with name_file_in_errors(path):
         restore_rng_state(states)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
-from hftrainer.compat.overrides import accepted_by, drop_unaccepted_keywords, has_length, is_overridden
+from hftrainer.compat.overrides import accepted_args, drop_unaccepted_keywords, has_length, is_overridden
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
@@ -206,7 +206,7 @@ class EvaluationRunner(Component):
                 inputs = {**inputs, "skip_logits": True}
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
-                yield inputs, accepted_by(trainer.compute_loss, keywords)
+                yield inputs, accepted_args(trainer.compute_loss, keywords)
         finally:
             components.averages_tokens = averages_tokens
 
@@ -235,7 +235,7 @@ class EvaluationRunner(Component):
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         engine = self.components.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
-        accepted = accepted_by(loop, {**settings, "metric_key_prefix": metric_key_prefix})
+        accepted = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
         with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
             yield functools.partial(loop, dataloader, description, **accepted)
 

@@ -149,7 +149,7 @@ class FsdpStrategy(Strategy):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load this process's part of the states of any checkpoint."""
-        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, sharded=True)
+        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, is_sharded=True)
 
 
 class ShardedScaler(ShardedGradScaler):

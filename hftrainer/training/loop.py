@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.resume import explain_other_kind
+from hftrainer.checkpointing.resume import explain_incompatible_state
 from hftrainer.compat import overrides
 from hftrainer.compat.safe_loading import as_bytes
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
@@ -106,7 +106,7 @@ class TrainingLoop:
             try:
                 self.trainer._load_optimizer_and_scheduler(self.resume_folder)
             except (DamagedCheckpoint, InvalidSetup) as error:
-                explain_other_kind(str(self.resume_folder), self.trainer.args, error)
+                explain_incompatible_state(str(self.resume_folder), self.trainer.args, error)
                 raise
 
     @property

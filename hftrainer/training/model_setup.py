@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import peers
 from hftrainer.compat.messages import tell
-from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled
+from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
 from hftrainer.compat.peers import bare_name
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -127,7 +127,7 @@ class ModelSetup(Component):
         sharding_methods = (
             ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
         )
-        refuse_uncalled(type(self.trainer), "_build_accelerator_args", *sharding_methods)
+        refuse_uncalled_methods(type(self.trainer), "_build_accelerator_args", *sharding_methods)
         if self.trainer.place_model_on_device:
             self._check_script_optimizer()
             self.trainer._move_model_to_device(model, self.trainer.args.device)

@@ -12,7 +12,7 @@ from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.messages import log_facts, tell
-from hftrainer.compat.overrides import has_length, make_scheduler, positional_count
+from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
@@ -33,7 +33,7 @@ class Planner(Component):
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
-        count = positional_count(self.trainer.set_initial_training_values)
+        count = count_positional_arguments(self.trainer.set_initial_training_values)
         needs_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
         values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_schedule(values, args, total_train_batch_size=size)

@@ -17,7 +17,7 @@ from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
-from hftrainer.checkpointing.run_progress import read_global_batch
+from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
@@ -74,7 +74,7 @@ class TrainingRunner(Component):
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model, apply the arguments of this `train()`, and return the checkpoint to resume from."""
         model_setup = self.components.model_setup
-        resume.warn_about_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
+        resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.components.checkpoint_writer.close_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
         if self.components.policy.makes_model_before_trial:
@@ -131,13 +131,13 @@ class TrainingRunner(Component):
     def _keep_global_batch(self, folder: str) -> None:
         """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
         processes = self.trainer.accelerator.processes
-        global_batch = processes.broadcast_from_main(lambda: read_global_batch(folder))
-        if global_batch is None:
+        global_batch_size = processes.broadcast_from_main(lambda: read_global_batch_size(folder))
+        if global_batch_size is None:
             logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
             return
-        steps = accumulation_steps(global_batch, self.run.train_batch_size, processes.data_world_size)
+        steps = accumulation_steps(global_batch_size, self.run.train_batch_size, processes.data_world_size)
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
-            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch} samples of a step (elastic=True).")
+            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
         self.trainer.args.gradient_accumulation_steps = steps
         self.components.setup.apply_changes()
 

@@ -21,7 +21,7 @@ from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, sta
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import accepted_by, is_overridden
+from hftrainer.compat.overrides import accepted_args, is_overridden
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
@@ -71,7 +71,7 @@ class CheckpointSaver(Component):
             with components.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
         with components.engine.apply_callback_weights(trainer.model) as (_, callback_state):
-            trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
+            trainer.save_model(folder, **accepted_args(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not uses_thread:
                 trainer._save_optimizer_and_scheduler(folder)
@@ -131,7 +131,7 @@ class CheckpointSaver(Component):
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.components.checkpoint_writer
         broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
-        if writer.in_background:
+        if writer.is_async:
             writer.wait_for_part()
             broadcast_from_main(writer.wait)
             writer.has_failed, state.best_model_checkpoint = broadcast_from_main(
@@ -161,7 +161,7 @@ class CheckpointSaver(Component):
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""
         trainer = self.trainer
-        state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
+        state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.is_async else trainer.state
 
         def call_callbacks() -> None:
             # If this checkpoint was written in the background, the next one may be due already.
@@ -390,7 +390,7 @@ class CheckpointSaver(Component):
             else:
                 staging_path = next(filter(None, folders[processes.rank :: -1]))
                 # Overrides may gather weights on all ranks.
-                trainer.save_model(staging_path, **accepted_by(trainer.save_model, {"_internal_call": True}))
+                trainer.save_model(staging_path, **accepted_args(trainer.save_model, {"_internal_call": True}))
                 with writer.report_part_errors(path):
                     strategy.write_parts(staging_path, writer.write_part)
                 yield lambda: None

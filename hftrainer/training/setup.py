@@ -33,7 +33,7 @@ from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import check_lightning_methods, is_overridden, recorded, refuse_rewritten
+from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
@@ -180,7 +180,7 @@ class TrainerSetup(Component):
         components.strategy = strategy = self._connect_processes()
         plan = strategy.plan
         components.checkpoint_writer = CheckpointWriter(
-            in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
+            is_async=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )
         components.engine = lightning_adapter().LightningEngine(
             strategy,
@@ -188,7 +188,7 @@ class TrainerSetup(Component):
             get_loggers=components.open_loggers,
             log_values=lambda values: components.run.logged_metrics.set(values),
         )
-        recorded(EngineAccelerator)
+        record_methods(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
             components.engine,
             strategy.device,

@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords, is_overridden
+from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.compat.tracebacks import describe_type, note_batch
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
@@ -134,7 +134,7 @@ class TrainingSteps(Component):
             self._probe(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.is_probed = num_items_in_batch is not None or not trainer.args.elastic
-        kwargs = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(model, inputs, **kwargs)
