@@ -654,7 +654,7 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        loss, outputs = self._hftrainer.steps.loss_and_outputs(model, inputs, num_items_in_batch)
+        loss, outputs = self._hftrainer.steps.compute_loss_and_outputs(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:

@@ -81,7 +81,7 @@ class RaySearch(SearchBackend):
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
         try:
             analysis = tune.run(
-                tune.with_parameters(train_trial, packed=pack(self.components)),
+                tune.with_parameters(train_trial, packed_trainer=pack(self.components)),
                 config=dict(space),
                 num_samples=-1 if n_trials is None else n_trials,
                 **options,
@@ -166,7 +166,7 @@ class RaySearch(SearchBackend):
         try:
             with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
                 path = None if folder is None else str(next(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
-                self.objective(trainer, trial, checkpoint=path)
+                self.train_and_evaluate(trainer, trial, checkpoint=path)
             self.send_pending_report(trainer)
         finally:
             self.components.runner.release_trial()
@@ -209,9 +209,9 @@ class RaySearch(SearchBackend):
         return folder if folder.is_dir() and not self.components.checkpoint_writer.has_failed else None
 
 
-def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
+def train_trial(config: dict[str, Any], packed_trainer: PackedTrainer) -> None:
     """Train a trial. Ray calls this in the trial's process."""
-    components = packed.unpack()
+    components = packed_trainer.unpack()
     assert isinstance(components.search, RaySearch)
     components.search.train(components.trainer, config)
 

@@ -68,7 +68,7 @@ class RowDataset:
         return self._iterate(self._iteration_count)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        pairs = map(as_pair, self._order(iteration))
+        pairs = map(as_pair, self._iterate_rows(iteration))
         if self._size is None:
             yield from pairs
             return
@@ -77,7 +77,7 @@ class RowDataset:
                 return
             yield _stack([features for features, _ in batch]), _stack([labels for _, labels in batch])
 
-    def _order(self, iteration: int) -> Iterator[Any]:
+    def _iterate_rows(self, iteration: int) -> Iterator[Any]:
         # torch's IterableDataset has a __getitem__ too, which raises.
         rows: Any = self.rows if hasattr(self.rows, "__len__") and hasattr(self.rows, "__getitem__") else None
         for repetition in itertools.count():

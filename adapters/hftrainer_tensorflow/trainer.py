@@ -224,7 +224,7 @@ class TFTrainer:
         """
         if self._past is not None:
             features = {**features, "mems": self._past}
-        loss, outputs = models.loss_and_outputs(self.model, features, labels, training)
+        loss, outputs = models.compute_loss_and_outputs(self.model, features, labels, training)
         if (index := legacy.value(self.args, "past_index")) >= 0:
             # The outputs do not include the loss.
             self._past = outputs[index - 1]

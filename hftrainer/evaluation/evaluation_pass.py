@@ -166,7 +166,7 @@ class EvaluationPass:
         rows = {"losses": losses, "inputs": main_input, "predictions": logits, "label_ids": labels}
         if isinstance(self.metrics, TorchMetrics):
             counted_losses = None if losses is None else losses[: position.counted_samples]
-            self.metrics.update(self._prediction({**rows, "losses": counted_losses}), position.is_filler)
+            self.metrics.update(self._make_prediction({**rows, "losses": counted_losses}), position.is_filler)
         if position.is_filler:
             rows = drop_all_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
@@ -196,9 +196,9 @@ class EvaluationPass:
         if isinstance(self.metrics, FunctionMetrics) and self.metrics.by_batch:
             # The function gets the complete batch of inputs, as in transformers.
             full_inputs = {"inputs": inputs} if "inputs" in gathered else {}
-            self.metrics.update(self._prediction({**gathered, **full_inputs}), is_last)
+            self.metrics.update(self._make_prediction({**gathered, **full_inputs}), is_last)
 
-    def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
+    def _make_prediction(self, rows: dict[str, Any]) -> EvalPrediction:
         losses = rows.get("losses") if "loss" in self.args.include_for_metrics else None
         return EvalPrediction(rows.get("predictions"), rows.get("label_ids"), rows.get("inputs"), losses)
 
@@ -206,7 +206,7 @@ class EvaluationPass:
         """Compute the metrics over all batches, and set `output`."""
         arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
         gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
-        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(arrays), gather)))
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._make_prediction(arrays), gather)))
         self.has_metrics = bool(metrics)
         full_prefix = f"{self.prefix}_"
         if (losses := arrays["losses"]) is not None:

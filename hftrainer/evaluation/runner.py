@@ -76,7 +76,7 @@ class EvaluationRunner(Component):
         start_time = time.time()
         with self.make_loop_call(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
             output = self.to_loop_output(loop(), dataloader)
-        metrics = self._with_speed(output, prefix, start_time)
+        metrics = self._add_speed(output, prefix, start_time)
         self.components.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
@@ -254,13 +254,13 @@ class EvaluationRunner(Component):
             prefix: prefix of each metric's name.
             start_time: when the loop began, in seconds.
         """
-        metrics = self._with_speed(output, prefix, start_time)
+        metrics = self._add_speed(output, prefix, start_time)
         self.trainer.log(metrics)
         self.components.print_xla_metrics()
         self.components.call_callbacks("on_evaluate", metrics)
         return metrics
 
-    def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+    def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, with its speed."""
         metrics, samples = output.metrics or {}, output.num_samples or 0
         # This pass included the preparation: exclude it from the speed.

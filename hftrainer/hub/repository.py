@@ -55,7 +55,7 @@ class Repository:
         message: str,
         *,
         path_in_repo: str = "",
-        ignore: tuple[str, ...] = (),
+        ignore_patterns: tuple[str, ...] = (),
         show_progress: bool = False,
     ) -> Any:
         """Upload a folder as one commit.
@@ -64,7 +64,7 @@ class Repository:
             folder: the folder to upload.
             message: the commit message.
             path_in_repo: the target folder; the root of the repository by default.
-            ignore: patterns of files to leave out.
+            ignore_patterns: patterns of files to leave out.
             show_progress: show progress bars, unless the user has disabled them.
 
         Returns:
@@ -77,7 +77,7 @@ class Repository:
                 path_in_repo=path_in_repo or None,
                 commit_message=message,
                 token=self.token,
-                ignore_patterns=[*ignore, *_SAGEMAKER_FILES],
+                ignore_patterns=[*ignore_patterns, *_SAGEMAKER_FILES],
                 revision=self.revision,
             )
 

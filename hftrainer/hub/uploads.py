@@ -82,20 +82,20 @@ class Uploads:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def make_commits(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[Commit]:
+    def make_commits(self, checkpoint: str, strategy: str, *, names_step: bool) -> list[Commit]:
         """The commits that a strategy makes for a checkpoint; empty for a deleted checkpoint.
 
         Args:
             checkpoint: the folder.
             strategy: a `hub_strategy` other than 'end'.
-            by_steps: whether commit messages name the step rather than the epoch.
+            names_step: whether commit messages name the step rather than the epoch.
         """
         try:
             state = TrainerState.load_from_json(os.path.join(checkpoint, names.TRAINER_STATE_NAME))
         except (OSError, ValueError, TypeError) as error:
             logger.warning("%s is not uploaded: it can no longer be read (%s).", checkpoint, error)
             return []
-        progress = f"step {state.global_step}" if by_steps else f"epoch {int(state.epoch or 0)}"
+        progress = f"step {state.global_step}" if names_step else f"epoch {int(state.epoch or 0)}"
         message = f"Training in progress, {progress}"
         commits = [Commit(next(self._numbers), checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
@@ -106,7 +106,7 @@ class Uploads:
     def skip(self, commits: Sequence[Commit]) -> None:
         """Skip commits for now. `finish` uploads the newest for each path."""
         for commit in filter(self._create_snapshot, commits):
-            self._note_missing(commit, "another upload was running; hub_always_push=True queues uploads instead")
+            self._record_missing(commit, "another upload was running; hub_always_push=True queues uploads instead")
 
     def push(self, commits: Sequence[Commit]) -> list[Future[Any]]:
         """Upload commits in the background, after those already queued."""
@@ -148,7 +148,7 @@ class Uploads:
             problem = f"it could not be prepared ({type(error).__name__}: {error})"
             if isinstance(error, OSError):
                 problem = f"storage failed ({error.strerror or error})"
-            self._note_missing(commit, problem)
+            self._record_missing(commit, problem)
             logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
         return commit.snapshot is not None
 
@@ -160,12 +160,12 @@ class Uploads:
             commit_info = repository.upload(commit.snapshot, commit.message, path_in_repo=commit.path_in_repo)
         except Exception as error:
             problem = reason(error, repository.token)
-            self._note_missing(commit, problem)
+            self._record_missing(commit, problem)
             logger.warning(
                 "Uploading %r to %s failed and will be retried at the end: %s", commit.message, repository, problem
             )
             raise HubError(problem) from None
-        self._note_uploaded(commit)
+        self._record_upload(commit)
         return commit_info
 
     def _leave_queue(self, commit: Commit, job: Future[Any]) -> None:
@@ -173,7 +173,7 @@ class Uploads:
         if job.cancelled():
             self._discard_snapshot(commit)
 
-    def _note_missing(self, commit: Commit, problem: str) -> None:
+    def _record_missing(self, commit: Commit, problem: str) -> None:
         """Keep a commit for another attempt, unless we already keep a newer one for its path."""
         commit.reason = problem
         with self._lock:
@@ -188,7 +188,7 @@ class Uploads:
             for each in sorted(same_kind, key=lambda each: each.number)[:-1]:
                 self._discard_snapshot(each)
 
-    def _note_uploaded(self, commit: Commit) -> None:
+    def _record_upload(self, commit: Commit) -> None:
         """Record an upload. Older missing commits to the same path are no longer needed."""
         with self._lock:
             self._uploaded_messages[commit.path_in_repo] = commit.message
@@ -232,7 +232,7 @@ class Uploads:
     def _upload_folder(self, target: Repository, commit: Commit, *, blocking: bool) -> Any:
         folder = commit.checkpoint
         try:
-            commit_info = target.upload(folder, commit.message, ignore=IGNORE_PATTERNS, show_progress=blocking)
+            commit_info = target.upload(folder, commit.message, ignore_patterns=IGNORE_PATTERNS, show_progress=blocking)
         except Exception as error:
             failure = (
                 f"push_to_hub to {target.id!r}: {reason(error, target.token)}. The model is in {folder}. "
@@ -242,7 +242,7 @@ class Uploads:
                 logger.error("%s", failure)
             raise HubError(failure) from None
         if (target.revision or "main") == (self.repository.revision or "main"):
-            self._note_uploaded(commit)
+            self._record_upload(commit)
         if self._missing_commits:
             self._retry_missing()
             self._report()

@@ -45,7 +45,7 @@ def select_groups(
         weight_decay: the weight decay of entries that do not set it.
     """
     named_parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
-    decays = {bare_name(name) for name in decayed_names}
+    decayed = {bare_name(name) for name in decayed_names}
     remaining = [name for name, parameter in named_parameters.items() if parameter.requires_grad]
     selection = Selection([], [])
     for number, entry in enumerate(entries):
@@ -62,8 +62,8 @@ def select_groups(
         parts: dict[tuple[str, float, float], list[str]] = {}
         for name in matching:
             part, scale = scales.get(name, ("", 1.0))
-            decay = entry.get("weight_decay", weight_decay if name in decays else 0.0)
-            label = part if "weight_decay" in entry or name in decays else f"{part} no decay"
+            decay = entry.get("weight_decay", weight_decay if name in decayed else 0.0)
+            label = part if "weight_decay" in entry or name in decayed else f"{part} no decay"
             parts.setdefault((label.strip(), scale, decay), []).append(name)
         settings = {key: value for key, value in entry.items() if key not in OWN_KEYS}
         # The first group's learning rate is logged, so the head's group comes first.
@@ -161,10 +161,10 @@ def layer_scales(
             scales[name] = (f"layer {layer}", decay ** (stacks[stack] - layer))
             continue
         # A decoder's embeddings may follow its layers, and shared embeddings are outside both towers.
-        is_before = stack is not None and tower not in started_towers
-        is_before = is_before or (len(stacks) > 1 and (name in embeddings or "embed" in name))
-        deepest = decay ** (max(stacks.values(), default=0) + 1)
-        scales[name] = ("before the layers", deepest) if is_before else ("after the layers", 1.0)
+        is_before_layers = stack is not None and tower not in started_towers
+        is_before_layers = is_before_layers or (len(stacks) > 1 and (name in embeddings or "embed" in name))
+        smallest_scale = decay ** (max(stacks.values(), default=0) + 1)
+        scales[name] = ("before the layers", smallest_scale) if is_before_layers else ("after the layers", 1.0)
     return scales
 
 

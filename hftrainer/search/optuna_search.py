@@ -194,7 +194,7 @@ class OptunaSearch(backend.SearchBackend):
             broadcast_from_main(lambda: (trial.number, None))
             shared_trial = SharedTrial(trial, trial.number, broadcast_from_main)
         try:
-            objective = self.objective(trainer, shared_trial)
+            objective = self.train_and_evaluate(trainer, shared_trial)
         except optuna.TrialPruned as pruned:
             error = optuna.TrialPruned(str(pruned))
         except (KeyboardInterrupt, SystemExit) as interruption:
@@ -231,7 +231,7 @@ class OptunaSearch(backend.SearchBackend):
 
         try:
             with contextlib.suppress(optuna.TrialPruned):
-                self.objective(trainer, trial)
+                self.train_and_evaluate(trainer, trial)
         finally:
             self.components.runner.release_trial()
 
@@ -254,9 +254,9 @@ class OptunaSearch(backend.SearchBackend):
         return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
 
 
-def train_in_worker(packed: PackedTrainer) -> None:
+def train_in_worker(packed_trainer: PackedTrainer) -> None:
     """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
-    components = packed.unpack()
+    components = packed_trainer.unpack()
     assert isinstance(components.search, OptunaSearch)
     # With the same seed, the sampler would repeat the suggestions of the script's process.
     components.search.study.sampler.reseed_rng()

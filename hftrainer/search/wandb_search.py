@@ -139,7 +139,7 @@ class WandbSearch(SearchBackend):
             run.name = trainer.hp_name(params)
         reason = None
         try:
-            objective = self.objective(trainer, params)
+            objective = self.train_and_evaluate(trainer, params)
         except Exception as error:
             logger.exception("The run %s failed.", run.id)
             reason = f"{type(error).__name__}: {error}"

@@ -274,7 +274,7 @@ class SkippedSamples:
         place = f" on rank {', '.join(map(str, ranks))}" if len(findings) > 1 else ""
         message = f"Step {finding.step} diverged: {_DESCRIPTIONS[reason]} ({value:g}{place})"
         if len(self.entries) >= args.max_rollbacks or args.on_divergence == "stop":
-            raise TrainingDiverged(self._make_error(message, worst_finding, samples))
+            raise TrainingDiverged(self._make_error_message(message, worst_finding, samples))
         entry = {
             "step": finding.step,
             "reason": _DESCRIPTIONS[reason],
@@ -292,7 +292,7 @@ class SkippedSamples:
             f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"
         )
 
-    def _make_error(self, message: str, finding: Finding, samples: list[Any]) -> str:
+    def _make_error_message(self, message: str, finding: Finding, samples: list[Any]) -> str:
         if self.trainer.args.on_divergence == "stop":
             reason = "on_divergence='stop'"
         else:

@@ -69,8 +69,8 @@ class HubUploader(Component):
             return
         from hftrainer.hub.uploads import PushInProgress
 
-        by_steps = trainer.args.save_strategy == SaveStrategy.STEPS
-        commits = uploads.make_commits(folder, trainer.args.hub_strategy, by_steps=by_steps)
+        names_step = trainer.args.save_strategy == SaveStrategy.STEPS
+        commits = uploads.make_commits(folder, trainer.args.hub_strategy, names_step=names_step)
         if not commits:
             return
         is_done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
