@@ -346,7 +346,7 @@ class Trainer(EarlierMethods):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             columns = collators.signature_columns(self._hftrainer.unwrapped_model, self.label_names)
-            self._hftrainer.model_setup.set_inferred({"_signature_columns": columns})
+            self._hftrainer.model_setup.set_inferred_attributes({"_signature_columns": columns})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset without the columns that the model does not accept."""
@@ -724,7 +724,7 @@ class Trainer(EarlierMethods):
         if isinstance(grad_norm, nn.Module):
             Trainer._maybe_log_save_evaluate(self, tr_loss, None, grad_norm, model, trial, epoch)
             return
-        self._hftrainer.control_actions.run_requested(
+        self._hftrainer.control_actions.run_requested_actions(
             tr_loss, grad_norm, model, trial, ignore_keys_for_eval, start_time, learning_rate
         )
 
@@ -753,7 +753,7 @@ class Trainer(EarlierMethods):
         evaluation = self._hftrainer.evaluation
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, uses_names=eval_dataset is None)
+            return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=eval_dataset is None)
         self._memory_tracker.start()
         with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
             dataloader = self.get_eval_dataloader(eval_dataset)

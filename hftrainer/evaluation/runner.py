@@ -50,7 +50,7 @@ class EvaluationRunner(Component):
     #: Whether the last pass has measured the time to prepare the model.
     _has_measured_preparation = False
 
-    def evaluate_each(
+    def evaluate_sets(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, uses_names: bool
     ) -> dict[str, float]:
         """Evaluate several sets with `Trainer.evaluate`, with their names in the metric prefixes.
@@ -62,12 +62,12 @@ class EvaluationRunner(Component):
             uses_names: whether to pass the names of the sets, since they are the Trainer's own.
         """
         metrics: dict[str, float] = {}
-        with self.components.engine.evaluation_group() as of_all:
+        with self.components.engine.evaluation_group() as group_metrics:
             for name, dataset in datasets.items():
                 metrics |= self.trainer.evaluate(
                     name if uses_names else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
                 )
-            of_all |= mean_loss(metrics, datasets, prefix)
+            group_metrics |= mean_loss(metrics, datasets, prefix)
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
@@ -91,7 +91,7 @@ class EvaluationRunner(Component):
         """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
         if not trainer.is_in_train:
-            self.components.setup.apply_changes_from(trainer.args)
+            self.components.setup.apply_changed_arguments(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         count: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
@@ -124,9 +124,9 @@ class EvaluationRunner(Component):
             run.past, run.logged_metrics = training_values
             # Lightning keeps logged numbers on the device.
             self.components.strategy.run_recorded_operations()
-        return self._output_of(evaluation, description)
+        return self._make_output(evaluation, description)
 
-    def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
+    def _make_output(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
         """Return the output of a finished pass, and record how long preparing the model took.
 
         Raises:
@@ -175,7 +175,7 @@ class EvaluationRunner(Component):
                         "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
                     )
                 loss, outputs = (loss, outputs) if has_only_loss else loss
-                loss = _mean(loss)
+                loss = _copy_mean_loss(loss)
                 logits = select_predictions(outputs, ignore_keys, has_loss=True)
             else:
                 with trainer.compute_loss_context_manager():
@@ -215,9 +215,9 @@ class EvaluationRunner(Component):
         config = getattr(self.trainer.model, "config", None)
         excludes_cache = config is not None and self.components.policy.excludes_past_key_values
         cache = peers.cache_output_name()
-        ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
+        ignored_keys = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
-        return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
+        return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys
 
     @contextlib.contextmanager
     def make_loop_call(
@@ -235,9 +235,9 @@ class EvaluationRunner(Component):
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         engine = self.components.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
-        accepted = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
+        keywords = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
         with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
-            yield functools.partial(loop, dataloader, description, **accepted)
+            yield functools.partial(loop, dataloader, description, **keywords)
 
     def to_loop_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
         """The output of a loop. Overrides for v4.4 do not return the number of samples, so it is added."""
@@ -297,10 +297,10 @@ class EvaluationRunner(Component):
         if not casts or trainer.is_in_train or trainer.deepspeed is not None:
             return contextlib.nullcontext()
         model.to(device=args.device)
-        return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
+        return use_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
 
-def _mean(losses: Any) -> torch.Tensor:
+def _copy_mean_loss(losses: Any) -> torch.Tensor:
     """A copy of the mean loss. `losses` may be a mapping of several losses."""
     loss: torch.Tensor = split_losses(losses)[0].detach()
     # The mean of a number takes three times as long as a copy.
@@ -313,7 +313,7 @@ def _unwrap_single(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def use_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast a model's floating-point weights for the block, and restore them exactly afterwards.
 
     transformers leaves the model in half precision, and then trains and saves it that way. The weights are kept in

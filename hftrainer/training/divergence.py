@@ -110,7 +110,7 @@ class DivergenceWatch:
         self.loop.is_between_steps = True
         return True
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch to the loss of the step."""
         if not self.is_enabled:
             return
@@ -257,7 +257,7 @@ class SkippedSamples:
             epochs += 1
         return schedule._replace(num_train_epochs=epochs)
 
-    def add(self, finding: Finding, folder: str | None) -> str:
+    def add_finding(self, finding: Finding, folder: str | None) -> str:
         """Add the step of a finding before the rollback to `folder`, and return a message.
 
         A collective operation.
@@ -312,7 +312,7 @@ class SkippedSamples:
 
 def _describe_samples(samples: list[Any]) -> str:
     """Describe samples in a message by their indices on all ranks."""
-    indices = [index for of_rank in samples if of_rank for batch in of_rank for index in batch]
+    indices = [index for rank_batches in samples if rank_batches for batch in rank_batches for index in batch]
     if not indices:
         return "samples whose indices are not known"
     shortener = reprlib.Repr()

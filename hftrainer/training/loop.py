@@ -142,7 +142,7 @@ class TrainingLoop:
         self.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
-        self.micro_batches.restore_rng_now()
+        self.micro_batches.restore_rng_before_reading()
         self._close_epoch()
 
     def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
@@ -267,9 +267,9 @@ class TrainingLoop:
         assert self._micro_batch is not None
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
-        self.divergence.add(loss)
+        self.divergence.add_loss(loss)
         self.watch.end_micro_batch(self.loss_sum.add(loss), inputs)
-        self.step_details.add(loss, inputs)
+        self.step_details.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
@@ -348,7 +348,7 @@ class TrainingLoop:
                 "scheduler": self.trainer.lr_scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "rng": rng_state(),
-                "progress": vars(self.saver.progress_of(self)),
+                "progress": vars(self.saver.make_progress(self)),
             }
         )
 

@@ -122,7 +122,7 @@ class ModelSetup(Component):
             raise InvalidArgument(reason)
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
-        self.set_inferred(self._inspect(model))
+        self.set_inferred_attributes(self._inspect(model))
         is_sharded = self.trainer.is_distributed_loading_by_transformers
         sharding_methods = (
             ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
@@ -160,7 +160,7 @@ class ModelSetup(Component):
             return False
         return inspection.smoothing_shifts_labels(model)
 
-    def set_inferred(self, values: dict[str, Any]) -> None:
+    def set_inferred_attributes(self, values: dict[str, Any]) -> None:
         """Set attributes by name, except those that a subclass or the script has changed."""
         attributes = vars(self.trainer)
         for name, value in values.items():
@@ -331,12 +331,12 @@ class ModelSetup(Component):
             trainer.lr_scheduler = None
             self.run.has_created_scheduler = False
 
-        def load() -> None:
+        def load_checkpoint() -> None:
             if folder is not None:
                 trainer._load_from_checkpoint(folder)
 
         with self._preserve_flos_count():
-            self.components.strategy.prepare_model(trainer, load)
+            self.components.strategy.prepare_model(trainer, load_checkpoint)
         freezes = self.components.engine.freeze_before_training(trainer.model)
         # v4 calls create_optimizer_and_scheduler. v5 calls only the two others, so scripts for v5 override those.
         calls_separately = self.components.policy.calls_create_scheduler

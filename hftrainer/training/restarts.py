@@ -119,7 +119,7 @@ class Restarts(Component):
         if mirror is not None:
             processes.run_on_main(mirror.wait)
         folder: str | None = processes.broadcast_from_main(self.components.saver.last_checkpoint)
-        message = self.run.skipped_samples.add(finding, folder)
+        message = self.run.skipped_samples.add_finding(finding, folder)
         if mirror is not None:
             processes.run_on_main(mirror.upload_files)
         if folder is None and initial_state is None:

@@ -108,7 +108,7 @@ class Run:
         self.checkpoints_written = []
         self.flos, self.is_probed = 0.0, False
 
-    def start_at(self, state: TrainerState) -> None:
+    def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""
         self.total_loss, self.tokens, self.seconds = 0.0, 0, {}
         self.last_saved_step = self.initial_step = self.last_logged = state.global_step

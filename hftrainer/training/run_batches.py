@@ -86,7 +86,7 @@ class RunBatches(MicroBatchIterator):
         if not self._has_restored_rng:
             self._restore_rng_states()
 
-    def restore_rng_now(self) -> None:
+    def restore_rng_before_reading(self) -> None:
         """Restore the random states of the checkpoint before any data is read."""
         self._restore_rng_states()
         self._has_restored_rng = True

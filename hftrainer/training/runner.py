@@ -188,7 +188,7 @@ class TrainingRunner(Component):
         trainer.is_in_train = True
         reason = ""
         saves = components.saver.should_save_on_interrupt()
-        self.run.signal_listener = SignalListener(saves, self._describe_saved, has_launcher=trainer.args.world_size > 1)
+        self.run.signal_listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
         try:
             with (
                 health.serve_health(
@@ -208,7 +208,7 @@ class TrainingRunner(Component):
             reason = type(error).__name__
             close_bars(trainer.callback_handler.callbacks)
             components.checkpoint_writer.close_ignoring_errors()
-            if text := self._describe_saved():
+            if text := self._describe_saves():
                 if isinstance(error, KeyboardInterrupt):
                     add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
                 elif self.run.signal_listener.signal_number is not None:
@@ -227,7 +227,7 @@ class TrainingRunner(Component):
             if watcher is not None:
                 watcher.remove()
 
-    def _describe_saved(self) -> str:
+    def _describe_saves(self) -> str:
         """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""
         run, step = self.run, self.trainer.state.global_step
         if not (self.trainer.is_world_process_zero() and self.components.saver.should_save_on_interrupt()):
@@ -243,7 +243,7 @@ class TrainingRunner(Component):
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         # An override may pass other arguments.
-        self.components.setup.apply_changes_from(args)
+        self.components.setup.apply_changed_arguments(args)
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -253,7 +253,7 @@ class TrainingRunner(Component):
             self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
         self._announce_run(trial, loop)
-        self.run.start_at(trainer.state)
+        self.run.set_start_values(trainer.state)
         if loop.progress is not None:
             loop.loss_sum.restore(loop.progress)
         if loop.is_finished:

@@ -51,7 +51,7 @@ class CheckpointSaver(Component):
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(self.progress_of(self.run.loop))
+            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -182,7 +182,7 @@ class CheckpointSaver(Component):
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.progress_of(self.run.loop)), os.path.join(output_dir, name))
+            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `best`, at the end of a run."""
@@ -231,7 +231,7 @@ class CheckpointSaver(Component):
             "mixture": mixture_batches.collect_settings(self.components),
         }
 
-    def progress_of(self, loop: TrainingLoop) -> RunProgress:
+    def make_progress(self, loop: TrainingLoop) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
         window = loop.micro_batches.window
         return RunProgress(

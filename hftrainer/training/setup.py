@@ -176,7 +176,7 @@ class TrainerSetup(Component):
         trainer = self.trainer
         components = self.components
         refuse_rewritten(trainer)
-        self._check_supported()
+        self._check_supported_arguments()
         components.strategy = strategy = self._connect_processes()
         plan = strategy.plan
         components.checkpoint_writer = CheckpointWriter(
@@ -233,7 +233,7 @@ class TrainerSetup(Component):
         self.components.past_index = legacy.value(args, "past_index")
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
-    def apply_changes_from(self, args: TrainingArguments) -> None:
+    def apply_changed_arguments(self, args: TrainingArguments) -> None:
         """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
         components, is_custom = self.components, is_overridden(self.trainer, "get_train_dataloader")
         apply_argument_changes(components.engine, args, components.policy, has_custom_loader=is_custom)
@@ -244,7 +244,7 @@ class TrainerSetup(Component):
         refuse_rewritten(trainer)
         if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
-        self.apply_changes_from(trainer.args)
+        self.apply_changed_arguments(trainer.args)
         # Another Trainer may have replaced accelerate's state.
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         self._apply_changeable_arguments()
@@ -254,7 +254,7 @@ class TrainerSetup(Component):
                 lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
 
-    def _check_supported(self) -> None:
+    def _check_supported_arguments(self) -> None:
         """Raise for unsupported arguments, and warn about those that have no effect."""
         resolved = self.components.resolved
         resolved.model = self.trainer.model
@@ -305,7 +305,7 @@ class TrainerSetup(Component):
                 "eval_strategy='no'."
             )
         check_optimizer(self.trainer)
-        as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        as_metrics(self.trainer.compute_metrics, is_batchwise=args.batch_eval_metrics)
         check_memmap(args)
         check_data(self.trainer)
 

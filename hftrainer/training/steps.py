@@ -149,7 +149,7 @@ class TrainingSteps(Component):
         loss, parts = split_losses(loss)
         loss = check_loss(loss, self._remedy)
         divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
-        if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
+        if divisor > 1 and self._is_loss_scaled(num_items_in_batch):
             divisor = 1
         for name, part in parts.items():
             if part is not None:
@@ -211,7 +211,7 @@ class TrainingSteps(Component):
                 "that does, such as attn_implementation='flash_attention_2'."
             )
 
-    def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
+    def _is_loss_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss is divided by the window's items, rather than a micro-batch's mean."""
         if self.trainer.loss_is_scaled_for_ga is not None:
             return self.trainer.loss_is_scaled_for_ga

@@ -149,14 +149,14 @@ class StorageSync(Component):
                 # Other nodes may need it.
                 if trainer.args.world_size > 1:
                     mirror.wait()
-            self._fetch_best(mirror, name)
+            self._fetch_best_checkpoint(mirror, name)
 
         self._run_on_main(begin)
         message = None
         if trainer.is_local_process_zero() and not trainer.is_world_process_zero():
             try:
                 mirror.fetch(name)
-                self._fetch_best(mirror, name)
+                self._fetch_best_checkpoint(mirror, name)
             # All ranks must raise it, since the others would wait.
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"
@@ -165,7 +165,7 @@ class StorageSync(Component):
         return folder
 
     @staticmethod
-    def _fetch_best(mirror: Mirror, name: str) -> None:
+    def _fetch_best_checkpoint(mirror: Mirror, name: str) -> None:
         """Fetch the best checkpoint that another one names, if it is at the URL and intact."""
         state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
         best = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
