@@ -190,10 +190,10 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
         )
     if not isinstance(values[4], bool):
         return TrainingSchedule(*values)
-    earlier = EarlierSchedule(*values)
-    steps, planned_micro_batches = earlier.len_dataloader, earlier.max_steps * args.gradient_accumulation_steps
+    schedule = EarlierSchedule(*values)
+    steps, planned_micro_batches = schedule.len_dataloader, schedule.max_steps * args.gradient_accumulation_steps
     return TrainingSchedule(
-        *earlier[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, earlier.max_steps
+        *schedule[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, schedule.max_steps
     )
 
 
@@ -266,19 +266,19 @@ def plan_schedule(
         return TrainingSchedule(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
     assert num_examples is not None
 
-    def steps_at(epoch: int) -> int:
+    def count_steps(epoch: int) -> int:
         return steps_of_epoch(micro_batches, accumulation_steps_of(epoch))
 
     if args.max_steps > 0:
         epochs, remaining_steps, steps = 0, args.max_steps, args.max_steps
         while remaining_steps > 0:
-            remaining_steps -= steps_at(epochs)
+            remaining_steps -= count_steps(epochs)
             epochs += 1
         samples = steps * total_batch_size
     else:
         epochs, full_epochs = math.ceil(args.num_train_epochs), int(args.num_train_epochs)
-        last_steps = (args.num_train_epochs - full_epochs) * steps_at(full_epochs)
+        last_steps = (args.num_train_epochs - full_epochs) * count_steps(full_epochs)
         # With max_steps=0, training stops after the first step, as in transformers.
-        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(steps_at, range(full_epochs))) + last_steps)
+        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(count_steps, range(full_epochs))) + last_steps)
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
-    return TrainingSchedule(epochs, steps_at(0), num_examples, samples, total_batch_size, micro_batches, steps)
+    return TrainingSchedule(epochs, count_steps(0), num_examples, samples, total_batch_size, micro_batches, steps)

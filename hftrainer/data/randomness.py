@@ -42,12 +42,12 @@ class RandomSources:
 
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
-        self._held: list[tuple[str, Any]] = []
+        self._generators: list[tuple[str, Any]] = []
         self.find_generators()
 
     def find_generators(self) -> None:
         """Search again: some samplers make their generator at first use."""
-        self._held = [
+        self._generators = [
             (f"{path}.{name}", value)
             for path, owner in self._owners().items()
             for name, value in vars(owner).items()
@@ -60,7 +60,7 @@ class RandomSources:
 
     def generator_states(self) -> dict[str, Any]:
         """The states of the generators found in the parts, by path."""
-        return {path: _state(generator) for path, generator in self._held}
+        return {path: _state(generator) for path, generator in self._generators}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the states that `capture` returned.
@@ -70,9 +70,9 @@ class RandomSources:
         """
         with name_file_in_errors(DATA_STATE):
             restore_random_states(dict(states))
-            self.restore_held(states["held"])
+            self.restore_generators(states["held"])
 
-    def restore_held(self, held: Mapping[str, Any]) -> None:
+    def restore_generators(self, held: Mapping[str, Any]) -> None:
         """Restore the states of `generator_states`, and make generators that are made at first use.
 
         Call this method within `name_file_in_errors`.

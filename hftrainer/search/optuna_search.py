@@ -64,7 +64,7 @@ class OptunaSearch(backend.SearchBackend):
         broadcast_from_main(lambda: self._open_study(trainer, kwargs))
         if trainer.args.process_index == 0:
             self._run_trials(trainer, n_trials, options)
-            return broadcast_from_main(lambda: (None, self._best()))[1]
+            return broadcast_from_main(lambda: (None, self._find_best_run()))[1]
         # The main process sends the number of each trial, and finally the best trial.
         while True:
             number, best = broadcast_from_main(lambda: None)
@@ -130,16 +130,16 @@ class OptunaSearch(backend.SearchBackend):
         """Train trials until the search ends; with `n_jobs`, also in workers."""
         timeout, catch = options.pop("timeout", None), options.pop("catch", ())
         options["catch"] = (backend.TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
-        self._count, self._options = studies.TrialCount(self.study, n_trials), options
+        self._trial_count, self._options = studies.TrialCount(self.study, n_trials), options
         self._deadline = None if timeout is None else time.time() + timeout
         self._name = f"{os.getpid()}-{time.time()}"
         self._workers = SearchWorkers(str(trainer.args.output_dir))
-        remaining = self._count.remaining()
-        count = self._jobs if remaining is None else min(self._jobs, remaining)
-        if count > 1:
+        remaining_trials = self._trial_count.count_remaining_trials()
+        worker_count = self._jobs if remaining_trials is None else min(self._jobs, remaining_trials)
+        if worker_count > 1:
             # Free the model, so that it is not pickled.
             self.components.runner.release_trial()
-            with self._workers.run_workers(count, partial(train_in_worker, pack(self.components))):
+            with self._workers.run_workers(worker_count, partial(train_in_worker, pack(self.components))):
                 self.optimize(trainer)
         # This also retries the trials of killed workers.
         if not self._is_stopped():
@@ -156,17 +156,17 @@ class OptunaSearch(backend.SearchBackend):
 
         def stop_when_complete(study: Study, _: Any) -> None:
             self._workers.check()
-            if self._count.remaining() == 0 or self._is_stopped():
+            if self._trial_count.count_remaining_trials() == 0 or self._is_stopped():
                 study.stop()
 
         options = {**self._options, "callbacks": [*(self._options.get("callbacks") or ()), stop_when_complete]}
-        while (remaining := self._count.remaining()) != 0:
+        while (remaining_trials := self._trial_count.count_remaining_trials()) != 0:
             started = 0
             seconds = None if self._deadline is None else self._deadline - time.time()
-            self.study.optimize(run_trial, n_trials=remaining, timeout=seconds, **options)
-            if remaining is None or started < remaining:
+            self.study.optimize(run_trial, n_trials=remaining_trials, timeout=seconds, **options)
+            if remaining_trials is None or started < remaining_trials:
                 # A callback stopped the study, or the time limit is reached.
-                if self._jobs > 1 and self._count.remaining() != 0:
+                if self._jobs > 1 and self._trial_count.count_remaining_trials() != 0:
                     self.study.set_user_attr(_STOPPED, self._name)
                 return
             # Trials may remain if another process was killed.
@@ -183,7 +183,7 @@ class OptunaSearch(backend.SearchBackend):
         import optuna
 
         trial.set_user_attr(studies.OWNER, process_identifier())
-        if self._count.is_surplus(trial.number):
+        if self._trial_count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(studies.INTERRUPTED, reason)
             raise backend.TrialFailed(reason)
@@ -235,7 +235,7 @@ class OptunaSearch(backend.SearchBackend):
         finally:
             self.components.runner.release_trial()
 
-    def _best(self) -> BestRun | list[BestRun]:
+    def _find_best_run(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
 
         trials = self.study.get_trials(deepcopy=False)

@@ -84,7 +84,7 @@ class Mirror:
             name, problem = next(iter(self._missing_reasons.items()))
             raise CheckpointNotWritten(f"{self.local / name} is written but not uploaded: {problem}")
 
-    def add(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
+    def add_checkpoint(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
         """Upload a checkpoint in the background, then delete older ones locally and at the URL.
 
         Args:
@@ -133,7 +133,7 @@ class Mirror:
                 logger.error("%s is not uploaded: %s", self.local / name, error)
                 return
 
-    def delete_others(self, best: str, run_dir: str) -> None:
+    def delete_other_checkpoints(self, best: str, run_dir: str) -> None:
         """Delete a run's other checkpoints; at the URL only if `best` is complete there."""
         delete_all_but_best(best, run_dir)
         name, folder = self._remote_name(best), self._remote_name(run_dir)
@@ -143,7 +143,7 @@ class Mirror:
         except StorageError as error:
             logger.warning("Checkpoints other than %s were not deleted: %s", name, error)
 
-    def discard(self, checkpoints: Iterable[str]) -> None:
+    def discard_checkpoints(self, checkpoints: Iterable[str]) -> None:
         """Delete the checkpoints of a failed attempt at training that is restarted."""
         self.wait()
         self._delete_remote([self._remote_name(path) for path in checkpoints])

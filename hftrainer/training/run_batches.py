@@ -94,4 +94,4 @@ class RunBatches(MicroBatchIterator):
     def _restore_rng_states(self) -> None:
         self.trainer._load_rng_state(self.loop.resume_folder)
         if self._data_state is not None:
-            self.reader.restore_held(self._data_state)
+            self.reader.restore_generators(self._data_state)

@@ -145,7 +145,7 @@ class StorageSync(Component):
         def begin() -> None:
             if mirror is self.mirror and not mirror.is_uploaded(name):
                 # A process that was killed wrote the checkpoint, but did not upload it.
-                mirror.add(folder, None, [])
+                mirror.add_checkpoint(folder, None, [])
                 # Other nodes may need it.
                 if trainer.args.world_size > 1:
                     mirror.wait()
@@ -196,12 +196,12 @@ class StorageSync(Component):
         if mirror is None or not self.trainer.is_world_process_zero():
             return None
         paths_to_keep = [path for path in keep if path is not None]
-        return lambda: mirror.add(checkpoint, limit, paths_to_keep)
+        return lambda: mirror.add_checkpoint(checkpoint, limit, paths_to_keep)
 
     def discard(self, checkpoints: Sequence[str]) -> None:
         """Delete the checkpoints of an attempt that restarts with smaller batches."""
         if self.mirror is not None:
-            self.mirror.discard(checkpoints)
+            self.mirror.discard_checkpoints(checkpoints)
         # Rotation may have deleted some checkpoints.
         for folder in filter(os.path.isdir, checkpoints):
             shutil.rmtree(folder)
@@ -220,7 +220,7 @@ class StorageSync(Component):
             if mirror.finish():
                 tell(f"Uploaded to {mirror.remote.url}.")
             if best is not None:
-                mirror.delete_others(best, run_dir)
+                mirror.delete_other_checkpoints(best, run_dir)
 
         self.trainer.accelerator.processes.run_on_main(finish)
 
