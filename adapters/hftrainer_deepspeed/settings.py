@@ -121,7 +121,7 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
                 "configuration, or set both to the same value."
             )
 
-    def with_run_values(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
+    def complete_with_run_values(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
         """A copy that is completed with the values of a run.
 
         Args:

@@ -109,7 +109,7 @@ class EvaluationRunner(Component):
             precision = self._precision(model)
             with (
                 devices.error_hints(),
-                trainer.accelerator.gradient_state.limit_to(dataloader),
+                trainer.accelerator.gradient_state.limit_to_loader(dataloader),
                 collective_call,
                 precision,
             ):

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from hftrainer.errors import HubError, InvalidArgument
-from hftrainer.hub.failures import reason, with_retries
+from hftrainer.hub.failures import call_with_retries, reason
 
 #: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
@@ -119,7 +119,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     """
     repository = Repository(name, token, revision)
     try:
-        return with_retries(lambda: _open(repository, private), _WAITS)
+        return call_with_retries(lambda: _open(repository, private), _WAITS)
     except HFValidationError as error:
         raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
     # Raise from None: the traceback of the cause may show the token.

@@ -105,8 +105,9 @@ class Uploads:
 
     def skip(self, commits: Sequence[Commit]) -> None:
         """Skip commits for now. `finish` uploads the newest for each path."""
+        reason = "another upload was running; hub_always_push=True queues uploads instead"
         for commit in filter(self._create_snapshot, commits):
-            self._record_missing(commit, "another upload was running; hub_always_push=True queues uploads instead")
+            self._record_missing_commit(commit, reason)
 
     def push(self, commits: Sequence[Commit]) -> list[Future[Any]]:
         """Upload commits in the background, after those already queued."""
@@ -148,7 +149,7 @@ class Uploads:
             problem = f"it could not be prepared ({type(error).__name__}: {error})"
             if isinstance(error, OSError):
                 problem = f"storage failed ({error.strerror or error})"
-            self._record_missing(commit, problem)
+            self._record_missing_commit(commit, problem)
             logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
         return commit.snapshot is not None
 
@@ -160,7 +161,7 @@ class Uploads:
             commit_info = repository.upload(commit.snapshot, commit.message, path_in_repo=commit.path_in_repo)
         except Exception as error:
             problem = reason(error, repository.token)
-            self._record_missing(commit, problem)
+            self._record_missing_commit(commit, problem)
             logger.warning(
                 "Uploading %r to %s failed and will be retried at the end: %s", commit.message, repository, problem
             )
@@ -173,7 +174,7 @@ class Uploads:
         if job.cancelled():
             self._discard_snapshot(commit)
 
-    def _record_missing(self, commit: Commit, problem: str) -> None:
+    def _record_missing_commit(self, commit: Commit, problem: str) -> None:
         """Keep a commit for another attempt, unless we already keep a newer one for its path."""
         commit.reason = problem
         with self._lock:
@@ -182,10 +183,10 @@ class Uploads:
                 older, newer = sorted((other, commit), key=lambda each: each.number)
                 self._discard_snapshot(older)
                 self._missing_commits[commit.path_in_repo] = newer
-            same_kind = [
+            similar_commits = [
                 each for path, each in self._missing_commits.items() if bool(path) == bool(commit.path_in_repo)
             ]
-            for each in sorted(same_kind, key=lambda each: each.number)[:-1]:
+            for each in sorted(similar_commits, key=lambda each: each.number)[:-1]:
                 self._discard_snapshot(each)
 
     def _record_upload(self, commit: Commit) -> None:
@@ -193,8 +194,8 @@ class Uploads:
         with self._lock:
             self._uploaded_messages[commit.path_in_repo] = commit.message
             self._discard_snapshot(commit)
-            missing = self._missing_commits.get(commit.path_in_repo)
-            if missing is not None and missing.number <= commit.number:
+            missing_commit = self._missing_commits.get(commit.path_in_repo)
+            if missing_commit is not None and missing_commit.number <= commit.number:
                 self._discard_snapshot(self._missing_commits.pop(commit.path_in_repo))
 
     def _discard_snapshot(self, commit: Commit) -> None:
@@ -244,7 +245,7 @@ class Uploads:
         if (target.revision or "main") == (self.repository.revision or "main"):
             self._record_upload(commit)
         if self._missing_commits:
-            self._retry_missing()
+            self._retry_missing_commits()
             self._report()
         return commit_info
 
@@ -258,7 +259,7 @@ class Uploads:
         """
         try:
             if self._wait(is_urgent) and self._missing_commits and not is_urgent():
-                self._submit(self._retry_missing)
+                self._submit(self._retry_missing_commits)
                 self._wait(is_urgent)
         finally:
             self._report()
@@ -292,7 +293,7 @@ class Uploads:
         self._has_stopped_waiting = False
         return True
 
-    def _retry_missing(self) -> None:
+    def _retry_missing_commits(self) -> None:
         """Upload the missing commits, oldest first, until an upload fails."""
         for commit in sorted(self._missing_commits.values(), key=lambda commit: commit.number):
             if commit.snapshot is None and not (os.path.isdir(commit.checkpoint) and self._create_snapshot(commit)):
@@ -313,23 +314,23 @@ class Uploads:
 
     def _report(self) -> None:
         """Log which commits are uploaded and which are not, unless already logged."""
-        uploaded = "".join(
+        uploaded_lines = "".join(
             f"\n  {path or 'the model'}: {message!r}" for path, message in self._uploaded_messages.items()
         )
         with self._lock:
-            missing = {
+            missing_commits = {
                 **self._missing_commits,
                 **{commit.path_in_repo: commit for commit in list(self._queued_commits.values())},
             }
-        if not missing:
-            if uploaded:
-                logger.info("Uploaded to %s:%s", self.repository, uploaded)
+        if not missing_commits:
+            if uploaded_lines:
+                logger.info("Uploaded to %s:%s", self.repository, uploaded_lines)
             self._uploaded_messages.clear()
             return
-        commits = sorted(missing.values(), key=lambda commit: commit.number)
+        commits = sorted(missing_commits.values(), key=lambda commit: commit.number)
         report = "".join(f"\n  {self._describe(commit)}" for commit in commits)
         if report != self._last_report:
-            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded or " nothing")
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded_lines or " nothing")
         self._last_report = report
 
     def _describe(self, commit: Commit) -> str:

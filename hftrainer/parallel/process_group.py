@@ -81,12 +81,12 @@ def cpu_group(timeout: timedelta, is_separate: bool = False) -> Any:
 
 
 @functools.cache
-def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A device mesh, created once for these dimensions. Its process groups exist until the ranks disconnect."""
     # Only sharding needs this import.
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(kind, shape, mesh_dim_names=names)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 @functools.cache
@@ -138,13 +138,13 @@ class CollectiveCall:
     class, so it is not a slower generator.
 
     Args:
-        what: completes "while it waited for ...".
+        description: completes "while it waited for ...".
     """
 
-    __slots__ = ("_what",)
+    __slots__ = ("_description",)
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, description: str) -> None:
+        self._description = description
 
     def __enter__(self) -> None:
         pass
@@ -158,7 +158,7 @@ class CollectiveCall:
             RanksLost: instead of the communication error.
         """
         if error is not None and is_communication_error(error) and not isinstance(error, RanksLost):
-            raise RanksLost(lost_ranks_message(self._what)) from error
+            raise RanksLost(lost_ranks_message(self._description)) from error
 
 
 def lost_ranks_message(what: str) -> str:

@@ -153,7 +153,7 @@ class GradientState:
         return max(active, key=lambda loader: loader.position.iteration, default=None)
 
     @contextlib.contextmanager
-    def limit_to(self, loader: Any) -> Iterator[None]:
+    def limit_to_loader(self, loader: Any) -> Iterator[None]:
         """Ignore all loaders but one in the block: the training loader stays open in evaluations."""
         previous_loaders = self._visible_loaders
         self._visible_loaders = [candidate for candidate in self._loaders if candidate is loader]

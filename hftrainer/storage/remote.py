@@ -23,7 +23,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
-from hftrainer.hub.failures import remove_tokens, with_retries
+from hftrainer.hub.failures import call_with_retries, remove_tokens
 
 T = TypeVar("T")
 
@@ -219,7 +219,7 @@ class RemoteFolder:
     def _call_on_existing_file(self, operation: Callable[[], T], failure: str) -> T:
         """Call `operation` as `_call` does, but raise FileNotFoundError for a missing file."""
         try:
-            return with_retries(operation, WAITS, _is_transient)
+            return call_with_retries(operation, WAITS, _is_transient)
         except FileNotFoundError:
             raise
         except Exception as error:

@@ -147,7 +147,7 @@ def test_memory_on_mps(mac, monkeypatch):
     devices.empty_cache()
     devices.reset_memory_peak()
     assert emptied == [True]
-    assert (devices.memory_used(), devices.memory_peak()) == (12, None)
+    assert (devices.used_memory(), devices.memory_peak()) == (12, None)
     trainer = make_trainer(skip_memory_metrics=False)
     trainer.accelerator.free_memory()
     assert emptied == [True, True]
