@@ -198,13 +198,13 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
 
 
 #: Epoch → micro-batches per optimizer step in this epoch.
-AccumulationSteps = Callable[[int], int]
+Accumulation = Callable[[int], int]
 
 
 def position_at_step(
     global_step: int,
     micro_batches: int,
-    accumulation_steps_of: AccumulationSteps,
+    accumulation_steps_of: Accumulation,
     skipped_windows: Iterable[tuple[int, int]] = (),
 ) -> tuple[int, int]:
     """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps.
@@ -233,7 +233,7 @@ def plan_schedule(
     micro_batches: int | None,
     num_examples: int | None,
     total_batch_size: int,
-    accumulation_steps_of: AccumulationSteps,
+    accumulation_steps_of: Accumulation,
     steps_of_epoch: Callable[[int, int], int],
 ) -> TrainingSchedule:
     """Compute the lengths of a run.

@@ -156,9 +156,8 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
         ) from unless_absent(error)
     bare_model = peers.unwrap_peft(model)
     if not peers.is_transformers_model(bare_model):
-        logger.warning(
-            "use_liger_kernel: %s is not a transformers model and is not changed.", type(bare_model).__name__
-        )
+        name = type(bare_model).__name__
+        logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", name)
         return
     liger._apply_liger_kernel_to_instance(model=bare_model, **(config or {}))
 

@@ -34,7 +34,7 @@ class RunSummary:
         curves: losses and metrics → optimizer steps and values.
         values: the last value of everything else that training logged.
         spans: starts and intervals, for `goodput`.
-        last_intervals: the last intervals.
+        intervals: the last intervals.
         seconds: activity → seconds since the first start.
         pace: optimizer steps and seconds since the last start.
         checkpoints: folder → event.
@@ -50,7 +50,7 @@ class RunSummary:
     curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     spans: list[Event] = field(default_factory=list)
-    last_intervals: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
+    intervals: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
     seconds: Counter[str] = field(default_factory=Counter)
     pace: tuple[int, float] = (0, 0.0)
     checkpoints: dict[str, Event] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class RunSummary:
 
     def _add_interval(self, event: Event) -> None:
         self.spans.append(event)
-        self.last_intervals.append(event)
+        self.intervals.append(event)
         self.seconds.update(event["seconds"])
         self.pace = self.pace[0] + event["steps"], self.pace[1] + sum(event["seconds"].values())
 
@@ -120,9 +120,7 @@ class RunSummary:
 
     def recent_seconds(self) -> dict[str, float]:
         """Activity → seconds in the last intervals."""
-        return {
-            name: sum(each["seconds"].get(name, 0.0) for each in self.last_intervals) for name in journal.ACTIVITIES
-        }
+        return {name: sum(each["seconds"].get(name, 0.0) for each in self.intervals) for name in journal.ACTIVITIES}
 
     def metric(self, name: str) -> dict[str, float | None]:
         """The last and the best value of a curve: a loss's lowest, or a metric's highest."""

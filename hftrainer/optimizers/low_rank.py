@@ -60,10 +60,7 @@ def build_arguments(
             f"optim={name!r} steps before the gradients are all-reduced: use optim={name.removesuffix('_layerwise')!r}."
         )
     optimizers = {parameter: optimizer_class([{"params": [parameter]}], **kwargs) for parameter in other_parameters}
-    optimizers |= {
-        parameter: optimizer_class([{"params": [parameter], **projection}], **kwargs)
-        for parameter in projected_parameters
-    }
+    optimizers |= {each: optimizer_class([{"params": [each], **projection}], **kwargs) for each in projected_parameters}
     return LayerWiseDummyOptimizer, {**kwargs, "optimizer_dict": optimizers}
 
 

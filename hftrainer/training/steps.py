@@ -227,9 +227,7 @@ class TrainingSteps(Component):
         function = self.trainer.compute_loss_func
         return function is not None and _accepts_items(function)
 
-    def compute_loss_and_outputs(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any
-    ) -> tuple[Any, Any]:
+    def compute_loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss` with `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
         if not isinstance(inputs, Mapping):
