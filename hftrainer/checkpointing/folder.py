@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names
@@ -169,9 +169,7 @@ class CheckpointFolder:
             if (reason := unreadable_reason(path)) is not None:
                 return f"{path} {reason}"
         # The next checks rely on indices, which must not be altered.
-        if inspection.altered:
-            return None
-        return self._missing_weights(inspection.removed) or self._damaged_part(inspection)
+        return None if inspection.altered else self._missing_weights(inspection) or self._damaged_part(inspection)
 
     def _visible_damage(self) -> str | None:
         """The damage that is visible without a manifest; None without damage."""
@@ -184,11 +182,11 @@ class CheckpointFolder:
         holds_weights_file = any(_WEIGHTS_FILE.search(Path(name).name) for name in file_names)
         return None if holds_weights_file or has_deepspeed_parts(str(self.path)) else f"{self.path} holds no weights"
 
-    def _missing_weights(self, removed: Iterable[str]) -> str | None:
+    def _missing_weights(self, inspection: Inspection) -> str | None:
         """Which weights are missing without a replacement. Other formats of a subclass are unknown here."""
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
-        weights = next((self.path / name for name in removed if _WEIGHTS.search(Path(name).name)), None)
+        weights = next((self.path / name for name in inspection.removed if _WEIGHTS.search(Path(name).name)), None)
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
 
@@ -231,7 +229,7 @@ class CheckpointFolder:
             is_read = name not in inspection.added or _RESUME_FILES.search(path.name)
             if is_read and has_format(path) and (reason := unreadable_reason(path)):
                 raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it. Restore the file.")
-        if (reason := self._missing_weights(inspection.removed)) is not None:
+        if (reason := self._missing_weights(inspection)) is not None:
             raise CheckpointNotFound(f"{reason}: a run cannot resume from the checkpoint. Restore the file.")
         write_manifest(self.path)
         return inspection

@@ -243,11 +243,9 @@ def _keep_picklable(original_class: Any) -> None:
     def reduce(self: Any, protocol: Any) -> Any:
         # pickle finds a subclass under its own name.
         if type(self) is not original_class:
-            return (
-                super(original_class, self).__reduce_ex__(protocol)
-                if original_method is None
-                else original_method(self, protocol)
-            )
+            if original_method is not None:
+                return original_method(self, protocol)
+            return super(original_class, self).__reduce_ex__(protocol)
         if isinstance(self, enum.Enum):
             return _ClassByName(original_class), (self.value,)
         if isinstance(self, tuple):

@@ -202,10 +202,7 @@ Accumulation = Callable[[int], int]
 
 
 def position_at_step(
-    global_step: int,
-    micro_batches: int,
-    accumulation_steps_of: Accumulation,
-    skipped_windows: Iterable[tuple[int, int]] = (),
+    global_step: int, micro_batches: int, accumulation_steps_of: Accumulation, skips: Iterable[tuple[int, int]] = ()
 ) -> tuple[int, int]:
     """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps.
 
@@ -213,9 +210,9 @@ def position_at_step(
         global_step: number of optimizer steps.
         micro_batches: length of an epoch.
         accumulation_steps_of: epoch → micro-batches per optimizer step in it.
-        skipped_windows: epoch and first micro-batch of each window that was skipped, so that it is not a step.
+        skips: epoch and first micro-batch of each window that was skipped, so that it is not a step.
     """
-    epoch, starts = 0, sorted(skipped_windows)
+    epoch, starts = 0, sorted(skips)
     while global_step >= (
         steps := math.ceil(micro_batches / accumulation_steps_of(epoch)) - sum(each == epoch for each, _ in starts)
     ):

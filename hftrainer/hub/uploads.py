@@ -315,13 +315,11 @@ class Uploads:
     def _report(self) -> None:
         """Log which commits are uploaded and which are not, unless already logged."""
         uploaded_lines = "".join(
-            f"\n  {path or 'the model'}: {message!r}" for path, message in self._uploaded_messages.items()
+            f"\n  {path or 'the model'}: {text!r}" for path, text in self._uploaded_messages.items()
         )
         with self._lock:
-            missing_commits = {
-                **self._missing_commits,
-                **{commit.path_in_repo: commit for commit in list(self._queued_commits.values())},
-            }
+            queued_commits = {commit.path_in_repo: commit for commit in list(self._queued_commits.values())}
+            missing_commits = self._missing_commits | queued_commits
         if not missing_commits:
             if uploaded_lines:
                 logger.info("Uploaded to %s:%s", self.repository, uploaded_lines)

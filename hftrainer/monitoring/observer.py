@@ -101,8 +101,7 @@ class Observer(TrainerCallback):
         return {"time": time.perf_counter(), **counters, **counts, **waits}
 
     def _begin_interval(self, counters: dict[str, float]) -> None:
-        self._start_counters, self._memory_peak = counters, 0
-        self._steps_in_interval = 0
+        self._start_counters, self._memory_peak, self._steps_in_interval = counters, 0, 0
         self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
         self._step_start = _step_seconds(counters)
 

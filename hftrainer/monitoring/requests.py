@@ -95,10 +95,9 @@ class Requests:
         if name == "evaluate" and not self._can_evaluate:
             answer = "refused: the run has no eval_dataset"
         elif name == "profile":
-            answer = (
-                f"the next {_PROFILED_STEPS} steps, from step {step + 1}, are traced to {path.parent.parent}/profile"
-            )
-            self._profile = self._profile or _Profile(path.parent.parent / "profile", step)
+            folder = path.parent.parent / "profile"
+            answer = f"the next {_PROFILED_STEPS} steps, from step {step + 1}, are traced to {folder}"
+            self._profile = self._profile or _Profile(folder, step)
         else:
             setattr(control, FLAGS[name], True)
             control.should_save |= name == "stop" and self._saves

@@ -325,10 +325,6 @@ class Mirror:
 
     def _record_upload(self, name: str) -> None:
         uploads = self._read_uploads()
-        digests = {
-            other: checksum
-            for other, checksum in uploads.get(self.remote.url, {}).items()
-            if (self.local / other).is_dir()
-        }
+        digests = {path: crc for path, crc in uploads.get(self.remote.url, {}).items() if (self.local / path).is_dir()}
         uploads[self.remote.url] = {**digests, name: digest(read_manifest(self.local / name)) or 0}
         (self.local / _UPLOADS_FILE).write_text(json.dumps(uploads), encoding="utf-8")

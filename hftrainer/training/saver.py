@@ -153,10 +153,8 @@ class CheckpointSaver(Component):
 
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
-        is_enabled = self.trainer.args.save_on_interrupt or self.trainer.args.enable_jit_checkpoint
-        return is_enabled and (
-            self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint
-        )
+        args = self.trainer.args
+        return args.enable_jit_checkpoint or (args.save_on_interrupt and args.save_strategy != SaveStrategy.NO)
 
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""

@@ -221,9 +221,8 @@ class ControlSync:
 
     def abort_evaluation_on_signal(self) -> contextlib.AbstractContextManager[Any]:
         """Abort evaluations when a signal arrives, except in distributed runs, where other ranks would wait."""
-        return (
-            contextlib.nullcontext() if self.is_distributed else self.run.signal_listener.abort_evaluation_on_signal()
-        )
+        listener = self.run.signal_listener
+        return contextlib.nullcontext() if self.is_distributed else listener.abort_evaluation_on_signal()
 
     def stop_if_signalled(self) -> None:
         """Save and stop, if a signal has arrived."""

@@ -71,7 +71,7 @@ class LoggedMetrics:
             return loss.item(), last_values
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
         means = {
-            name: number / (self._counts[name] or steps) for name, number in zip(self._sums, numbers[1:], strict=True)
+            name: value / (self._counts[name] or steps) for name, value in zip(self._sums, numbers[1:], strict=True)
         }
         self._sums.clear()
         self._counts.clear()
