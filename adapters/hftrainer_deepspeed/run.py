@@ -226,16 +226,16 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
     # The exact type: a subclass may step differently.
-    kind = type(optimizer)
+    exact_type = type(optimizer)
     cpu_version: torch.optim.Optimizer
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        cpu_version = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **options)
-    elif kind is torch.optim.Adagrad:
+    if exact_type in (torch.optim.Adam, torch.optim.AdamW):
+        cpu_version = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=exact_type is torch.optim.AdamW, **options)
+    elif exact_type is torch.optim.Adagrad:
         cpu_version = DeepSpeedCPUAdagrad(optimizer.param_groups, **options)
     else:
         raise InvalidConfig(
             "deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer "
-            f"is {kind.__name__}: use one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
+            f"is {exact_type.__name__}: use one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
         )
     return cpu_version
 

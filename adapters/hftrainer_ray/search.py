@@ -138,14 +138,14 @@ class RaySearch(SearchBackend):
         if not scores:
             states = [trial.status.lower() for trial in analysis.trials]
             raise errors.SearchFailed(no_trial_message(states, filter(None, map(_explain_failure, analysis.trials))))
-        if unfinished := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
+        if unfinished_trials := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
             logger.warning(
                 "The search was stopped before %d of its trials finished. resume=True with the same name and "
                 "storage_path continues it.",
-                unfinished,
+                unfinished_trials,
             )
-        best = (min if mode == "min" else max)(scores, key=lambda pair: pair[0])[1]
-        return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
+        best_trial = (min if mode == "min" else max)(scores, key=lambda pair: pair[0])[1]
+        return BestRun(best_trial.trial_id, best_trial.last_result["objective"], best_trial.config, analysis)
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
 
@@ -302,5 +302,5 @@ def _explain_failure(trial: Any) -> str | None:
     error = _read_error(trial)
     if error is not None:
         return f"{type(error).__name__}: {error}"
-    last = trial.last_result.get("objective")
-    return None if last is None else f"compute_objective returned {last}"
+    last_objective = trial.last_result.get("objective")
+    return None if last_objective is None else f"compute_objective returned {last_objective}"

@@ -42,7 +42,7 @@ class RowDataset:
         self._drops_remainder = False
         self._iteration_count = 0
 
-    def _copy_with(self, **settings: Any) -> RowDataset:
+    def _copy_with_settings(self, **settings: Any) -> RowDataset:
         dataset = copy.copy(self)
         vars(dataset).update({f"_{name}": value for name, value in settings.items()}, _iteration_count=0)
         return dataset
@@ -53,15 +53,15 @@ class RowDataset:
 
     def repeat(self) -> RowDataset:
         """Repeat the rows infinitely."""
-        return self._copy_with(repeats=True)
+        return self._copy_with_settings(repeats=True)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
         """Shuffle all rows in each pass; `buffer_size` is ignored."""
-        return self._copy_with(seed=0 if seed is None else seed)
+        return self._copy_with_settings(seed=0 if seed is None else seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> RowDataset:
         """Group the rows into batches of NumPy arrays."""
-        return self._copy_with(size=batch_size, drops_remainder=drop_remainder)
+        return self._copy_with_settings(size=batch_size, drops_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration_count += 1

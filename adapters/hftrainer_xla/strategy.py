@@ -170,16 +170,16 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         if not os.path.isfile(path):
             logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
             return
-        optimizer().load_state_dict(self._read("optimizer", folder))
+        optimizer().load_state_dict(self._read_shard("optimizer", folder))
         scheduler.load_state_dict(load_torch_file(path))
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load full weights into a full model, or this process's shard into a sharded model."""
         if sharding.is_sharded(model):
-            return model.load_state_dict(self._read("model", folder))
+            return model.load_state_dict(self._read_shard("model", folder))
         return load_weights(model, folder)
 
-    def _read(self, kind: str, folder: str) -> dict[str, Any]:
+    def _read_shard(self, kind: str, folder: str) -> dict[str, Any]:
         """Read this process's shard from a checkpoint.
 
         Raises:

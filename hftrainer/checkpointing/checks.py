@@ -80,9 +80,8 @@ def _unreadable_json_reason(path: Path) -> str | None:
         return f"cannot be read ({error})"
     if path.name == names.TRAINER_STATE_NAME and not (isinstance(value, dict) and "global_step" in value):
         return "does not contain a state"
-    if path.name.endswith(".index.json") and not (
-        isinstance(value, dict) and isinstance(value.get("weight_map"), dict)
-    ):
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if path.name.endswith(".index.json") and not isinstance(weight_map, dict):
         return "does not list shards"
     return None
 

@@ -97,9 +97,8 @@ class Inspection:
     def unusable_reason(self) -> str | None:
         """Why a script cannot use this checkpoint by name: a fault, or altered contents."""
         if self.altered:
-            return (
-                f"the contents of {self.folder / self.altered[0]} have changed since it was written, but not its size"
-            )
+            path = self.folder / self.altered[0]
+            return f"the contents of {path} have changed since it was written, but not its size"
         return self.fault
 
     @property

@@ -102,9 +102,8 @@ class Restarts(Component):
         self.run.has_rolled_back = False
         self.run.skipped_samples = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
         needs_start = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards_model
-        self.run.initial_state = (
-            InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or needs_start else None
-        )
+        needs_start |= args.auto_find_batch_size
+        self.run.initial_state = InitialStateSnapshot(self.trainer) if needs_start else None
 
     def roll_back(self, finding: Finding, optimizers: tuple[Any, Any]) -> str | None:
         """Return to the last checkpoint, or else to the initial state, after a step diverged.
