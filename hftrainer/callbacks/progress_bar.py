@@ -290,7 +290,7 @@ def _measurement(name: str) -> str | None:
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
     """A log line as the followed release prints it, without `total_flos`."""
     values = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-    return ResolvedArguments.of(args).policy.printed(values, above_bar=above_bar)
+    return ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar)
 
 
 def _make_bar(**kwargs: Any) -> Any:
