@@ -926,7 +926,7 @@ class Trainer(EarlierMethods):
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._hftrainer.saver.load_weights(self.model, str(best), best=True)
+        self._hftrainer.saver.load_weights(self.model, str(best), is_best=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log missing and unexpected weights after loading a checkpoint.

@@ -174,9 +174,9 @@ def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _shard_output(_: nn.Module, __: Any, output: Any) -> None:
-    first = next(_tensors(output), None)
-    if first is not None:
-        _shard_rows(first)
+    first_tensor = next(_tensors(output), None)
+    if first_tensor is not None:
+        _shard_rows(first_tensor)
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:

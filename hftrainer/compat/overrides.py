@@ -257,7 +257,7 @@ def check_lightning_methods(subclass: Any, hooks: Collection[str]) -> None:
     """
     step = subclass.training_step
     # A Trainer passes self and three arguments.
-    if has_parameter(step, "batch_idx") and not takes(step, None, None, None, None):
+    if has_parameter(step, "batch_idx") and not can_call(step, None, None, None, None):
         raise WrongObject(
             f"{subclass.__name__}.training_step takes batch_idx, as in a LightningModule, but a Trainer passes it "
             "model, inputs and num_items_in_batch. Override compute_loss(self, model, inputs, return_outputs=False, "
@@ -356,7 +356,7 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
     return sum(parameter.kind in positional_kinds for parameter in inspect.signature(function).parameters.values())
 
 
-def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called with these arguments; True if its parameters are unknown."""
     try:
         signature = inspect.signature(function)

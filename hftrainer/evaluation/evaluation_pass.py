@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from hftrainer.compat.overrides import has_length, takes
+from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.compat.tracebacks import note_batch
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
@@ -71,7 +71,7 @@ class EvaluationPass:
         preprocess: Any = trainer.preprocess_logits_for_metrics
         self._preprocess_logits = preprocess
         # A function for old releases accepts only the logits.
-        if preprocess is not None and not takes(preprocess, None, None) and takes(preprocess, None):
+        if preprocess is not None and not can_call(preprocess, None, None) and can_call(preprocess, None):
             self._preprocess_logits = lambda logits, _: preprocess(logits)
         self._positions: deque[BatchPosition | None] = deque()
         rows, folder = self._count_known_samples() or 0, args.eval_memmap_dir

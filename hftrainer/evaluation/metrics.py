@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import accepts, takes
+from hftrainer.compat.overrides import accepts, can_call
 from hftrainer.compat.tracebacks import add_note, describe_shapes
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
@@ -58,7 +58,7 @@ class FunctionMetrics:
     def _call_function(self, prediction: EvalPrediction, **keywords: Any) -> None:
         if self.function is None or prediction.predictions is None or prediction.label_ids is None:
             return
-        if not takes(self.function, prediction, **keywords):
+        if not can_call(self.function, prediction, **keywords):
             raise InvalidArgument(
                 "compute_metrics is called with one argument, an EvalPrediction, but yours takes "
                 f"{inspect.signature(self.function)}. "

@@ -119,7 +119,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     """
     repository = Repository(name, token, revision)
     try:
-        return call_with_retries(lambda: _open(repository, private), _WAITS)
+        return call_with_retries(lambda: _open_repository(repository, private), _WAITS)
     except HFValidationError as error:
         raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
     # Raise from None: the traceback of the cause may show the token.
@@ -131,7 +131,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         ) from None
 
 
-def _open(repository: Repository, private: bool | None) -> Repository:
+def _open_repository(repository: Repository, private: bool | None) -> Repository:
     api, token = HfApi(library_name="hftrainer"), repository.token
     repo_id = api.create_repo(repository.id, token=token, private=private, exist_ok=True).repo_id
     # `write` is new in huggingface_hub 1.0. Offline, only a client that a script has replaced gets here.

@@ -183,10 +183,10 @@ def _add_special_tokens(config: Any, generation_config: Any, tokenizer: Any) -> 
             continue
         updated_tokens[name] = token
         for each in configs:
-            current = getattr(each, name, None)
-            extends = name == "eos_token_id" and (each is generation_config or isinstance(current, list))
-            others = [other for other in _as_list(current) if other is not None and other != token]
-            setattr(each, name, [token, *others] if extends else token)
+            current_tokens = getattr(each, name, None)
+            extends = name == "eos_token_id" and (each is generation_config or isinstance(current_tokens, list))
+            other_tokens = [other for other in _as_list(current_tokens) if other is not None and other != token]
+            setattr(each, name, [token, *other_tokens] if extends else token)
     return updated_tokens
 
 

@@ -175,10 +175,10 @@ def lost_ranks_message(what: str) -> str:
 def _find_lost_ranks() -> list[int]:
     """The ranks that do not answer a roll call in the group's store; rank 0 if the store is lost."""
     this_rank = distributed.get_rank()
-    missing = set(range(distributed.get_world_size())) - {this_rank}
+    ranks = set(range(distributed.get_world_size())) - {this_rank}
     store_answered = threading.Event()
 
-    def call() -> None:
+    def call_roll() -> None:
         # The process with the store may have ended.
         with contextlib.suppress(distributed.DistError):
             store = distributed.distributed_c10d._get_default_store()
@@ -187,12 +187,12 @@ def _find_lost_ranks() -> list[int]:
             store.check([f"hftrainer/present/{this_rank}"])
             store_answered.set()
             deadline = time.monotonic() + _ROLL_CALL
-            while missing and time.monotonic() < deadline:
-                missing.difference_update([rank for rank in missing if store.check([f"hftrainer/present/{rank}"])])
+            while ranks and time.monotonic() < deadline:
+                ranks.difference_update([rank for rank in ranks if store.check([f"hftrainer/present/{rank}"])])
                 time.sleep(0.05)
 
     # If the process with the store hangs, the thread never ends: wait for a limited time.
-    thread = threading.Thread(target=call, name="roll-call", daemon=True)
+    thread = threading.Thread(target=call_roll, name="roll-call", daemon=True)
     thread.start()
     thread.join(_ROLL_CALL + 1)
-    return sorted(missing) if store_answered.is_set() else [0]
+    return sorted(ranks) if store_answered.is_set() else [0]

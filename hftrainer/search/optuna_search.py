@@ -67,9 +67,9 @@ class OptunaSearch(backend.SearchBackend):
             return broadcast_from_main(lambda: (None, self._find_best_run()))[1]
         # The main process sends the number of each trial, and finally the best trial.
         while True:
-            number, best = broadcast_from_main(lambda: None)
+            number, best_run = broadcast_from_main(lambda: None)
             if number is None:
-                return best
+                return best_run
             self._train_with_main(trainer, SharedTrial(None, number, broadcast_from_main))
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
@@ -316,10 +316,10 @@ class SharedTrial:
         if name.startswith("_") or not callable(getattr(Trial, name, None)):
             raise AttributeError(f"A trial in several processes has number, params and methods, but not {name!r}.")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call_method(*args: Any, **kwargs: Any) -> Any:
             result, self.params = self._broadcast_from_main(
                 lambda: (getattr(self._trial, name)(*args, **kwargs), self._trial.params)
             )
             return result
 
-        return call
+        return call_method

@@ -111,17 +111,17 @@ class CheckpointSaver(Component):
 
     def load_best_at_end(self) -> None:
         """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""
-        best = self.trainer.state.best_model_checkpoint
+        best_folder = self.trainer.state.best_model_checkpoint
         if not self.trainer.args.load_best_model_at_end:
             return
-        if best is None:
+        if best_folder is None:
             logger.warning(
                 "load_best_model_at_end has no effect: no evaluation returned a number for "
                 "metric_for_best_model=%r. The Trainer keeps the last model.",
                 self.trainer.args.metric_for_best_model,
             )
             return
-        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.unloadable_reason(best))
+        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.unloadable_reason(best_folder))
         if reason is None:
             self.trainer._load_best_model()
         else:
@@ -182,13 +182,13 @@ class CheckpointSaver(Component):
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
             torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
 
-    def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
-        """Load a checkpoint's weights into the model, sharded or not; with `best`, at the end of a run."""
-        load = self.components.strategy.load_best_model if best else self.components.strategy.load_weights
+    def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
+        """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
+        load = self.components.strategy.load_best_model if is_best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.unwrapped_model)
-        incompatible = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
-        if incompatible is not None:
-            self.trainer._issue_warnings_after_load(incompatible)
+        incompatible_keys = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
+        if incompatible_keys is not None:
+            self.trainer._issue_warnings_after_load(incompatible_keys)
 
     def load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
@@ -402,8 +402,8 @@ class CheckpointSaver(Component):
         needed_checkpoints = (
             [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
         )
-        best = self.trainer.state.best_model_checkpoint
-        upload = self.components.storage_sync.make_upload(path, [best, *needed_checkpoints])
+        best_folder = self.trainer.state.best_model_checkpoint
+        upload = self.components.storage_sync.make_upload(path, [best_folder, *needed_checkpoints])
 
         def rotate_as_overridden() -> None:
             self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
@@ -413,4 +413,4 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
             return rotate_as_overridden
         limit = self.trainer.args.save_total_limit
-        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed_checkpoints])
+        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best_folder, [path, *needed_checkpoints])
