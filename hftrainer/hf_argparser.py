@@ -70,8 +70,8 @@ class HfArgumentParser(argparse.ArgumentParser):
         kwargs.setdefault("formatter_class", _Help)
         super().__init__(**kwargs)
         self.dataclass_types = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
-        for kind in self.dataclass_types:
-            self._add_dataclass(kind)
+        for dataclass_type in self.dataclass_types:
+            self._add_dataclass(dataclass_type)
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2. A long usage is not printed, since it would hide the message."""
@@ -105,7 +105,7 @@ class HfArgumentParser(argparse.ArgumentParser):
             files += named_files
         file_words = [word for path in files if path.exists() for word in path.read_text().split()]
         namespace, remaining = self.parse_known_args(args=file_words + words)
-        objects = [self._build_dataclass(kind, namespace) for kind in self.dataclass_types]
+        objects = [self._build_dataclass(dataclass_type, namespace) for dataclass_type in self.dataclass_types]
         if vars(namespace):
             objects.append(namespace)
         if return_remaining_strings:
@@ -123,10 +123,11 @@ class HfArgumentParser(argparse.ArgumentParser):
         """
         extra_keys = set(args)
         objects = []
-        for kind in self.dataclass_types:
-            names = {field.name for field in dataclasses.fields(kind) if field.init} | _find_hidden_fields(kind).keys()
+        for dataclass_type in self.dataclass_types:
+            names = {field.name for field in dataclasses.fields(dataclass_type) if field.init}
+            names |= _find_hidden_fields(dataclass_type).keys()
             extra_keys -= names
-            objects.append(kind(**{name: value for name, value in args.items() if name in names}))
+            objects.append(dataclass_type(**{name: value for name, value in args.items() if name in names}))
         if extra_keys and not allow_extra_keys:
             raise InvalidArgument(f"No dataclass has a field {', '.join(map(repr, sorted(extra_keys)))}.")
         return (*objects,)
@@ -144,25 +145,25 @@ class HfArgumentParser(argparse.ArgumentParser):
         return self.parse_dict(read_mapping(yaml_file, "YAML"), allow_extra_keys)
 
     @staticmethod
-    def _build_dataclass(kind: Any, namespace: argparse.Namespace) -> Any:
-        names = [field.name for field in dataclasses.fields(kind) if field.init]
+    def _build_dataclass(dataclass_type: Any, namespace: argparse.Namespace) -> Any:
+        names = [field.name for field in dataclasses.fields(dataclass_type) if field.init]
         values = {name: getattr(namespace, name) for name in names}
-        values |= {name: getattr(namespace, name) for name in _find_hidden_fields(kind) if name in vars(namespace)}
+        values |= {name: getattr(namespace, name) for name in _find_hidden_fields(dataclass_type) if name in namespace}
         for name in values:
             delattr(namespace, name)
-        return kind(**values)
+        return dataclass_type(**values)
 
-    def _add_dataclass(self, kind: Any) -> None:
-        hints = typing.get_type_hints(kind)
-        subjects = {name: argument.subject for name, argument in arguments_of(kind).items()}
+    def _add_dataclass(self, dataclass_type: Any) -> None:
+        hints = typing.get_type_hints(dataclass_type)
+        subjects = {name: argument.subject for name, argument in arguments_of(dataclass_type).items()}
         titles = [title for title in dict.fromkeys(subjects.values()) if title not in LAST_SUBJECTS]
         groups: dict[Any, Any] = {title: self.add_argument_group(title) for title in (*titles, *LAST_SUBJECTS)}
-        own_title = getattr(kind, "_argument_group_name", None)
+        own_title = getattr(dataclass_type, "_argument_group_name", None)
         groups[None] = self.add_argument_group(own_title) if own_title else self
-        for field in dataclasses.fields(kind):
+        for field in dataclasses.fields(dataclass_type):
             if field.init:
                 _add_field(groups[subjects.get(field.name)], field, hints[field.name])
-        for name, field in _find_hidden_fields(kind).items():
+        for name, field in _find_hidden_fields(dataclass_type).items():
             _add_field(groups[EARLIER_SUBJECT], field, hints[name], default=argparse.SUPPRESS)
 
 
@@ -174,10 +175,10 @@ def _split_off_files(flag: str, words: list[str]) -> tuple[list[Path], list[str]
     return [Path(name) for name in vars(options)[flag.lstrip("-").replace("-", "_")] or []], others
 
 
-def _find_hidden_fields(kind: Any) -> dict[str, Any]:
+def _find_hidden_fields(dataclass_type: Any) -> dict[str, Any]:
     """Training arguments that `install()` accepts although the installed release lacks them."""
-    hidden = legacy.HIDDEN_FIELDS if issubclass(kind, OldArguments) else {}
-    return {name: field for name, field in hidden.items() if name not in kind.__dataclass_fields__}
+    hidden = legacy.HIDDEN_FIELDS if issubclass(dataclass_type, OldArguments) else {}
+    return {name: field for name, field in hidden.items() if name not in dataclass_type.__dataclass_fields__}
 
 
 def _add_field(group: Any, field: Any, hint: Any, **override: Any) -> None:

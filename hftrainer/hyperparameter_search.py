@@ -7,7 +7,7 @@ from typing import Any
 
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.state import hyperparameters
-from hftrainer.compat.overrides import refuse_uncalled, takes
+from hftrainer.compat.overrides import can_call, refuse_uncalled_methods
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend
@@ -67,11 +67,11 @@ def search(
             "the model, instead of a model."
         )
     for option, function in {"hp_space": hp_space, "compute_objective": compute_objective, "hp_name": hp_name}.items():
-        if function is not None and not (callable(function) and takes(function, None)):
+        if function is not None and not (callable(function) and can_call(function, None)):
             argument = "an evaluation's metrics" if option == "compute_objective" else "the trial"
             raise InvalidArgument(f"{option}={function!r}: pass a function of one argument, {argument}.")
     if name == HPSearchBackend.RAY:
-        refuse_uncalled(type(trainer), "_tune_save_checkpoint")
+        refuse_uncalled_methods(type(trainer), "_tune_save_checkpoint")
     trainer.hp_space = hp_space if hp_space is not None else search_backend.default_hp_space
     trainer.compute_objective = compute_objective if compute_objective is not None else default_compute_objective
     trainer.hp_name = hp_name

@@ -142,13 +142,14 @@ def get_cosine_with_min_lr_schedule_with_warmup(
     min_lr_rate: float | None = None,
 ) -> LambdaLR:
     """`get_cosine_schedule_with_warmup` with a minimum: `min_lr`, or `min_lr_rate` times the peak."""
-    ratio = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
-    decay = partial(_cosine_factor, ratio, num_cycles, num_training_steps - num_warmup_steps)
+    min_lr_ratio = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
+    decay = partial(_cosine_factor, min_lr_ratio, num_cycles, num_training_steps - num_warmup_steps)
     return _add_warmup(decay, optimizer, num_warmup_steps, last_epoch)
 
 
-def _cosine_factor(ratio: float, num_cycles: float, steps: int, step: int) -> float:
-    return max(0, 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * (step / max(1, steps)))) * (1 - ratio) + ratio)
+def _cosine_factor(min_lr_ratio: float, num_cycles: float, steps: int, step: float) -> float:
+    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * (step / max(1, steps))))
+    return max(0, wave * (1 - min_lr_ratio) + min_lr_ratio)
 
 
 def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
@@ -165,13 +166,13 @@ def get_cosine_with_min_lr_schedule_with_warmup_lr_rate(
 
     The first rate is `warmup_lr_rate` times the peak, or by default the peak divided by the warm-up steps.
     """
-    ratio = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
-    decay = partial(_cosine_with_first_rate, ratio, warmup_lr_rate, num_cycles, num_warmup_steps, num_training_steps)
+    min_lr_ratio = _min_lr_ratio(optimizer, min_lr, min_lr_rate)
+    decay = partial(_cosine_with_warmup, min_lr_ratio, warmup_lr_rate, num_cycles, num_warmup_steps, num_training_steps)
     return LambdaLR(optimizer, decay, last_epoch)
 
 
-def _cosine_with_first_rate(
-    ratio: float,
+def _cosine_with_warmup(
+    min_lr_ratio: float,
     warmup_lr_rate: float | None,
     num_cycles: float,
     num_warmup_steps: int,
@@ -182,9 +183,9 @@ def _cosine_with_first_rate(
         return (step + 1.0) / max(1.0, num_warmup_steps)
     if step < num_warmup_steps:
         return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)  # type: ignore[operator]
-    progress = (step - num_warmup_steps + 1.0) / max(1.0, num_training_steps - num_warmup_steps)
-    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * progress))
-    return max(0, wave * (1 - ratio) + ratio)
+    return _cosine_factor(
+        min_lr_ratio, num_cycles, num_training_steps - num_warmup_steps, step - num_warmup_steps + 1.0
+    )
 
 
 #: Shapes of a rise from 0 to 1, and of a fall from 1 to 0, over `progress`; only the cosine uses `cycles`.
@@ -239,7 +240,7 @@ def get_wsd_schedule(
 
 
 def _wsd(
-    steps: tuple[int, int, int], warmup_type: str, decay_type: str, ratio: float, num_cycles: float, step: int
+    steps: tuple[int, int, int], warmup_type: str, decay_type: str, min_lr_ratio: float, num_cycles: float, step: int
 ) -> float:
     """The factor at `step`; `steps` has the lengths of warm-up, constant phase and decay."""
     warmup, stable, decay = steps
@@ -250,8 +251,8 @@ def _wsd(
     elif step < warmup + stable + decay:
         shape = _FALLS[decay_type]((step - warmup - stable) / max(1, decay), num_cycles)
     else:
-        return ratio
-    return max(0.0, shape * (1.0 - ratio) + ratio)
+        return min_lr_ratio
+    return max(0.0, shape * (1.0 - min_lr_ratio) + min_lr_ratio)
 
 
 def get_reduce_on_plateau_schedule(optimizer: Optimizer, **kwargs: Any) -> ReduceLROnPlateau:

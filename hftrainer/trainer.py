@@ -24,7 +24,7 @@ from hftrainer.arguments.validation import add_missing_fields
 from hftrainer.callbacks.progress_bar import ProgressCallback
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
-from hftrainer.compat.overrides import make_scheduler, overridable_property, recorded
+from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
 from hftrainer.compat.tracebacks import HideEngineFrames
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
@@ -63,7 +63,7 @@ PREFIX_CHECKPOINT_DIR = names.PREFIX_CHECKPOINT_DIR
 DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
-@recorded
+@record_methods
 class Trainer(EarlierMethods):
     """Trains, evaluates and predicts with a model, as `transformers.Trainer` does, on PyTorch Lightning.
 
@@ -131,7 +131,7 @@ class Trainer(EarlierMethods):
     is_fsdp_xla_v1_enabled: bool
     is_fsdp_xla_v2_enabled: bool
     current_flos = RunAttribute("flos")
-    current_gradient_accumulation_steps = RunAttribute("accumulation")
+    current_gradient_accumulation_steps = RunAttribute("accumulation_steps")
     neftune_noise_alpha: float | None
     # The NEFTune hook of a run; remains set after the hook is removed.
     neftune_hook_handle: Any
@@ -278,7 +278,7 @@ class Trainer(EarlierMethods):
     @overridable_property
     def loggers(self) -> list[Any]:
         """The Lightning loggers of this process, from `report_to` and `loggers`. Reading them opens their runs."""
-        return self._hftrainer.loggers()
+        return self._hftrainer.open_loggers()
 
     @overridable_property
     def hp_study(self) -> Any:
@@ -346,7 +346,7 @@ class Trainer(EarlierMethods):
     def _set_signature_columns_if_needed(self) -> None:
         if self._signature_columns is None:
             columns = collators.signature_columns(self._hftrainer.unwrapped_model, self.label_names)
-            self._hftrainer.model_setup.set_inferred({"_signature_columns": columns})
+            self._hftrainer.model_setup.set_inferred_attributes({"_signature_columns": columns})
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         """The dataset without the columns that the model does not accept."""
@@ -522,7 +522,7 @@ class Trainer(EarlierMethods):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Samples per optimizer step, over all ranks with distinct batches."""
         processes = args.world_size // self.get_tp_size() // self.get_cp_size() // self.get_sp_size()
-        return self._train_batch_size * self._hftrainer.engine.accumulation_at(0) * processes
+        return self._train_batch_size * self._hftrainer.engine.accumulation_steps_of(0) * processes
 
     def get_tp_size(self) -> int:
         """Tensor-parallel size: the ranks that share each layer."""
@@ -654,7 +654,7 @@ class Trainer(EarlierMethods):
         Returns:
             The loss, or `(loss, outputs)`.
         """
-        loss, outputs = self._hftrainer.steps.loss_and_outputs(model, inputs, num_items_in_batch)
+        loss, outputs = self._hftrainer.steps.compute_loss_and_outputs(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
@@ -724,7 +724,7 @@ class Trainer(EarlierMethods):
         if isinstance(grad_norm, nn.Module):
             Trainer._maybe_log_save_evaluate(self, tr_loss, None, grad_norm, model, trial, epoch)
             return
-        self._hftrainer.control_actions.run_requested(
+        self._hftrainer.control_actions.run_requested_actions(
             tr_loss, grad_norm, model, trial, ignore_keys_for_eval, start_time, learning_rate
         )
 
@@ -753,7 +753,7 @@ class Trainer(EarlierMethods):
         evaluation = self._hftrainer.evaluation
         datasets = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(datasets, Mapping):
-            return evaluation.evaluate_each(datasets, ignore_keys, metric_key_prefix, uses_names=eval_dataset is None)
+            return evaluation.evaluate_sets(datasets, ignore_keys, metric_key_prefix, uses_names=eval_dataset is None)
         self._memory_tracker.start()
         with HideEngineFrames(), self._hftrainer.loaders.explain_removed_columns(datasets):
             dataloader = self.get_eval_dataloader(eval_dataset)
@@ -926,7 +926,7 @@ class Trainer(EarlierMethods):
         """Load the weights of the best checkpoint."""
         best = self.state.best_model_checkpoint
         logger.info("Loading the best model, %s (metric %s).", best, self.state.best_metric)
-        self._hftrainer.saver.load_weights(self.model, str(best), best=True)
+        self._hftrainer.saver.load_weights(self.model, str(best), is_best=True)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Log missing and unexpected weights after loading a checkpoint.
@@ -1149,8 +1149,8 @@ class Trainer(EarlierMethods):
             logs["epoch"] = self.state.epoch
         logs |= self._hftrainer.steps.token_metrics(start_time)
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self._hftrainer.announce("on_log", logs)
-        self._hftrainer.engine.show(logs)
+        self._hftrainer.call_callbacks("on_log", logs)
+        self._hftrainer.engine.show_values(logs)
 
     @staticmethod
     def metrics_format(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,23 +43,23 @@ INSTALL = {
 
 
 def parameter_groups(
-    model: nn.Module, decayed: list[str], weight_decay: float, selected: list[dict[str, Any]] | None = None
+    model: nn.Module, decayed_names: list[str], weight_decay: float, selected_groups: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """Groups of trainable parameters: with weight decay, without it, and the `selected` groups.
+    """Groups of trainable parameters: with weight decay, without it, and the `selected_groups` groups.
 
     If only some layers of a model are sharded over processes, each group is split by device mesh, since a fused step
     does not accept tensors of different meshes.
     """
-    names = set(decayed)
+    names = set(decayed_names)
     trainable = [(name in names, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    selected_ids = {id(parameter) for group in selected or () for parameter in group["params"]}
+    selected_ids = {id(parameter) for group in selected_groups or () for parameter in group["params"]}
     others = [(decays, parameter) for decays, parameter in trainable if id(parameter) not in selected_ids]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for decays, parameter in others if decays], "weight_decay": weight_decay},
         {"params": [parameter for decays, parameter in others if not decays], "weight_decay": 0.0},
     ]
-    if selected is not None:
-        named_groups = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected]
+    if selected_groups is not None:
+        named_groups = [{**groups[0], "name": "decay"}, {**groups[1], "name": "no decay"}, *selected_groups]
         # Under FSDP, torch cannot load several empty groups.
         groups = [group for group in named_groups if group["params"]]
     meshes = list(dict.fromkeys(_mesh_of(parameter) for _, parameter in trainable))
@@ -112,18 +112,18 @@ class Request:
         betas = (self.args.adam_beta1, self.args.adam_beta2)
         return {**self.lr, "betas": betas, "eps": self.args.adam_epsilon}
 
-    def read(self, **kinds: Any) -> dict[str, Any]:
+    def read(self, **converters: Any) -> dict[str, Any]:
         """The options in `optim_args` and the options with a default, converted to their types.
 
         Args:
-            kinds: option → a function that converts its text, or a tuple of this function and a default.
+            converters: option → a function that converts its text, or a tuple of this function and a default.
 
         Raises:
             InvalidArgument: if the function cannot convert the text.
         """
-        self.read_options.update(kinds)
+        self.read_options.update(converters)
         values: dict[str, Any] = {}
-        for name, kind in kinds.items():
+        for name, kind in converters.items():
             convert, *default = kind if isinstance(kind, tuple) else (kind,)
             if name in self.options:
                 values[name] = self._convert(name, convert)
@@ -144,7 +144,7 @@ class Request:
 OptimizerSpec = tuple[Any, dict[str, Any]]
 
 
-def _load(name: str, module: str, attribute: str) -> Any:
+def _load_class(name: str, module: str, attribute: str) -> Any:
     """A class of another library.
 
     Raises:
@@ -159,7 +159,7 @@ def _load(name: str, module: str, attribute: str) -> Any:
 
 
 def _builder(
-    module: str, attribute: str, *, has_betas: bool = True, **kinds: Any
+    module: str, attribute: str, *, has_betas: bool = True, **converters: Any
 ) -> Callable[[Request], OptimizerSpec]:
     """A function that returns an optimizer class and its keyword arguments.
 
@@ -167,12 +167,12 @@ def _builder(
         module: the module of the class, in torch or another library.
         attribute: the name of the class.
         has_betas: whether the class accepts Adam's betas and epsilon in addition to the learning rate.
-        kinds: the options in `optim_args`, as for `Request.read`.
+        converters: the options in `optim_args`, as for `Request.read`.
     """
 
     def make(request: Request) -> OptimizerSpec:
         kwargs = request.adam if has_betas else request.lr
-        return _load(request.name, module, attribute), {**kwargs, **request.read(**kinds)}
+        return _load_class(request.name, module, attribute), {**kwargs, **request.read(**converters)}
 
     return make
 
@@ -206,10 +206,10 @@ def _bitsandbytes(request: Request) -> OptimizerSpec:
     kwargs = {"optim_bits": 8 if "8bit" in name else 32, "is_paged": "paged" in name}
     if "rmsprop" in name:
         del kwargs["is_paged"]
-        return _load(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_RMSPROP), **kwargs}
+        return _load_class(name, "bitsandbytes.optim", "RMSprop"), {**request.lr, **request.read(**_RMSPROP), **kwargs}
     if "lion" in name:
         options = {**request.lr, "betas": request.adam["betas"]}
-        return _load(name, "bitsandbytes.optim", "Lion"), {**options, **kwargs}
+        return _load_class(name, "bitsandbytes.optim", "Lion"), {**options, **kwargs}
     if "ademamix" in name:
         beta1, beta2 = request.adam["betas"]
         epsilon = request.args.adam_epsilon
@@ -218,8 +218,8 @@ def _bitsandbytes(request: Request) -> OptimizerSpec:
         )
         options |= {"betas": tuple(options.pop(f"beta{number}") for number in (1, 2, 3))}
         options |= request.read(t_alpha=int, t_beta3=int)
-        return _load(name, "bitsandbytes.optim", "AdEMAMix"), {**request.lr, **options, **kwargs}
-    return _load(name, "bitsandbytes.optim", "AdamW"), {**request.adam, **kwargs}
+        return _load_class(name, "bitsandbytes.optim", "AdEMAMix"), {**request.lr, **options, **kwargs}
+    return _load_class(name, "bitsandbytes.optim", "AdamW"), {**request.adam, **kwargs}
 
 
 def _galore(request: Request) -> OptimizerSpec:
@@ -229,8 +229,8 @@ def _galore(request: Request) -> OptimizerSpec:
     kwargs = request.lr
     if "adafactor" in request.name:
         kwargs |= {"scale_parameter": False, "relative_step": False}
-    optimizer_class = _load(request.name, "galore_torch", class_name)
-    return low_rank.build(request.name, request.args, request.model, optimizer_class, options, kwargs)
+    optimizer_class = _load_class(request.name, "galore_torch", class_name)
+    return low_rank.build_arguments(request.name, request.args, request.model, optimizer_class, options, kwargs)
 
 
 def _apollo(request: Request) -> OptimizerSpec:
@@ -243,15 +243,15 @@ def _apollo(request: Request) -> OptimizerSpec:
         proj_type=(str, "std"),
     )
     options |= {name: request.adam[name] for name in ("betas", "eps")}
-    optimizer_class = _load(request.name, "apollo_torch", "APOLLOAdamW")
-    return low_rank.build(request.name, request.args, request.model, optimizer_class, options, request.lr)
+    optimizer_class = _load_class(request.name, "apollo_torch", "APOLLOAdamW")
+    return low_rank.build_arguments(request.name, request.args, request.model, optimizer_class, options, request.lr)
 
 
 def _lomo(request: Request) -> OptimizerSpec:
-    kind = _load(request.name, "lomo_optim", "AdaLomo" if request.name == "adalomo" else "Lomo")
+    optimizer_class = _load_class(request.name, "lomo_optim", "AdaLomo" if request.name == "adalomo" else "Lomo")
     if request.model is None:
         raise InvalidArgument(f"optim={request.name!r} needs the model, not its parameters: pass model=.")
-    return kind, {**request.lr, "model": request.model}
+    return optimizer_class, {**request.lr, "model": request.model}
 
 
 def _schedule_free(request: Request) -> OptimizerSpec:
@@ -267,13 +267,13 @@ def _schedule_free(request: Request) -> OptimizerSpec:
             )
         kwargs["warmup_steps"] = warmup
     kwargs |= request.read(weight_lr_power=(float, 2.0), r=(float, 0.0))
-    return _load(request.name, "schedulefree", class_names[algorithm]), kwargs
+    return _load_class(request.name, "schedulefree", class_names[algorithm]), kwargs
 
 
 def _stable_adamw(request: Request) -> OptimizerSpec:
     options = request.read(decouple_lr=(bool, False), max_lr=(float, None), kahan_sum=(bool, None))
     kwargs = {**request.adam, "weight_decay": request.args.weight_decay, **options}
-    return _load(request.name, "optimi", "StableAdamW"), kwargs
+    return _load_class(request.name, "optimi", "StableAdamW"), kwargs
 
 
 _RMSPROP: dict[str, Any] = {"momentum": float, "alpha": float, "eps": float, "weight_decay": float, "centered": bool}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hftrainer.compat.overrides import recorded
+from hftrainer.compat.overrides import record_methods
 from hftrainer.errors import InvalidArgument, WrongObject
 from hftrainer.evaluation.collected import make_full_gather
 from hftrainer.trainer import Trainer
@@ -17,7 +17,7 @@ from hftrainer.trainer_utils import PredictionOutput
 from hftrainer.training.steps import extract_loss
 
 
-@recorded
+@record_methods
 class Seq2SeqTrainer(Trainer):
     """A `Trainer` that can predict with `model.generate`.
 

@@ -130,7 +130,7 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
     def distributed_state(self) -> Any:
         """Rank and world size: accelerate's `PartialState`, or without accelerate an object with its attributes."""
         state = vars(self).get("_distributed_state")
-        return get_partial_state(ResolvedArguments.of(self)) if state is None else state
+        return get_partial_state(ResolvedArguments.from_args(self)) if state is None else state
 
     @distributed_state.setter
     def distributed_state(self, state: Any) -> None:
@@ -163,10 +163,10 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
             return
         from hftrainer.arguments.support import check_supported, process_group_backend
 
-        resolved = ResolvedArguments.of(self)
+        resolved = ResolvedArguments.from_args(self)
         if self.device.type == "xla" or torch.distributed.is_initialized() or check_supported(resolved):
             return
-        Processes.at(rank_info).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
+        Processes.from_ranks(rank_info).connect(self.device, process_group_backend(resolved), self.ddp_timeout_delta)
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
@@ -184,11 +184,11 @@ class TrainingArguments(ChainingSetters, metaclass=_HiddenFieldsMeta):
         """
         from hftrainer.arguments.support import check_launch
 
-        processes = Processes.at(self._rank_info)
-        if not processes.several or (processes.is_self_launched and not torch.distributed.is_initialized()):
+        processes = Processes.from_ranks(self._rank_info)
+        if not processes.is_distributed or (processes.is_self_launched and not torch.distributed.is_initialized()):
             yield
             return
-        if errors := check_launch(ResolvedArguments.of(self)):
+        if errors := check_launch(ResolvedArguments.from_args(self)):
             raise UnsupportedArgument("\n".join(errors))
         processes.connect(self.device, self.ddp_backend, self.ddp_timeout_delta)
         logger.debug("Process %d of %d: %s, the main process first.", processes.rank, processes.world_size, desc)

@@ -219,7 +219,7 @@ def page() -> str:
     deepspeed = "".join(f"| {key} | {what} |\n" for key, what in BY_KEY.items()) + AFTER_DEEPSPEED
     launched_rows = "".join(f"| `{name}` | {_handled(row)} |\n" for name, row in accelerate.VARIABLES.items())
     releases = "".join(
-        f"| {kind.until} | {_linked(text)} (`{name}`) |\n"
+        f"| {kind.last_release} | {_linked(text)} (`{name}`) |\n"
         for kind in reversed(POLICIES)
         for name, text in kind.changes.items()
     )

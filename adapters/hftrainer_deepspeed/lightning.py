@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_deepspeed.run import DeepSpeedRun
 from hftrainer_lightning.precision import PlainPrecision
-from hftrainer_lightning.private_api.trainer import announce_gradients
+from hftrainer_lightning.private_api.trainer import call_gradient_hooks
 from hftrainer_lightning.strategies import PreparedModelStrategy
 
 
@@ -34,11 +34,11 @@ class EnginePrecision(PlainPrecision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """Run the forward and backward passes, in which the engine steps."""
         closure()
-        announce_gradients(self, model, optimizer)
+        call_gradient_hooks(self, model, optimizer)
         # torch's schedulers count these calls.
         optimizer.step()
         # The engine skips a step whose gradients are not finite.
-        self.skipped = bool(getattr(self._run.engine.optimizer, "overflow", False))
+        self.has_skipped_step = bool(getattr(self._run.engine.optimizer, "overflow", False))
 
 
 class DeepSpeedEngineStrategy(PreparedModelStrategy, DeepSpeedStrategy):

@@ -36,8 +36,8 @@ class DeepSpeedRun:
         self.is_training = False
 
     def complete(self, args: Any, model: torch.nn.Module, steps: int) -> None:
-        """Fill in the values of a run. The arguments are those of `DeepSpeedConfig.with_run_values`."""
-        self.config = self._base_config.with_run_values(args, model, steps)
+        """Fill in the values of a run. The arguments are those of `DeepSpeedConfig.complete_with_run_values`."""
+        self.config = self._base_config.complete_with_run_values(args, model, steps)
 
     @property
     def has_config_optimizer(self) -> bool:
@@ -172,7 +172,7 @@ class DeepSpeedRun:
         )
         if processes.rank == 0:
             writer.defer_errors(write_tag)(folder, f"global_step{self.engine.global_steps}")
-        errors = [error for error in processes.gather_objects([writer.take_error()]) if error is not None]
+        errors = [error for error in processes.gather_objects([writer.pop_error()]) if error is not None]
         if errors:
             raise errors[0]
 
@@ -226,16 +226,16 @@ def cpu_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     options = {name: optimizer.defaults[name] for name in ("lr", "weight_decay") if name in optimizer.defaults}
     # The exact type: a subclass may step differently.
-    kind = type(optimizer)
+    exact_type = type(optimizer)
     cpu_version: torch.optim.Optimizer
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        cpu_version = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=kind is torch.optim.AdamW, **options)
-    elif kind is torch.optim.Adagrad:
+    if exact_type in (torch.optim.Adam, torch.optim.AdamW):
+        cpu_version = DeepSpeedCPUAdam(optimizer.param_groups, adamw_mode=exact_type is torch.optim.AdamW, **options)
+    elif exact_type is torch.optim.Adagrad:
         cpu_version = DeepSpeedCPUAdagrad(optimizer.param_groups, **options)
     else:
         raise InvalidConfig(
             "deepspeed: with offload_optimizer DeepSpeed steps with its own Adam, AdamW or Adagrad, but the optimizer "
-            f"is {kind.__name__}: use one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
+            f"is {exact_type.__name__}: use one of them, or keep it with 'zero_force_ds_cpu_optimizer': false."
         )
     return cpu_version
 
@@ -376,17 +376,17 @@ class _Wrapper:
     """Wraps one of DeepSpeed's objects, and forwards its attributes.
 
     Args:
-        wrapped: DeepSpeed's object.
+        wrapped_object: DeepSpeed's object.
     """
 
-    def __init__(self, wrapped: Any) -> None:
-        self._wrapped = wrapped
+    def __init__(self, wrapped_object: Any) -> None:
+        self._wrapped_object = wrapped_object
 
     def __getattr__(self, name: str) -> Any:
         # Unpickling and copying look it up before it exists.
-        if name == "_wrapped":
+        if name == "_wrapped_object":
             raise AttributeError(name)
-        return getattr(self._wrapped, name)
+        return getattr(self._wrapped_object, name)
 
 
 class EngineScheduler(_Wrapper):
@@ -397,7 +397,7 @@ class EngineScheduler(_Wrapper):
 
     def get_last_lr(self) -> list[float]:
         """The learning rates; 0 before the first step that was not skipped."""
-        return list(getattr(self._wrapped, "_last_lr", [0.0]))
+        return list(getattr(self._wrapped_object, "_last_lr", [0.0]))
 
 
 class _ErrorDeferringWriter(_Wrapper):
@@ -423,7 +423,7 @@ class _ErrorDeferringWriter(_Wrapper):
 
         return call
 
-    def take_error(self) -> OSError | RuntimeError | None:
+    def pop_error(self) -> OSError | RuntimeError | None:
         """The first error since the last call."""
         error, self._error = self._error, None
         return error

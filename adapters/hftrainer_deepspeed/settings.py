@@ -121,7 +121,7 @@ class DeepSpeedConfig(HfTrainerDeepSpeedConfig, HfDeepSpeedConfig):
                 "configuration, or set both to the same value."
             )
 
-    def with_run_values(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
+    def complete_with_run_values(self, args: Any, model: torch.nn.Module, steps: int) -> DeepSpeedConfig:
         """A copy that is completed with the values of a run.
 
         Args:
@@ -250,7 +250,7 @@ def set_up_deepspeed(args: BaseArguments) -> DeepSpeedConfig | None:
     set_hf_deepspeed_config(config)
     if config.is_zero3():
         lightning_adapter().start_other_processes(args._rank_info, args.ddp_timeout)
-        processes = Processes.at(args._rank_info)
+        processes = Processes.from_ranks(args._rank_info)
         processes.connect(args.device, args.ddp_backend, args.ddp_timeout_delta, allow_single_process=True)
         connect(processes, args.device, args.ddp_timeout_delta, config)
     return config

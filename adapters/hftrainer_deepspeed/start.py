@@ -57,12 +57,7 @@ def check_config(config: Any) -> None:
         # DeepSpeed raises its own errors, pydantic's, assertions, and errors of plain values.
         batch = {"train_micro_batch_size_per_gpu": 1}
         errors = {key: _find_error(Config, {**batch, key: value}) for key, value in values.items()}
-        reasons = [
-            line
-            for key, key_error in errors.items()
-            if key_error is not None
-            for line in _explain_error(key, values, key_error)
-        ]
+        reasons = [line for key, each in errors.items() if each for line in _explain_error(key, values, each)]
         raise InvalidConfig("\n".join(reasons or [f"deepspeed: {error}: correct the configuration."])) from error
     known_keys = {value for value in vars(constants).values() if isinstance(value, str)}
     for key in values.keys() - known_keys:
@@ -70,9 +65,9 @@ def check_config(config: Any) -> None:
             logger.warning("deepspeed: DeepSpeed ignores the key %r: did you mean %r?", key, matches[0])
 
 
-def _find_error(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Exception | None:
+def _find_error(parse_config: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Exception | None:
     try:
-        read(config)
+        parse_config(config)
     except Exception as error:
         return error
     return None
@@ -80,11 +75,11 @@ def _find_error(read: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -
 
 def _explain_error(key: str, config: dict[str, Any], error: Exception) -> Iterator[str]:
     """Yield a sentence for each value below a key that DeepSpeed refuses."""
-    what_to_do = "correct the value, or remove the key"
+    advice = "correct the value, or remove the key"
     # Only pydantic's errors have this method.
     details = getattr(error, "errors", None)
     if not callable(details):
-        yield f"deepspeed: {key}={reprlib.repr(config[key])} is refused by DeepSpeed ({error}): {what_to_do}."
+        yield f"deepspeed: {key}={reprlib.repr(config[key])} is refused by DeepSpeed ({error}): {advice}."
         return
     for detail in details():
         parts = [str(part) for part in detail["loc"]]
@@ -93,4 +88,4 @@ def _explain_error(key: str, config: dict[str, Any], error: Exception) -> Iterat
         if detail["type"] == "extra_forbidden":
             yield f"{prefix}: DeepSpeed has no such key: correct or remove it."
         else:
-            yield f"{prefix} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {what_to_do}."
+            yield f"{prefix} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {advice}."

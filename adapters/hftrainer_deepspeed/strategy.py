@@ -38,7 +38,7 @@ class DeepSpeedStrategy(Strategy):
     flags = ("is_deepspeed_enabled",)
     card = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
-    shards = True
+    shards_model = True
     writes_parts = True
     needs_single_process_group = True
     has_fixed_accumulation = True
@@ -181,11 +181,11 @@ class DeepSpeedStrategy(Strategy):
         """Gather partitioned weights. Without an optimizer, no states are written."""
         self._saves_states = optimizer is not None
         if self.run.config.is_zero3():
-            self._gathered = {"model": self._full_weights(model)}
+            self._gathered_states = {"model": self._full_weights(model)}
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The full weights, gathered now if they were not; empty if they stay partitioned."""
-        return dict(self._gathered["model"]) if "model" in self._gathered else self._full_weights(model)
+        return dict(self._gathered_states["model"]) if "model" in self._gathered_states else self._full_weights(model)
 
     def _full_weights(self, model: nn.Module) -> dict[str, Any]:
         adapters = peers.is_peft(model)
@@ -197,7 +197,7 @@ class DeepSpeedStrategy(Strategy):
         if self._saves_states:
             self.run.save(folder, self.plan.processes)
 
-    def save_parts_beside_model(self, folder: str) -> None:
+    def save_remaining_parts(self, folder: str) -> None:
         """Write the partitioned weights too, if full weights are not saved in training."""
         if self.run.saves_full_weights or not self.run.is_training:
             return
@@ -212,7 +212,7 @@ class DeepSpeedStrategy(Strategy):
         """Load the weights of any checkpoint."""
         return load_sharded_weights(model, folder, only_trainable=only_trainable)
 
-    def load_best(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
+    def load_best_model(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the weights, and their copies in DeepSpeed's optimizer."""
         self.run.load(folder, strict=not peers.is_peft(model))
 

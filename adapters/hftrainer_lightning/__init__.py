@@ -44,9 +44,9 @@ def _defer_torchmetrics() -> None:
     if spec is None or type(spec.loader) is not SourceFileLoader:
         return
     package = sys.modules["torchmetrics"] = importlib.util.module_from_spec(spec)
-    names = vars(package)
+    namespace = vars(package)
 
-    def find(name: str) -> Any:
+    def load_attribute(name: str) -> Any:
         if name in _SUBMODULES:
             # Import this module first: it and the two submodules import each other.
             importlib.import_module("torchmetrics.utilities")
@@ -54,9 +54,9 @@ def _defer_torchmetrics() -> None:
         # Debuggers and the warnings module look up other dunder names in every module.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module 'torchmetrics' has no attribute {name!r}")
-        names.pop("__getattr__", None)
+        namespace.pop("__getattr__", None)
         importlib.reload(package)
         return getattr(package, name)
 
     # Submodules import `_logger`.
-    names.update(__getattr__=find, _logger=logging.getLogger("torchmetrics"))
+    namespace.update(__getattr__=load_attribute, _logger=logging.getLogger("torchmetrics"))

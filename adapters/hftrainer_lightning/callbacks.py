@@ -31,9 +31,9 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.checkpointing.names import MODEL_PREFIX
-from hftrainer.compat.safe_loading import fitting
+from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer_lightning.private_api import callbacks as hidden
-from hftrainer_lightning.private_api.training import in_previous_epoch
+from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
@@ -104,7 +104,7 @@ def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
 
 def _find_problems(callback: Callback, run: RunFacts) -> Iterator[str]:
     name, strategy = type(callback).__name__, run.strategy.argument
-    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards:
+    if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
     if isinstance(callback, ModelPruning) and hidden.leaves_masks(callback):
         yield (
@@ -148,9 +148,9 @@ def _find_finder_problems(finder: Callback, name: str, run: RunFacts) -> Iterato
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
     for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides(finder, hook, *FINDERS)]:
-        kind = next(kind.__name__ for kind in FINDERS if isinstance(finder, kind))
+        finder_name = next(base.__name__ for base in FINDERS if isinstance(finder, base))
         yield (
-            f"{name}.{hook} would run trial steps during training, which would be counted and logged: a {kind} "
+            f"{name}.{hook} would run trial steps during training, which would be counted and logged: a {finder_name} "
             "searches once, before training."
         )
 
@@ -158,7 +158,7 @@ def _find_finder_problems(finder: Callback, name: str, run: RunFacts) -> Iterato
 def _overrides(callback: Callback, hook: str, *bases: type) -> bool:
     """Whether a callback overrides a hook of `Callback` and of the classes in `bases`."""
     function = getattr(getattr(callback, hook), "__func__", None)
-    return all(function is not getattr(kind, hook) for kind in (Callback, *bases))
+    return all(function is not getattr(base, hook) for base in (Callback, *bases))
 
 
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def collect_state(
 
 def _weights_for_callbacks(trainer: pl.Trainer, module: TrainerModule) -> dict[str, Any]:
     """The weights for callbacks; empty for a sharded model, since gathering them would be expensive."""
-    return {} if trainer.strategy.shards else module.state_dict()  # type: ignore[attr-defined]
+    return {} if trainer.strategy.shards_model else module.state_dict()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -251,16 +251,16 @@ def restore_state(trainer: pl.Trainer, module: TrainerModule, state: Mapping[str
             # lightning 2.6 restores into an attribute that does not exist.
             if isinstance(callback, SpikeDetection):
                 callback.running = callback.running_mean  # type: ignore[attr-defined]
-            with fitting(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
+            with name_file_in_errors(f"the state of {type(callback).__name__} in lightning_callbacks.pt"):
                 callback.load_state_dict(checkpoint["callbacks"][callback.state_key])
 
 
 # ---- Schedules and frozen parameters ---------------------------------------------------------------------------------
 
 
-def find_callback(callbacks: Iterable[Callback], kind: type[Any] | tuple[type[Any], ...]) -> Any:
+def find_callback(callbacks: Iterable[Callback], callback_type: type[Any] | tuple[type[Any], ...]) -> Any:
     """The first callback of a kind, or None."""
-    return next((callback for callback in callbacks if isinstance(callback, kind)), None)
+    return next((callback for callback in callbacks if isinstance(callback, callback_type)), None)
 
 
 def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torch.optim.Optimizer) -> None:
@@ -271,7 +271,7 @@ def unfreeze_optimized_parameters(callbacks: Iterable[Callback], optimizer: torc
                 parameter.requires_grad_(True)
 
 
-def announce_resumed_epoch(trainer: pl.Trainer, module: TrainerModule) -> None:
+def run_missed_epoch_start(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Call `on_train_epoch_start` for an epoch that resumes in the middle, since Lightning does not."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, (GradientAccumulationScheduler, StochasticWeightAveraging)):
@@ -280,7 +280,7 @@ def announce_resumed_epoch(trainer: pl.Trainer, module: TrainerModule) -> None:
 
 def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Run callbacks that change weights at an epoch's end, after resuming from its last step."""
-    with in_previous_epoch(trainer):
+    with use_previous_epoch(trainer):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, _EPOCH_END_CALLBACKS):
                 callback.on_train_epoch_end(trainer, module)
@@ -320,7 +320,7 @@ def _pruning_state(pruning: ModelPruning, module: torch.nn.Module) -> dict[str, 
         for buffer, mask in module.named_buffers()
         if (name := buffer.removesuffix("_mask")) != buffer and f"{name}_orig" in dict(module.named_parameters())
     }
-    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in hidden.first_layers(pruning)]}
+    return {"masks": masks, "first_values": [layer["data"].state_dict() for layer in hidden.original_layers(pruning)]}
 
 
 def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
@@ -330,7 +330,7 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, tensors["mask"])
         getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
-    for layer, values in zip(hidden.first_layers(pruning), state["first_values"], strict=True):
+    for layer, values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
         layer["data"].load_state_dict(values)
         for index, name in layer["names"]:
             first_value = getattr(layer["data"], name)

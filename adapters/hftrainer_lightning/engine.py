@@ -30,7 +30,7 @@ from hftrainer_lightning.private_api import evaluation as loops, finders
 from hftrainer_lightning.private_api.callbacks import release_callbacks, reset_averages
 from hftrainer_lightning.private_api.trainer import NoProfiler, TrainerWithoutSignals, copy_profiler, quiet_lightning
 from hftrainer_lightning.private_api.training import install_window_accumulation, restore_progress
-from hftrainer_lightning.strategies import StrategySettings, accelerator
+from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -49,8 +49,8 @@ class LightningEngine:
     Args:
         strategy: how the processes share the model; it holds the plan.
         callbacks: the user's Lightning callbacks; the list may change between runs.
-        loggers: returns the loggers when a run starts.
-        receive: called with the numbers that callbacks log, if there are no loggers.
+        get_loggers: returns the loggers when a run starts.
+        log_values: called with the numbers that callbacks log, if there are no loggers.
 
     Attributes:
         plan: the training arguments, translated for Lightning; `update_plan` updates it.
@@ -64,22 +64,22 @@ class LightningEngine:
         self,
         strategy: Strategy,
         callbacks: Sequence[pl.Callback],
-        loggers: Callable[[], list[Logger]],
-        receive: Callable[[Mapping[str, float]], None],
+        get_loggers: Callable[[], list[Logger]],
+        log_values: Callable[[Mapping[str, float]], None],
     ) -> None:
         self.strategy = strategy
         self.plan = plan = strategy.plan
         self.ignored_changes: dict[str, Any] = {}
         self.callbacks = callbacks
-        self._loggers = loggers
-        self._values = CallbackMetricsLogger(receive, plan.default_root_dir)
+        self._get_loggers = get_loggers
+        self._fallback_logger = CallbackMetricsLogger(log_values, plan.default_root_dir)
         self.trainer: pl.Trainer | None = None
         self.module: TrainerModule | None = None
         self.is_fitting = self.is_evaluating = False
         strategy.start()
         self.scaler = strategy.make_scaler()
         self._group: loops.ValidationGroup | None = None
-        self._saving: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
+        self._saved_values: tuple[dict[str, torch.Tensor] | None, dict[str, Any]] | None = None
 
     def fit(
         self,
@@ -100,7 +100,7 @@ class LightningEngine:
             optimizer: the model's optimizer.
             scheduler: the optimizer's learning-rate scheduler.
             log_every_n_steps: optimizer steps between two values that Lightning's callbacks log.
-            resumed_state: the callbacks' state, as `saving` yielded it for the checkpoint; None for a new run.
+            resumed_state: the callbacks' state from `apply_callback_weights` for the checkpoint; None for a new run.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
         """
         automatic_optimization = not training_loop.needs_manual_optimization
@@ -248,7 +248,9 @@ class LightningEngine:
         loops.end_group(self.trainer, self.module, group, metrics)
 
     @contextlib.contextmanager
-    def saving(self, model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
+    def apply_callback_weights(
+        self, model: torch.nn.Module
+    ) -> Iterator[tuple[dict[str, torch.Tensor] | None, dict[str, Any]]]:
         """Let Lightning's callbacks add to a checkpoint that is written in the block, within `fit`.
 
         In the block, the model holds the weights that callbacks save instead of its own.
@@ -257,19 +259,19 @@ class LightningEngine:
             Those weights if their names differ from the model's, else None; and the callbacks' state for a resumed run,
             which may be empty. A nested block yields the values of the outer one.
         """
-        if self._saving is not None or not self.is_fitting:
-            yield self._saving or (None, {})
+        if self._saved_values is not None or not self.is_fitting:
+            yield self._saved_values or (None, {})
             return
         assert self.trainer is not None and self.module is not None
         weights, state = lightning_callbacks.collect_state(self.trainer, self.module, self._training_callbacks)
         # The state may hold the model's tensors, which change while other weights are in the model.
         state = copy.deepcopy(state) if weights is not None else state
         with lightning_callbacks.put_weights_into_model(model, weights) as renamed_weights:
-            self._saving = renamed_weights, state
+            self._saved_values = renamed_weights, state
             try:
-                yield self._saving
+                yield self._saved_values
             finally:
-                self._saving = None
+                self._saved_values = None
 
     def save_lightning_checkpoint(self, path: str) -> bool:
         """Write a Lightning checkpoint of the current or last run. Returns False if there was no run."""
@@ -278,10 +280,10 @@ class LightningEngine:
         self.trainer.save_checkpoint(path)
         return True
 
-    def show(self, values: Mapping[str, Any]) -> None:
+    def show_values(self, values: Mapping[str, Any]) -> None:
         """Show the numbers of a log line in Lightning's progress bars."""
         if self.trainer is not None and self.is_fitting and self.callbacks:
-            loops.show(self.trainer, values)
+            loops.show_values(self.trainer, values)
 
     @property
     def _training_callbacks(self) -> list[pl.Callback]:
@@ -293,34 +295,34 @@ class LightningEngine:
         """Whether a callback searches for the batch size."""
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
-    def check_callbacks(self, **run: bool) -> list[str]:
+    def check_callbacks(self, **run_facts: bool) -> list[str]:
         """An error message for each callback that cannot work. The arguments are those of `callbacks.RunFacts`."""
-        plan = self.plan
-        facts = lightning_callbacks.RunFacts(self.strategy, plan.processes.several, plan.accumulate_grad_batches, **run)
+        processes, steps = self.plan.processes, self.plan.accumulate_grad_batches
+        facts = lightning_callbacks.RunFacts(self.strategy, processes.is_distributed, steps, **run_facts)
         return lightning_callbacks.check_callbacks(self.callbacks, facts)
 
     @property
-    def stops(self) -> bool:
+    def should_stop(self) -> bool:
         """Lightning's `should_stop`, which a callback may have set; False outside of `fit`."""
         return self.trainer is not None and self.is_fitting and self.trainer.should_stop
 
-    @stops.setter
-    def stops(self, stops: bool) -> None:
+    @should_stop.setter
+    def should_stop(self, should_stop: bool) -> None:
         # Outside of `fit` (for a resumed run that was complete) there is nothing to stop.
         if self.trainer is not None and self.is_fitting:
-            self.trainer.should_stop = stops
+            self.trainer.should_stop = should_stop
 
-    def accumulation_at(self, epoch: int, now: int | None = None) -> int:
+    def accumulation_steps_of(self, epoch: int, argument_value: int | None = None) -> int:
         """Micro-batches per optimizer step in an epoch: a callback's value, else the argument's.
 
         Args:
             epoch: completed passes over the data.
-            now: the argument's current value; None uses its value when the run started.
+            argument_value: the argument's current value; None uses its value when the run started.
         """
         scheduler = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.GradientAccumulationScheduler)
         if scheduler is not None:
             return int(scheduler.get_accumulate_grad_batches(epoch))
-        return self.plan.accumulate_grad_batches if now is None else now
+        return self.plan.accumulate_grad_batches if argument_value is None else argument_value
 
     def freeze_before_training(self, model: torch.nn.Module) -> bool:
         """Let callbacks that gradually unfreeze the model freeze it now. Returns False without such a callback."""
@@ -349,7 +351,7 @@ class LightningEngine:
 
     def _loggers_or_fallback(self) -> list[Logger]:
         """The loggers, or a fallback, since some Lightning callbacks refuse to run without a logger."""
-        return self._loggers() or ([self._values] if self.callbacks else [])
+        return self._get_loggers() or ([self._fallback_logger] if self.callbacks else [])
 
     def _build_trainer(
         self, max_epochs: int, callbacks: list[pl.Callback] | None = None, strategy: Any = None, **settings: Any
@@ -358,7 +360,7 @@ class LightningEngine:
         callbacks = self._training_callbacks if callbacks is None else callbacks
         # The strategy has the precision plugin.
         del options["precision"]
-        options["accelerator"] = accelerator(self.plan.accelerator)
+        options["accelerator"] = make_accelerator(self.plan.accelerator)
         plugin = options.pop("plugins", None) or []
         plugins = plugin if isinstance(plugin, list) else [plugin]
         if cluster_environment(plugins) is None:

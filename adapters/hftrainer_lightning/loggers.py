@@ -109,17 +109,17 @@ class _LazyWriter:
     """Creates the writer at its first use. Lightning requests a writer before training starts.
 
     Args:
-        create: creates the writer.
+        create_writer: creates the writer.
     """
 
-    def __init__(self, create: Callable[[], Any]) -> None:
-        self._create = create
+    def __init__(self, create_writer: Callable[[], Any]) -> None:
+        self._create_writer = create_writer
 
     def flush(self) -> None:
         """Do nothing: nothing has been written yet."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._create(), name)
+        return getattr(self._create_writer(), name)
 
 
 class WriterLogger(TensorBoardLogger):
@@ -128,35 +128,35 @@ class WriterLogger(TensorBoardLogger):
     It omits the scalar that Lightning writes for its table of hyperparameters.
 
     Args:
-        writer: returns the writer; with `create=False`, None if it has not been created yet.
+        get_writer: returns the writer; with `create=False`, None if it has not been created yet.
         folder: the folder for the files.
     """
 
-    def __init__(self, writer: Callable[..., Any], folder: str) -> None:
+    def __init__(self, get_writer: Callable[..., Any], folder: str) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False)
-        self._writer = writer
+        self._get_writer = get_writer
 
     @property
     def experiment(self) -> Any:
         """The callback's writer, or a stand-in that creates it at its first use."""
-        writer = self._writer(create=False)
-        return writer if writer is not None else _LazyWriter(self._writer)
+        writer = self._get_writer(create=False)
+        return writer if writer is not None else _LazyWriter(self._get_writer)
 
 
 class CallbackMetricsLogger(Logger):
     """Receives the metrics that Lightning's callbacks log. Some callbacks refuse to run without a logger.
 
     Args:
-        receive: called with the metrics (name → number).
+        log_values: called with the metrics (name → number).
         folder: for callbacks that write to their logger's folder.
     """
 
     #: Empty, since callbacks would turn the names into folders.
     name = version = save_dir = ""
 
-    def __init__(self, receive: Callable[[Mapping[str, float]], None], folder: str) -> None:
+    def __init__(self, log_values: Callable[[Mapping[str, float]], None], folder: str) -> None:
         super().__init__()
-        self._receive = receive
+        self._log_values = log_values
         self.save_dir = folder
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -168,7 +168,7 @@ class CallbackMetricsLogger(Logger):
                 logger.warning("%s=%r is not a number: it is left out of the log line.", name, value)
             elif name != "epoch":
                 numbers[name] = number
-        self._receive(numbers)
+        self._log_values(numbers)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the hyperparameters are in `training_args.bin`."""

@@ -146,7 +146,7 @@ class TrainerModule(WithoutBatchTransfer):
     def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.training_loop.after_optimizer_step(self._precision.skipped, is_schedule_replaced=is_replaced)
+        self.training_loop.after_optimizer_step(self._precision.has_skipped_step, is_schedule_replaced=is_replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -195,7 +195,7 @@ class TrainerModule(WithoutBatchTransfer):
             callbacks.run_missed_epoch_end(self.trainer, self)
         self.training_loop.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
-            callbacks.announce_resumed_epoch(self.trainer, self)
+            callbacks.run_missed_epoch_start(self.trainer, self)
             self.training_loop.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:

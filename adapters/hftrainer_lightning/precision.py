@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from hftrainer.parallel.plan import TRUE_TYPES, LightningPlan
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer_lightning.private_api.trainer import announce_gradients, has_listeners
+from hftrainer_lightning.private_api.trainer import call_gradient_hooks, has_listeners
 
 
 class PlainPrecision(Precision):
@@ -26,7 +26,7 @@ class PlainPrecision(Precision):
     #: The loss scaler, with float16.
     scaler: torch.amp.GradScaler | None = None
     #: Whether the last step was skipped because the scaled gradients were not finite.
-    skipped = False
+    has_skipped_step = False
 
     def train_step_context(self) -> Any:
         """A context that does nothing."""
@@ -57,16 +57,16 @@ class PlainPrecision(Precision):
         closure()
         if model.automatic_optimization:
             self.unscale(optimizer)
-        announce_gradients(self, model, optimizer)
+        call_gradient_hooks(self, model, optimizer)
         if hasattr(optimizer, "fused_backward"):
             return None
-        kind: Any = type(optimizer)
+        optimizer_class: Any = type(optimizer)
         if self.scaler is None:
-            return optimizer.step(*_closure_arguments(kind), **kwargs)
+            return optimizer.step(*_closure_arguments(optimizer_class), **kwargs)
         scale = self.scaler.get_scale()
-        result = self.scaler.step(optimizer, *_closure_arguments(kind), **kwargs)
+        result = self.scaler.step(optimizer, *_closure_arguments(optimizer_class), **kwargs)
         self.scaler.update()
-        self.skipped = self.scaler.get_scale() < scale
+        self.has_skipped_step = self.scaler.get_scale() < scale
         return result
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
@@ -76,9 +76,9 @@ class PlainPrecision(Precision):
 
 
 @functools.lru_cache(maxsize=16)
-def _closure_arguments(kind: Any) -> tuple[None, ...]:
+def _closure_arguments(optimizer_class: Any) -> tuple[None, ...]:
     """Arguments for `step`: None where the optimizer's class requires a closure, as accelerate passes it."""
-    parameters = list(inspect.signature(kind.step).parameters.values())[1:]
+    parameters = list(inspect.signature(optimizer_class.step).parameters.values())[1:]
     required = [each for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
     return (None,) * len(required)
 
@@ -100,12 +100,12 @@ class _ForwardPrecision(PlainPrecision):
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.call(original, args, kwargs)
+            return self.call_forward(original, args, kwargs)
 
         model.forward = forward
         return module
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's own `forward`."""
         return forward(*args, **kwargs)
 
@@ -123,7 +123,7 @@ class _ForwardPrecision(PlainPrecision):
 class ForwardAutocast(_ForwardPrecision, MixedPrecision):
     """Autocast around the model's `forward` only, with float32 outputs, as in accelerate."""
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's own `forward` under autocast."""
         with self.autocast(torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16):
             outputs = forward(*args, **kwargs)
@@ -134,7 +134,7 @@ class ForwardAutocast(_ForwardPrecision, MixedPrecision):
         return torch.autocast(self.device, dtype=dtype)
 
 
-class ForwardInType(_ForwardPrecision):
+class TruePrecision(_ForwardPrecision):
     """'bf16-true' and '64-true': one dtype for all weights, and by default for tensors created in `forward`.
 
     The Trainer converts the batches.
@@ -152,7 +152,7 @@ class ForwardInType(_ForwardPrecision):
         module.model.to(self.dtype)
         return super().convert_module(module)
 
-    def call(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call_forward(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the model's own `forward`."""
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
@@ -173,4 +173,4 @@ def precision_plugin(plan: LightningPlan, scaler: torch.amp.GradScaler | None) -
         return PlainPrecision()
     if plan.precision == "bf16-mixed" or plan.precision == "16-mixed":
         return ForwardAutocast(plan.precision, torch.device(plan.device).type, scaler)
-    return ForwardInType(plan.precision)
+    return TruePrecision(plan.precision)

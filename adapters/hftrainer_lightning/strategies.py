@@ -39,7 +39,7 @@ class KeepDeviceStrategy(Strategy):
     """
 
     #: Whether each process has only a part of the model or of the optimizer's state.
-    shards = False
+    shards_model = False
 
     def model_to_device(self) -> None:
         """Move the model, unless a `device_map` already spreads it over devices."""
@@ -76,7 +76,7 @@ class PreparedModelStrategy(PreparedStrategy, ParallelStrategy):
     """A model that is sharded before Lightning starts."""
 
     plan: LightningPlan
-    shards = True
+    shards_model = True
 
     @property
     def root_device(self) -> torch.device:
@@ -132,7 +132,7 @@ class KeepDeviceDDPStrategy(KeepDeviceStrategy, DDPStrategy):
 def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     """The strategy for one device, or for replicas."""
     device, precision = torch.device(plan.device), precision_plugin(plan, settings.scaler)
-    if not plan.processes.several:
+    if not plan.processes.is_distributed:
         return SingleDevice(device=device, precision_plugin=precision)
     replicas = KeepDeviceDDPStrategy(
         device,
@@ -145,13 +145,13 @@ def build_replicas(plan: LightningPlan, settings: StrategySettings) -> Strategy:
     return replicas
 
 
-def accelerator(kind: str) -> Any:
+def make_accelerator(device_type: str) -> Any:
     """Lightning's accelerator: its name, or an object of our class."""
-    if kind == "xla":
+    if device_type == "xla":
         return load("xla", "lightning").Accelerator()
-    if kind not in UNSUPPORTED_BY_LIGHTNING:
-        return kind
-    module = device_module(kind)
+    if device_type not in UNSUPPORTED_BY_LIGHTNING:
+        return device_type
+    module = device_module(device_type)
 
     class TorchAccelerator(Accelerator):
         """A device type with the API of `torch.cuda` (`torch.xpu`, ...)."""
@@ -171,7 +171,7 @@ def accelerator(kind: str) -> Any:
 
         @staticmethod
         def get_parallel_devices(devices: int) -> list[torch.device]:
-            return [torch.device(kind, index) for index in range(devices)]
+            return [torch.device(device_type, index) for index in range(devices)]
 
         @staticmethod
         def auto_device_count() -> int:
@@ -183,6 +183,6 @@ def accelerator(kind: str) -> Any:
 
         @staticmethod
         def name() -> str:
-            return kind
+            return device_type
 
     return TorchAccelerator()

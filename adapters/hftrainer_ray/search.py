@@ -81,7 +81,7 @@ class RaySearch(SearchBackend):
         options["callbacks"] = [*(options.get("callbacks") or ()), stopper]
         try:
             analysis = tune.run(
-                tune.with_parameters(train_trial, packed=pack(self.components)),
+                tune.with_parameters(train_trial, packed_trainer=pack(self.components)),
                 config=dict(space),
                 num_samples=-1 if n_trials is None else n_trials,
                 **options,
@@ -138,14 +138,14 @@ class RaySearch(SearchBackend):
         if not scores:
             states = [trial.status.lower() for trial in analysis.trials]
             raise errors.SearchFailed(no_trial_message(states, filter(None, map(_explain_failure, analysis.trials))))
-        if unfinished := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
+        if unfinished_trials := sum(trial.status not in ("TERMINATED", "ERROR") for trial in analysis.trials):
             logger.warning(
                 "The search was stopped before %d of its trials finished. resume=True with the same name and "
                 "storage_path continues it.",
-                unfinished,
+                unfinished_trials,
             )
-        best = (min if mode == "min" else max)(scores, key=lambda pair: pair[0])[1]
-        return BestRun(best.trial_id, best.last_result["objective"], best.config, analysis)
+        best_trial = (min if mode == "min" else max)(scores, key=lambda pair: pair[0])[1]
+        return BestRun(best_trial.trial_id, best_trial.last_result["objective"], best_trial.config, analysis)
 
     # ---- In the process of a trial -----------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class RaySearch(SearchBackend):
         try:
             with contextlib.nullcontext() if checkpoint is None else checkpoint.as_directory() as folder:
                 path = None if folder is None else str(next(Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")))
-                self.objective(trainer, trial, checkpoint=path)
+                self.train_and_evaluate(trainer, trial, checkpoint=path)
             self.send_pending_report(trainer)
         finally:
             self.components.runner.release_trial()
@@ -197,7 +197,7 @@ class RaySearch(SearchBackend):
                 tune.report(metrics, checkpoint=checkpoint)
             except SystemExit:
                 # Ray raises this when it ends a trial, but may kill the process at the end of the search.
-                self.components.announce("on_train_end")
+                self.components.call_callbacks("on_train_end")
                 raise
 
     def _find_checkpoint(self, trainer: Trainer, step: int) -> Path | None:
@@ -209,9 +209,9 @@ class RaySearch(SearchBackend):
         return folder if folder.is_dir() and not self.components.checkpoint_writer.has_failed else None
 
 
-def train_trial(config: dict[str, Any], packed: PackedTrainer) -> None:
+def train_trial(config: dict[str, Any], packed_trainer: PackedTrainer) -> None:
     """Train a trial. Ray calls this in the trial's process."""
-    components = packed.unpack()
+    components = packed_trainer.unpack()
     assert isinstance(components.search, RaySearch)
     components.search.train(components.trainer, config)
 
@@ -302,5 +302,5 @@ def _explain_failure(trial: Any) -> str | None:
     error = _read_error(trial)
     if error is not None:
         return f"{type(error).__name__}: {error}"
-    last = trial.last_result.get("objective")
-    return None if last is None else f"compute_objective returned {last}"
+    last_objective = trial.last_result.get("objective")
+    return None if last_objective is None else f"compute_objective returned {last_objective}"

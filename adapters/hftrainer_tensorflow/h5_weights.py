@@ -41,7 +41,7 @@ def torch_name(name: str) -> tuple[str, str]:
     return ".".join([*path, _NAMES.get(last, last)]), last
 
 
-def _in_torch_order(value: torch.Tensor, keras_name: str) -> torch.Tensor:
+def _to_torch_order(value: torch.Tensor, keras_name: str) -> torch.Tensor:
     if keras_name == "depthwise_kernel":
         return value.permute(_DEPTHWISE_AXES)
     return value.permute(_AXES[value.ndim]) if keras_name == "kernel" and value.ndim in _AXES else value
@@ -93,19 +93,19 @@ def load_weights(model: nn.Module, paths: list[str]) -> None:
     """
     state = model.state_dict()
     loaded_keys: set[str] = set()
-    unused: list[str] = []
+    unused_names: list[str] = []
     for path in paths:
         for name, value in read_weights(path):
             torch_key, keras_name = torch_name(name)
             key = next((each for each in _candidates(torch_key, model) if each in state), None)
             if key is None:
-                unused.append(name)
+                unused_names.append(name)
                 continue
-            _copy_weight(_in_torch_order(value, keras_name), state[key], name, key)
+            _copy_weight(_to_torch_order(value, keras_name), state[key], name, key)
             loaded_keys.add(key)
     if not loaded_keys:
         raise InvalidArgument(f"{', '.join(paths)}: none of the weights belongs to {type(model).__name__}.")
-    _report_weights(model, state, loaded_keys, unused)
+    _report_weights(model, state, loaded_keys, unused_names)
 
 
 def _candidates(name: str, model: nn.Module) -> Iterator[str]:
@@ -129,18 +129,18 @@ def _copy_weight(value: torch.Tensor, target: torch.Tensor, name: str, key: str)
         target.copy_(value)
 
 
-def _report_weights(model: nn.Module, state: dict[str, Any], loaded_keys: set[str], unused: list[str]) -> None:
+def _report_weights(model: nn.Module, state: dict[str, Any], loaded_keys: set[str], unused_names: list[str]) -> None:
     # Tied weights have several names.
     pointers = {state[key].data_ptr() for key in loaded_keys}
-    missing = [key for key, value in state.items() if key not in loaded_keys and value.data_ptr() not in pointers]
-    if unused:
-        logger.warning("%s does not use these TensorFlow weights: %s", type(model).__name__, ", ".join(unused))
-    if missing:
+    missing_keys = [key for key, value in state.items() if key not in loaded_keys and value.data_ptr() not in pointers]
+    if unused_names:
+        logger.warning("%s does not use these TensorFlow weights: %s", type(model).__name__, ", ".join(unused_names))
+    if missing_keys:
         logger.warning(
             "%s keeps initial values for these weights, which the TensorFlow files lack. Train them before you use "
             "it: %s",
             type(model).__name__,
-            ", ".join(missing),
+            ", ".join(missing_keys),
         )
 
 

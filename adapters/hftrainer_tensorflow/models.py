@@ -73,20 +73,20 @@ def parameter_names(model: Any) -> dict[int, str]:
     return names
 
 
-def loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
+def compute_loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
     """The loss summed over its terms, and the model's outputs.
 
     Raises:
         InvalidArgument: for a Keras model that is not compiled with a loss.
     """
     if is_keras(model):
-        return _keras_loss_and_outputs(model, features, labels, training)
+        return _compute_keras_loss_and_outputs(model, features, labels, training)
     outputs = model(**features, **(labels if isinstance(labels, Mapping) else {"labels": labels}))
     outputs = tuple(outputs.values()) if isinstance(outputs, Mapping) else outputs
     return outputs[0] * _terms(model, labels), outputs[1:]
 
 
-def _keras_loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
+def _compute_keras_loss_and_outputs(model: Any, features: Any, labels: Any, training: bool) -> tuple[torch.Tensor, Any]:
     if getattr(model, "loss", None) is None:
         raise InvalidArgument(
             f"model: {type(model).__name__} has no loss. Call model.compile(loss=...) before creating TFTrainer, or "

@@ -42,7 +42,7 @@ class RowDataset:
         self._drops_remainder = False
         self._iteration_count = 0
 
-    def _copy_with(self, **settings: Any) -> RowDataset:
+    def _copy_with_settings(self, **settings: Any) -> RowDataset:
         dataset = copy.copy(self)
         vars(dataset).update({f"_{name}": value for name, value in settings.items()}, _iteration_count=0)
         return dataset
@@ -53,22 +53,22 @@ class RowDataset:
 
     def repeat(self) -> RowDataset:
         """Repeat the rows infinitely."""
-        return self._copy_with(repeats=True)
+        return self._copy_with_settings(repeats=True)
 
     def shuffle(self, buffer_size: int, seed: int | None = None) -> RowDataset:
         """Shuffle all rows in each pass; `buffer_size` is ignored."""
-        return self._copy_with(seed=0 if seed is None else seed)
+        return self._copy_with_settings(seed=0 if seed is None else seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> RowDataset:
         """Group the rows into batches of NumPy arrays."""
-        return self._copy_with(size=batch_size, drops_remainder=drop_remainder)
+        return self._copy_with_settings(size=batch_size, drops_remainder=drop_remainder)
 
     def __iter__(self) -> Iterator[Any]:
         self._iteration_count += 1
         return self._iterate(self._iteration_count)
 
     def _iterate(self, iteration: int) -> Iterator[Any]:
-        pairs = map(as_pair, self._order(iteration))
+        pairs = map(as_pair, self._iterate_rows(iteration))
         if self._size is None:
             yield from pairs
             return
@@ -77,7 +77,7 @@ class RowDataset:
                 return
             yield _stack([features for features, _ in batch]), _stack([labels for _, labels in batch])
 
-    def _order(self, iteration: int) -> Iterator[Any]:
+    def _iterate_rows(self, iteration: int) -> Iterator[Any]:
         # torch's IterableDataset has a __getitem__ too, which raises.
         rows: Any = self.rows if hasattr(self.rows, "__len__") and hasattr(self.rows, "__getitem__") else None
         for repetition in itertools.count():

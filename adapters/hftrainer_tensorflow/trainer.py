@@ -224,7 +224,7 @@ class TFTrainer:
         """
         if self._past is not None:
             features = {**features, "mems": self._past}
-        loss, outputs = models.loss_and_outputs(self.model, features, labels, training)
+        loss, outputs = models.compute_loss_and_outputs(self.model, features, labels, training)
         if (index := legacy.value(self.args, "past_index")) >= 0:
             # The outputs do not include the loss.
             self._past = outputs[index - 1]
@@ -276,9 +276,9 @@ class TFTrainer:
         if self.compute_metrics is not None and predictions is not None and label_ids is not None:
             metrics = dict(self.compute_metrics(EvalPrediction(predictions, label_ids)))
         metrics["eval_loss"] = engine.accelerator.reduce(self._eval_loss, "sum").item() / steps
-        prefixed = {name: value for name, value in metrics.items() if name.startswith("eval_")}
-        renamed = {f"eval_{name}": value for name, value in metrics.items() if name not in prefixed}
-        return PredictionOutput(predictions, label_ids, prefixed | renamed)
+        prefixed_metrics = {name: value for name, value in metrics.items() if name.startswith("eval_")}
+        renamed_metrics = {f"eval_{name}": value for name, value in metrics.items() if name not in prefixed_metrics}
+        return PredictionOutput(predictions, label_ids, prefixed_metrics | renamed_metrics)
 
     def prediction_step(self, features: Any, labels: Any, nb_instances_in_global_batch: int) -> Any:
         """The logits of a batch. Adds its loss to that of the pass. Override it for your own."""

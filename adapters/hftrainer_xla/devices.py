@@ -14,11 +14,11 @@ from hftrainer.parallel.environment import RankInfo
 
 def device() -> torch.device:
     """The XLA device of this process. Does not initialize it, since SPMD must be enabled first."""
-    load()
+    import_torch_xla()
     return torch.device("xla", 0)
 
 
-def load() -> Any:
+def import_torch_xla() -> Any:
     """Import torch_xla, which registers the device type in torch.
 
     Raises:
@@ -89,7 +89,7 @@ def to_host(data: Any) -> Any:
         if isinstance(item, torch.Tensor):
             if item.device.type != "xla":
                 return item
-            key = int(load()._XLAC._xla_get_tensor_id(item))
+            key = int(import_torch_xla()._XLAC._xla_get_tensor_id(item))
             if key not in copies:
                 copies[key] = item.detach().cpu()
             return copies[key]

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from hftrainer.parallel.plan import LightningPlan
 from hftrainer_lightning.precision import ForwardAutocast, PlainPrecision
-from hftrainer_lightning.private_api.trainer import LaunchedXLA, PrecisionFromPlan
+from hftrainer_lightning.private_api.trainer import LaunchedXLAStrategy, PrecisionFromPlan
 from hftrainer_lightning.strategies import KeepDeviceStrategy
 from hftrainer_xla import devices as xla
 
@@ -132,7 +132,7 @@ class SingleXla(_XlaStrategy, SingleDeviceXLAStrategy):
         self.precision_plugin = precision
 
 
-class XlaReplicas(_XlaStrategy, LaunchedXLA):
+class XlaReplicas(_XlaStrategy, LaunchedXLAStrategy):
     """A replica of the model on each device. torch_xla has started the processes.
 
     Args:
@@ -181,7 +181,7 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of rank 0."""
-        return self._processes.from_main(lambda: obj)
+        return self._processes.broadcast_from_main(lambda: obj)
 
     def reduce(self, output: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A tensor or number, reduced over all ranks."""
@@ -206,7 +206,7 @@ class XlaReplicas(_XlaStrategy, LaunchedXLA):
 class XLAFSDPStrategy(XlaReplicas):
     """A model sharded by torch_xla's FullyShardedDataParallel, whose backward pass averages the gradients."""
 
-    shards = True
+    shards_model = True
 
     def __init__(self, plan: LightningPlan, precision: _ReplicaPrecision) -> None:
         super().__init__(plan, precision)
@@ -216,13 +216,13 @@ class XLAFSDPStrategy(XlaReplicas):
         """Do nothing: each rank has its own shard."""
 
 
-def build(plan: LightningPlan, *, shards: bool) -> Strategy:
+def build_strategy(plan: LightningPlan, *, shards_model: bool) -> Strategy:
     """Build the strategy.
 
     Gradients of replicas are averaged once per step, without DDP, those of shards in the backward pass.
     """
     is_mixed = plan.precision == "bf16-mixed"
     precision: Any = XLAForwardAutocast("bf16-mixed", "xla") if is_mixed else _ReplicaPrecision()
-    if shards:
+    if shards_model:
         return XLAFSDPStrategy(plan, precision)
-    return XlaReplicas(plan, precision) if plan.processes.several else SingleXla(precision)
+    return XlaReplicas(plan, precision) if plan.processes.is_distributed else SingleXla(precision)

@@ -66,7 +66,7 @@ def shard(model: nn.Module, plan: LightningPlan) -> nn.Module:
         return model
     if is_sharded(model):
         return model
-    if plan.processes.several:
+    if plan.processes.is_distributed:
         broadcast_weights(model, torch.device("cpu"))
     return _wrap_model(model, settings, settings.xla).to(xla.device())
 
@@ -174,9 +174,9 @@ def _shard_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _shard_output(_: nn.Module, __: Any, output: Any) -> None:
-    first = next(_tensors(output), None)
-    if first is not None:
-        _shard_rows(first)
+    first_tensor = next(_tensors(output), None)
+    if first_tensor is not None:
+        _shard_rows(first_tensor)
 
 
 def _tensors(data: Any) -> Iterator[torch.Tensor]:

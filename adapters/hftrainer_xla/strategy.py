@@ -39,9 +39,9 @@ class XlaStrategy(ReplicasStrategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for one XLA device, or for several."""
-        from hftrainer_xla.lightning import build
+        from hftrainer_xla.lightning import build_strategy
 
-        return build(self.plan, shards=self.shards)
+        return build_strategy(self.plan, shards_model=self.shards_model)
 
     def move(self, model: nn.Module, device: torch.device) -> None:
         """Move a model. Its tied weights stay tied."""
@@ -49,14 +49,14 @@ class XlaStrategy(ReplicasStrategy):
 
     def seed(self, seed: int) -> None:
         """Seed the device's generator."""
-        devices.load().manual_seed(seed)
+        devices.import_torch_xla().manual_seed(seed)
 
     def run_recorded_operations(self) -> None:
         """Compile and run the recorded operations, without waiting for them.
 
         XLA compiles all operations between two calls as one graph, so call this once per step.
         """
-        devices.load().sync()
+        devices.import_torch_xla().sync()
 
     def to_cpu(self, state: Any) -> Any:
         """A copy of the state in CPU memory."""
@@ -79,7 +79,7 @@ class XlaSpmdStrategy(XlaStrategy):
         """Let this process drive all devices."""
         sharding.use_spmd()
 
-    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+    def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Shard the model in place."""
         sharding.shard(trainer.model, self.plan)
 
@@ -92,7 +92,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
     """Each process has a shard of the model. Checkpoints hold the shards and the full weights."""
 
     flags = ("is_fsdp_xla_enabled", "is_fsdp_xla_v1_enabled")
-    shards = True
+    shards_model = True
     writes_parts = True
 
     def __init__(self, plan: LightningPlan) -> None:
@@ -103,11 +103,11 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
     def start(self) -> None:
         """Do nothing: torch_xla has started a process for each device."""
 
-    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+    def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Load the model, find its parameters with weight decay, and then shard it."""
         if not sharding.is_sharded(trainer.model):
             self._decay_names = set(trainer.get_decay_parameter_names(trainer.model))
-        load()
+        load_checkpoint()
         trainer.model = trainer.model_wrapped = self._sharded_model = sharding.shard(trainer.model, self.plan)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str] | None:
@@ -141,10 +141,10 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
     def gather(self, model: Any, optimizer: MakeOptimizer | None) -> None:
         """Copy this process's shards of the weights and of the optimizer state, unless `optimizer` is None."""
         metadata = model.get_shard_metadata()
-        self._gathered = {"model": {"model": self.to_cpu(model.state_dict()), "shard_metadata": metadata}}
+        self._gathered_states = {"model": {"model": self.to_cpu(model.state_dict()), "shard_metadata": metadata}}
         if optimizer is not None:
             state = self.to_cpu(optimizer().state_dict())
-            self._gathered["optimizer"] = {"optimizer": state, "shard_metadata": metadata}
+            self._gathered_states["optimizer"] = {"optimizer": state, "shard_metadata": metadata}
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The full weights, on rank 0."""
@@ -155,7 +155,7 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         return iter(())
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
-        for kind, part in self._gathered.items():
+        for kind, part in self._gathered_states.items():
             torch.save(part, os.path.join(folder, self._part_name(kind)))
 
     def _part_name(self, kind: str) -> str:
@@ -170,16 +170,16 @@ class XlaFsdpStrategy(XlaSpmdStrategy):
         if not os.path.isfile(path):
             logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
             return
-        optimizer().load_state_dict(self._read("optimizer", folder))
+        optimizer().load_state_dict(self._read_shard("optimizer", folder))
         scheduler.load_state_dict(load_torch_file(path))
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load full weights into a full model, or this process's shard into a sharded model."""
         if sharding.is_sharded(model):
-            return model.load_state_dict(self._read("model", folder))
+            return model.load_state_dict(self._read_shard("model", folder))
         return load_weights(model, folder)
 
-    def _read(self, kind: str, folder: str) -> dict[str, Any]:
+    def _read_shard(self, kind: str, folder: str) -> dict[str, Any]:
         """Read this process's shard from a checkpoint.
 
         Raises:

@@ -30,21 +30,22 @@ def initialize_state(resolved: ResolvedArguments) -> None:
 
     Until the process group starts, the state describes a single process, so that no collective waits for other ranks.
     """
-    library = _library()
-    if library is None or resolved.accelerator_config.use_configured_state:
+    state_module = _import_state_module()
+    if state_module is None or resolved.accelerator_config.use_configured_state:
         return
-    library.AcceleratorState._reset_state(reset_partial_state=True)
-    _fill_partial(library, resolved, _distributed_type(resolved))
+    state_module.AcceleratorState._reset_state(reset_partial_state=True)
+    _fill_partial_state(state_module, resolved, _distributed_type(resolved))
 
 
 def _distributed_type(resolved: ResolvedArguments) -> DistributedType:
     """Accelerate's distributed type for this run. It is `NO` until the process group starts."""
-    kind, has_process_group = resolved.device.type, torch.distributed.is_initialized()
-    if kind == "xla":
+    device_type, has_process_group = resolved.device.type, torch.distributed.is_initialized()
+    if device_type == "xla":
         return DistributedType.XLA
     if has_process_group and asks_for_deepspeed(resolved.args):
         return DistributedType.DEEPSPEED
-    return DistributedType.of(kind, several=has_process_group and resolved.rank_info.world_size > 1)
+    is_distributed = has_process_group and resolved.rank_info.world_size > 1
+    return DistributedType.from_device(device_type, is_distributed=is_distributed)
 
 
 def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> None:
@@ -57,18 +58,18 @@ def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> 
     Raises:
         InvalidArgument: if `use_configured_state` keeps a state whose precision differs.
     """
-    library = _library()
-    if library is None:
+    state_module = _import_state_module()
+    if state_module is None:
         return
-    state = library.AcceleratorState
+    state = state_module.AcceleratorState
     if resolved.accelerator_config.use_configured_state:
         if state._shared_state:
-            _check_configured(state(), accelerator)
+            _check_configured_state(state(), accelerator)
             return
     else:
-        _fill_partial(library, resolved, accelerator.distributed_type)
+        _fill_partial_state(state_module, resolved, accelerator.distributed_type)
     state._reset_state()
-    state._shared_state.update(library.PartialState._shared_state)
+    state._shared_state.update(state_module.PartialState._shared_state)
     state._shared_state.update(
         deepspeed_plugins=accelerator.state.deepspeed_plugin,
         torch_tp_plugin=None,
@@ -84,24 +85,24 @@ def copy_accelerator_settings(resolved: ResolvedArguments, accelerator: Any) -> 
 
 def get_partial_state(resolved: ResolvedArguments) -> Any:
     """Accelerate's `PartialState`, or without accelerate an object with the same attributes."""
-    library = _library()
-    if library is not None:
-        return library.PartialState()
-    return ProcessState(Processes.at(resolved.rank_info), resolved.device, _distributed_type(resolved))
+    state_module = _import_state_module()
+    if state_module is not None:
+        return state_module.PartialState()
+    return ProcessState(Processes.from_ranks(resolved.rank_info), resolved.device, _distributed_type(resolved))
 
 
 def find_device_mismatch(device: torch.device) -> str | None:
     """The reason why a run on `device` cannot use accelerate's existing state, or None."""
-    library = sys.modules.get("accelerate.state")
-    if library is None or not library.PartialState._shared_state:
+    state_module = sys.modules.get("accelerate.state")
+    if state_module is None or not state_module.PartialState._shared_state:
         return "accelerate has no state yet. Please define this beforehand: create an Accelerator or a PartialState."
-    state_device = library.PartialState().device
+    state_device = state_module.PartialState().device
     if state_device.type != device.type:
         return f"accelerate's state is on {state_device}, but the run would be on {device}: set use_cpu to match."
     return None
 
 
-def _library() -> Any:
+def _import_state_module() -> Any:
     """The module `accelerate.state`, or None if accelerate is missing, blocked, or cannot be imported."""
     is_blocked = sys.modules.get("accelerate", ...) is None
     if is_blocked or ("accelerate" not in sys.modules and importlib.util.find_spec("accelerate") is None):
@@ -116,28 +117,28 @@ def _library() -> Any:
         return None
 
 
-def _fill_partial(library: Any, resolved: ResolvedArguments, kind: DistributedType) -> None:
+def _fill_partial_state(state_module: Any, resolved: ResolvedArguments, distributed_type: DistributedType) -> None:
     device, rank_info = resolved.device, resolved.rank_info
     has_process_group = rank_info.world_size > 1 and torch.distributed.is_initialized()
     backend = torch.distributed.get_backend() if has_process_group else None
-    library.PartialState._reset_state()
-    library.PartialState._shared_state.update(
+    state_module.PartialState._reset_state()
+    state_module.PartialState._shared_state.update(
         _cpu=device.type == "cpu",
-        backend="xla" if kind == "XLA" else backend,
+        backend="xla" if distributed_type == "XLA" else backend,
         device=device,
         debug=env_flag("ACCELERATE_DEBUG_MODE"),
-        distributed_type=library.DistributedType(kind.value),
+        distributed_type=state_module.DistributedType(distributed_type.value),
         num_processes=rank_info.world_size,
         process_index=rank_info.rank,
         local_process_index=rank_info.local_rank,
     )
     # The constructor adds the values that it reads from the environment at each call.
-    library.PartialState()
+    state_module.PartialState()
     if env_flag("ACCELERATE_CPU_AFFINITY"):
         importlib.import_module("accelerate.utils").set_numa_affinity(rank_info.local_rank)
 
 
-def _check_configured(state: Any, accelerator: Any) -> None:
+def _check_configured_state(state: Any, accelerator: Any) -> None:
     if state.mixed_precision != accelerator.mixed_precision:
         raise InvalidArgument(
             "accelerator_config['use_configured_state']=True: accelerate's state was set up with mixed_precision="

@@ -133,20 +133,20 @@ def _keys(value: Any) -> dict[str, Any]:
     try:
         return read_mapping(value, "JSON", "accelerator_config: ")
     except OSError as error:
-        kind = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
-        raise kind(f"accelerator_config={str(value)!r} cannot be read: {error.strerror}.") from error
+        error_class = MissingFile if isinstance(error, FileNotFoundError) else InvalidArgument
+        raise error_class(f"accelerator_config={str(value)!r} cannot be read: {error.strerror}.") from error
 
 
-def _check(location: str, keys: Mapping[str, Any], kinds: Mapping[str, str]) -> list[InvalidArgument]:
+def _check(location: str, keys: Mapping[str, Any], key_types: Mapping[str, str]) -> list[InvalidArgument]:
     """An error for each unknown key and each value of a wrong type."""
     errors: list[InvalidArgument] = []
     for name, value in keys.items():
-        if name not in kinds:
-            hint = suggest(name, kinds, f": the keys are {', '.join(sorted(kinds))}.")
+        if name not in key_types:
+            hint = suggest(name, key_types, f": the keys are {', '.join(sorted(key_types))}.")
             errors.append(UnknownKey(f"{location} has no key {name!r}{hint}"))
             continue
-        classes, expected_values = _KINDS[kinds[name]]
-        if not isinstance(value, classes) or (kinds[name] == "int" and (type(value) is not int or value < 1)):
+        classes, expected_values = _KINDS[key_types[name]]
+        if not isinstance(value, classes) or (key_types[name] == "int" and (type(value) is not int or value < 1)):
             errors.append(InvalidArgument(f"{location}[{name!r}]={value!r}: use {expected_values}."))
     return errors
 

@@ -72,13 +72,13 @@ class BaseArguments(OldArguments):
             return torch.device("cpu")
         if devices.uses_xla():
             return load("xla", "devices").device()
-        kind = devices.detect_device_type()
-        if kind in ("cpu", "mps"):
-            return torch.device(kind)
+        device_type = devices.detect_device_type()
+        if device_type in ("cpu", "mps"):
+            return torch.device(device_type)
         # torch_tpu shows each process its own TPU as index 0.
-        if kind == "tpu":
-            return torch.device(kind, 0)
-        return torch.device(kind, self._rank_info.device_index(devices.device_count(kind)))
+        if device_type == "tpu":
+            return torch.device(device_type, 0)
+        return torch.device(device_type, self._rank_info.device_index(devices.device_count(device_type)))
 
     @property
     def _should_use_cpu(self) -> bool:
@@ -88,7 +88,7 @@ class BaseArguments(OldArguments):
     @property
     def _rank_info(self) -> RankInfo:
         """Rank and world size of this process."""
-        return ResolvedArguments.of(self).rank_info
+        return ResolvedArguments.from_args(self).rank_info
 
     def _count_gpus(self) -> int:
         return 0 if self._should_use_cpu or devices.uses_xla() else devices.device_count(devices.detect_device_type())

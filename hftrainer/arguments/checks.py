@@ -44,25 +44,25 @@ BACKENDS = {
 
 def check_device(resolved: ResolvedArguments) -> Iterator[str]:
     """Yields an error for each setting that the device does not support."""
-    args, kind, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
+    args, device_type, processes = resolved.args, resolved.device.type, resolved.rank_info.world_size
     is_model_sharded = resolved.sharding is not None or resolved.layout.tp_size > 1
-    if legacy.value(args, "use_mps_device") and kind != "mps":
-        yield f"use_mps_device=True, but {_explain_missing_mps(args)}: remove it to train on {kind}."
-    if kind == "cpu" and not _asks_for_cpu(args) and (reason := _explain_unused_device()):
+    if legacy.value(args, "use_mps_device") and device_type != "mps":
+        yield f"use_mps_device=True, but {_explain_missing_mps(args)}: remove it to train on {device_type}."
+    if device_type == "cpu" and not _asks_for_cpu(args) and (reason := _explain_unused_device()):
         yield reason
-    if kind == "mps":
+    if device_type == "mps":
         yield from _check_mps(resolved.precision, processes, is_model_sharded)
-    elif kind in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
-        yield f"Sharding needs CUDA or the CPU, but this device is {kind}: remove fsdp and parallelism_config."
-    if resolved.precision in TRUE_TYPES and (is_model_sharded or kind == "xla"):
+    elif device_type in UNSUPPORTED_BY_LIGHTNING and is_model_sharded:
+        yield f"Sharding needs CUDA or the CPU, but this device is {device_type}: remove fsdp and parallelism_config."
+    if resolved.precision in TRUE_TYPES and (is_model_sharded or device_type == "xla"):
         yield (
             f"lightning_config['precision']={resolved.precision!r} needs an unsharded model on a CPU or GPU: load "
             "the model in that type instead, for example with dtype=torch.bfloat16."
         )
-    has_process_group = processes > 1 and kind not in ("mps", "xla")
+    has_process_group = processes > 1 and device_type not in ("mps", "xla")
     if has_process_group and args.ddp_timeout <= 0:
         yield f"ddp_timeout={args.ddp_timeout!r} would end every operation immediately: use more than 0 seconds."
-    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), kind, has_process_group)):
+    if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), device_type, has_process_group)):
         yield f"ddp_backend={args.ddp_backend!r}{reason}"
 
 
@@ -105,12 +105,12 @@ def _check_mps(precision: str, processes: int, is_model_sharded: bool) -> Iterat
         yield "bf16=True on Apple's GPU needs macOS 14: use fp16=True, or use_cpu=True."
 
 
-def _check_backend(backends: str, kind: str, has_process_group: bool) -> str | None:
+def _check_backend(backends: str, device_type: str, has_process_group: bool) -> str | None:
     """Why a backend, or a list such as 'cpu:gloo,cuda:nccl', cannot be used, or None."""
     registry = distributed.Backend.backend_capability
     known_names = {*registry, *BACKENDS}
     device_types: set[str] = set()
-    remedy = f"use {native_backend(kind)!r}, or remove the argument."
+    remedy = f"use {native_backend(device_type)!r}, or remove the argument."
     for part in backends.split(","):
         *device, name = part.split(":")
         if name not in known_names:
@@ -119,30 +119,30 @@ def _check_backend(backends: str, kind: str, has_process_group: bool) -> str | N
             source = f" ({BACKENDS[name][1]})" if name in BACKENDS else ""
             return f": this torch has no {name!r}{source}: {remedy}"
         device_types.update(device or registry.get(name) or BACKENDS[name][0])
-    return (
-        f" does not connect processes on {kind}: {remedy}" if has_process_group and kind not in device_types else None
-    )
+    if has_process_group and device_type not in device_types:
+        return f" does not connect processes on {device_type}: {remedy}"
+    return None
 
 
 def check_xla(resolved: ResolvedArguments) -> Iterator[str]:
     """An error for each setting that TPUs do not support."""
-    args, kind, rank_info = resolved.args, resolved.device.type, resolved.rank_info
+    args, device_type, rank_info = resolved.args, resolved.device.type, resolved.rank_info
     cores = legacy.value(args, "tpu_num_cores") or None
-    if cores is not None and kind not in ("xla", "tpu") and not args.use_cpu:
+    if cores is not None and device_type not in ("xla", "tpu") and not args.use_cpu:
         reason = "no TPU was found: set PJRT_DEVICE=TPU" if devices.has_torch_xla() else _NO_TORCH_XLA
         yield f"tpu_num_cores={cores} needs a TPU, but {reason}."
-    if kind in ("xla", "tpu"):
-        yield from _check_tpu_processes(rank_info, kind, cores)
-        yield from _check_tpu_arguments(args, kind)
+    if device_type in ("xla", "tpu"):
+        yield from _check_tpu_processes(rank_info, device_type, cores)
+        yield from _check_tpu_arguments(args, device_type)
 
 
-def _check_tpu_processes(rank_info: RankInfo, kind: str, cores: int | None) -> Iterator[str]:
+def _check_tpu_processes(rank_info: RankInfo, device_type: str, cores: int | None) -> Iterator[str]:
     if cores is not None and cores != rank_info.local_world_size:
         yield (
             f"tpu_num_cores={cores}, but this run uses {rank_info.local_world_size} of this machine's cores: start "
             "the script with python -m hftrainer run --tpu, which starts a process for each core."
         )
-    launched = rank_info.launcher == "xla" if kind == "xla" else devices.TPU_ADDRESSES in os.environ
+    launched = rank_info.launcher == "xla" if device_type == "xla" else devices.TPU_ADDRESSES in os.environ
     if rank_info.world_size > 1 and not launched:
         yield (
             f"{rank_info.launcher!r} has started {rank_info.world_size} processes, but assigned no TPU core to any: "
@@ -155,12 +155,12 @@ def _check_tpu_processes(rank_info: RankInfo, kind: str, cores: int | None) -> I
         )
 
 
-def _check_tpu_arguments(args: BaseArguments, kind: str) -> Iterator[str]:
+def _check_tpu_arguments(args: BaseArguments, device_type: str) -> Iterator[str]:
     if args.fp16 or args.fp16_full_eval:
         yield "fp16 is not supported on TPUs, which compute in bfloat16: use bf16."
     if args.checkpoint_format == "dcp":
         yield "checkpoint_format='dcp' is not supported on TPUs, whose checkpoints have another layout: remove it."
-    if args.torch_compile and kind == "xla":
+    if args.torch_compile and device_type == "xla":
         yield "torch_compile=True is not needed, since XLA already compiles the complete step: remove it."
     elif args.torch_compile and args.torch_compile_backend == "inductor":
         yield "torch_compile=True: inductor does not compile for TPUs: set torch_compile_backend='tpu'."

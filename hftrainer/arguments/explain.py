@@ -107,7 +107,8 @@ def explain(args: BaseArguments) -> Explanation:
         is_fsdp1 = plan.sharding is not None and plan.sharding.version == 1
         kind = "DeepSpeed" if plan.deepspeed is not None else "FSDP" if is_fsdp1 else "ModelParallel"
         call += f", strategy={kind}Strategy()"
-    return Explanation(tuple(lines), tuple(errors), f"lightning.Trainer({call})", ResolvedArguments.of(args).policy)
+    policy = ResolvedArguments.from_args(args).policy
+    return Explanation(tuple(lines), tuple(errors), f"lightning.Trainer({call})", policy)
 
 
 def _argument(error: str) -> str:

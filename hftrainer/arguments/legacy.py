@@ -61,14 +61,14 @@ def describe_removed_features(args: Any) -> list[str]:
     return [f"{name}={old!r}: {instead}." for name, (old, instead) in features.items() if value(args, name) == old]
 
 
-def redeclared_old_names(kind: type) -> frozenset[str]:
+def redeclared_old_names(args_class: type) -> frozenset[str]:
     """Old names that a subclass declares as its own fields, for example to support several releases.
 
     They belong to the subclass, with its values and meanings: we neither read nor change them.
     """
-    if not issubclass(kind, OldArguments):
+    if not issubclass(args_class, OldArguments):
         return frozenset()
-    fields = kind.__dataclass_fields__
+    fields = args_class.__dataclass_fields__
     return frozenset(
         name for name in FIELDS.keys() - CURRENT_FIELDS if fields.get(name, FIELDS[name]) is not FIELDS[name]
     )
@@ -203,16 +203,16 @@ def follow_fields(ours: Any, seq2seq_class: Any) -> None:
         }
     )
     removed_names = FIELDS.keys() & HIDDEN_FIELDS.keys()
-    for kind in seq2seq_class.__mro__:
-        if (fields := vars(kind).get("__dataclass_fields__")) is not None:
+    for base in seq2seq_class.__mro__:
+        if (fields := vars(base).get("__dataclass_fields__")) is not None:
             # `clear` is called before `update`, so that the original order is restored.
             _undo.callback(fields.update, dict(fields))
             _undo.callback(fields.clear)
             for name in HIDDEN_FIELDS.keys() & fields.keys():
                 del fields[name]
-        for name in removed_names & vars(kind).keys():
-            _undo.callback(setattr, kind, name, vars(kind)[name])
-            delattr(kind, name)
+        for name in removed_names & vars(base).keys():
+            _undo.callback(setattr, base, name, vars(base)[name])
+            delattr(base, name)
     for initialize in (ours.__init__, seq2seq_class.__init__):
         # Scripts inspect the signature.
         signature = inspect.signature(initialize)
@@ -225,8 +225,8 @@ def earlier_defaults() -> dict[str, Any]:
     """Argument → its default in the followed release, where it differs from ours."""
     release, defaults = followed.from_config({}).release, {}
     for name, argument in ARGUMENTS.items():
-        for until, default in (argument.past_defaults or {}).items():
-            if release <= Release.from_text(until):
+        for last_release, default in (argument.past_defaults or {}).items():
+            if release <= Release.from_text(last_release):
                 defaults[name] = default
                 break
     return defaults
@@ -243,8 +243,8 @@ def _installed_fields() -> set[str]:
     if spec is None or spec.origin is None:
         return set()
     source = Path(spec.origin).with_name("training_args.py").read_text(encoding="utf-8")
-    kinds = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-    body = next(node.body for node in kinds if node.name == "TrainingArguments")
+    class_nodes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    body = next(node.body for node in class_nodes if node.name == "TrainingArguments")
     return {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
 
 

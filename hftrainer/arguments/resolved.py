@@ -50,7 +50,7 @@ class ResolvedArguments:
         self.model = model
 
     @classmethod
-    def of(cls, args: BaseArguments) -> ResolvedArguments:
+    def from_args(cls, args: BaseArguments) -> ResolvedArguments:
         """The resolved arguments of the last Trainer made with `args`, or new ones."""
         return vars(args).get("_resolved") or cls(args)
 

@@ -113,7 +113,9 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         accumulate_grad_batches=args.gradient_accumulation_steps,
         deterministic=args.full_determinism,
         default_root_dir=str(args.output_dir),
-        processes=Processes.at(resolved.rank_info, tp_size=resolved.layout.tp_size, timeout=args.ddp_timeout_delta),
+        processes=Processes.from_ranks(
+            resolved.rank_info, tp_size=resolved.layout.tp_size, timeout=args.ddp_timeout_delta
+        ),
         process_group_backend=process_group_backend(resolved),
         timeout=args.ddp_timeout,
         ddp=MappingProxyType(
@@ -230,14 +232,14 @@ RELEASE_KEYWORDS = ("devices", "num_nodes", "behaviour")
 _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_determinism",)}
 
 
-def explain_keyword(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> str:
+def explain_keyword(name: str, value: Any, known_names: Iterable[str], otherwise: str = "") -> str:
     """The end of an error about an unknown argument: how to pass one of `lightning.Trainer`, or as `suggest`."""
     if name in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
         if problems := _check_keywords({name: value}):
             return f": it is a key of lightning_config; there, {problems[0]}"
         return f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
     is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
-    return f": use {RESERVED[name]}" if is_reserved else suggest(name, known, otherwise)
+    return f": use {RESERVED[name]}" if is_reserved else suggest(name, known_names, otherwise)
 
 
 def _check_keywords(config: Mapping[str, Any]) -> list[str]:
@@ -286,36 +288,34 @@ def apply_argument_changes(engine: Any, args: BaseArguments, policy: ReleasePoli
     """
     if errors := list(check_ranges(args)):
         raise InvalidArgument("\n".join(errors))
-    names_read_again = (
-        () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
-    )
-    first_values = {name: value for name, value in engine.plan.read_once.items() if name not in names_read_again}
+    reread_names = () if policy.reads_batch_size_once and not has_custom_loader else ("per_device_train_batch_size",)
+    first_values = {name: value for name, value in engine.plan.read_once.items() if name not in reread_names}
     current_values = {name: getattr(args, name, None) for name in first_values}
-    first_values_of_changed = {
+    changed_first_values = {
         name: value
         for name, value in first_values.items()
         if value is not current_values[name] and value != current_values[name]
     }
-    if refused_changes := _refused_changes(engine, args, first_values_of_changed):
+    if refused_changes := _refused_changes(engine, args, changed_first_values):
         raise InvalidArgument(
             f"{', '.join(refused_changes)} changed after the Trainer was made, which depends on it: make a new Trainer."
         )
-    if first_values_of_changed and first_values_of_changed != engine.ignored_changes:
+    if changed_first_values and changed_first_values != engine.ignored_changes:
         logger.warning(
             "Changed after the Trainer was made, which reads such arguments once, as in transformers: %s. The first "
             "value stays in use; make a new Trainer to use the second.",
             ", ".join(
                 f"{name} ({_plain_value(value)!r} → {_plain_value(current_values[name])!r})"
-                for name, value in first_values_of_changed.items()
+                for name, value in changed_first_values.items()
             ),
         )
-    engine.ignored_changes = first_values_of_changed
+    engine.ignored_changes = changed_first_values
     engine.update_plan(accumulate_grad_batches=args.gradient_accumulation_steps, default_root_dir=str(args.output_dir))
 
 
-def _refused_changes(engine: Any, args: BaseArguments, changed: dict[str, Any]) -> list[str]:
+def _refused_changes(engine: Any, args: BaseArguments, changed_values: dict[str, Any]) -> list[str]:
     plan, strategy = engine.plan, engine.strategy
-    refused_changes = [name for name in _NEED_NEW_TRAINER if name in changed]
+    refused_changes = [name for name in _NEED_NEW_TRAINER if name in changed_values]
     if str(args.device) != plan.device:
         refused_changes.append(f"use_cpu={args.use_cpu} (the device, {plan.device} → {args.device})")
     previous_steps, current_steps = plan.accumulate_grad_batches, args.gradient_accumulation_steps

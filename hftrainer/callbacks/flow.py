@@ -26,7 +26,7 @@ class DefaultFlowCallback(TrainerCallback):
         control.should_save |= _is_due(args.save_strategy, step, state.save_steps)
         if step >= state.max_steps:
             control.should_training_stop = True
-            policy = ResolvedArguments.of(args).policy
+            policy = ResolvedArguments.from_args(args).policy
             control.should_evaluate |= can_evaluate and policy.evaluates_last_step
             control.should_save |= args.save_strategy in policy.saves_last_step_with
         return control

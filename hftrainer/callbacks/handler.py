@@ -17,7 +17,7 @@ from torch import nn
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.callbacks.flow import DefaultFlowCallback
 from hftrainer.callbacks.state import TrainerCallback, TrainerControl, TrainerState
-from hftrainer.compat.overrides import accepted_by, names_in_code, takes
+from hftrainer.compat.overrides import accepted_args, can_call, names_in_code
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import NotACallback
 
@@ -56,14 +56,14 @@ class CallbackHandler(TrainerCallback):
         Raises:
             NotACallback: for an object that handles none of the events.
         """
-        kind = callback if isinstance(callback, type) else type(callback)
+        callback_class = callback if isinstance(callback, type) else type(callback)
         # LightningModules have hooks with the names of events.
-        if issubclass(kind, nn.Module):
-            raise TypeError(f"callbacks: {kind.__name__} is a module, not a callback.")
-        if "pytorch_lightning" in map(defining_package, kind.__mro__):
+        if issubclass(callback_class, nn.Module):
+            raise TypeError(f"callbacks: {callback_class.__name__} is a module, not a callback.")
+        if "pytorch_lightning" in map(defining_package, callback_class.__mro__):
             raise TypeError(
-                f"callbacks: {kind.__name__} comes from pytorch_lightning, which is another package: import it from "
-                "lightning.pytorch."
+                f"callbacks: {callback_class.__name__} comes from pytorch_lightning, which is another package: import "
+                "it from lightning.pytorch."
             )
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             description = f"{reprlib.repr(callback)} ({type(callback).__name__})"
@@ -71,8 +71,8 @@ class CallbackHandler(TrainerCallback):
                 f"callbacks: {description} handles no event, such as on_step_end: pass a TrainerCallback or a "
                 "Lightning callback."
             )
-        if issubclass(kind, TrainerCallback):
-            warn_of_misspelt_events(kind, EVENTS, _EVENT_BY_HOOK)
+        if issubclass(callback_class, TrainerCallback):
+            warn_of_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):
             self.remove_progress_bars()
@@ -139,12 +139,12 @@ class CallbackHandler(TrainerCallback):
                 **kwargs,
             }
             if is_plain:
-                arguments = accepted_by(handler, arguments)
+                arguments = accepted_args(handler, arguments)
             was_stopped = control.should_training_stop
             try:
                 result = handler(args, state, control, **arguments)
             except TypeError as error:
-                if not takes(handler, args, state, control, **arguments):
+                if not can_call(handler, args, state, control, **arguments):
                     name, call = f"{type(callback).__name__}.{event}", "(args, state, control, **kwargs)"
                     add_note(error, f"{name} is called with {call}, but takes {inspect.signature(handler)}.")
                 raise
@@ -191,13 +191,13 @@ def _needs_tokenizer(function: Any) -> bool:
 
 def is_instance_by_name(callback: Any, *names: str) -> bool:
     """Whether the callback is an instance of a class with one of these names, ours or transformers'."""
-    kinds = [kind for kind in type(callback).__mro__ if kind.__name__ in names]
-    return any(defining_package(kind) in ("hftrainer", "transformers") for kind in kinds)
+    bases = [base for base in type(callback).__mro__ if base.__name__ in names]
+    return any(defining_package(base) in ("hftrainer", "transformers") for base in bases)
 
 
-def defining_package(kind: type) -> str:
+def defining_package(cls: type) -> str:
     """The package that defines a class."""
-    return kind.__module__.partition(".")[0]
+    return cls.__module__.partition(".")[0]
 
 
 def _matches(callback: Any, target: Any) -> bool:
@@ -240,15 +240,15 @@ def make_callback(callback: Any) -> Any:
 def _make_event_method(event: str):
     flags = CLEARED_FLAGS.get(event, ())
 
-    def call(self, args, state, control, **kwargs):
+    def call_event_method(self, args, state, control, **kwargs):
         for flag in flags:
             setattr(control, flag, False)
         return self.call_event(event, args, state, control, **kwargs)
 
-    call.__name__ = event
-    call.__qualname__ = f"CallbackHandler.{event}"
-    call.__doc__ = f"Call {event} of every callback."
-    return call
+    call_event_method.__name__ = event
+    call_event_method.__qualname__ = f"CallbackHandler.{event}"
+    call_event_method.__doc__ = f"Call {event} of every callback."
+    return call_event_method
 
 
 #: The callbacks that show a progress bar; only one is kept.

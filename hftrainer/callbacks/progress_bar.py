@@ -72,7 +72,7 @@ class ProgressCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Open the bar at the step from which training resumes."""
         if state.is_world_process_zero:
-            self.training_bar = _bar(total=state.max_steps, initial=state.global_step)
+            self.training_bar = _make_bar(total=state.max_steps, initial=state.global_step)
             if not self.training_bar.disable and _is_terminal(sys.stdout):
                 self._stdout = _StdoutAboveBars.install() or self._stdout
         self.current_step = state.global_step
@@ -89,7 +89,7 @@ class ProgressCallback(TrainerCallback):
             return
         if self.prediction_bar is None:
             total = len(eval_dataloader) if has_length(eval_dataloader) else None
-            self.prediction_bar = _bar(total=total, leave=self.training_bar is None)
+            self.prediction_bar = _make_bar(total=total, leave=self.training_bar is None)
         self.prediction_bar.update(1)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
@@ -107,7 +107,7 @@ class ProgressCallback(TrainerCallback):
             values = {name: self._shorten(value) for name, value in values.items()}
             if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
                 self.training_bar.set_postfix_str(f"loss {logs['loss']:.4g}")
-            self.training_bar.write(_text(values, logs or {}, args, state))
+            self.training_bar.write(_format_line(values, logs or {}, args, state))
 
     def _shorten(self, value: Any) -> Any:
         if isinstance(value, str) and len(value) > self.max_str_len:
@@ -210,10 +210,10 @@ class PrinterCallback(TrainerCallback):
         if state.is_local_process_zero:
             from tqdm import tqdm
 
-            tqdm.write(_text(_format_logs(logs, args), logs or {}, args, state))
+            tqdm.write(_format_line(_format_logs(logs, args), logs or {}, args, state))
 
 
-def _text(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
+def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
     """A log line as printed: `values` as text, or a human-readable line for an observed run."""
     if not read_observe(getattr(args, "observe", False)):
         return wrap_text(str(values), sys.stdout)
@@ -290,10 +290,10 @@ def _measurement(name: str) -> str | None:
 def _format_logs(logs: dict[str, Any] | None, args: BaseArguments, *, above_bar: bool = False) -> dict[str, Any]:
     """A log line as the followed release prints it, without `total_flos`."""
     values = {name: value for name, value in (logs or {}).items() if name != "total_flos"}
-    return ResolvedArguments.of(args).policy.printed(values, above_bar=above_bar)
+    return ResolvedArguments.from_args(args).policy.printed(values, above_bar=above_bar)
 
 
-def _bar(**kwargs: Any) -> Any:
+def _make_bar(**kwargs: Any) -> Any:
     from tqdm.auto import tqdm
 
     # With disable=None, tqdm shows no bar outside a terminal; a notebook can show it anyway.

@@ -15,7 +15,7 @@ import torch
 
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.safe_loading import check_fields, fitting
+from hftrainer.compat.safe_loading import check_fields, name_file_in_errors
 from hftrainer.errors import InvalidArgument
 
 #: Required fields of `trainer_state.json`.
@@ -182,7 +182,7 @@ class TrainerState:
         with open(json_path, encoding="utf-8") as file:
             values = json.load(file)
         field_names = {field.name for field in dataclasses.fields(cls)}
-        with fitting(json_path):
+        with name_file_in_errors(json_path):
             if not isinstance(values, dict):
                 raise TypeError(f"it is {reprlib.repr(values)}")
             # Files of v4 have null for unset intervals: use the default.

@@ -46,24 +46,24 @@ def has_format(path: Path) -> bool:
     return path.suffix in (".safetensors", ".json", *_TORCH_SUFFIXES)
 
 
-def unreadable_reason(path: Path, *, load: bool = True) -> str | None:
+def unreadable_reason(path: Path, *, load_content: bool = True) -> str | None:
     """Why a file cannot be read, as text to follow its path; or None.
 
     Args:
         path: the file.
-        load: also load `torch.save` files and read text files; otherwise check only the ends of `torch.save` files.
+        load_content: also load `torch.save` files, and read text files; else check the ends of `torch.save` files.
     """
     if path.suffix == ".json":
         return _unreadable_json_reason(path)
     if path.suffix in _TORCH_SUFFIXES:
-        return _unreadable_torch_reason(path, load)
+        return _unreadable_torch_reason(path, load_content)
     try:
         if path.suffix == ".safetensors":
             # This compares the file's length with its header.
             with safetensors.safe_open(path, framework="pt"):
                 return None
         # Read files of other formats as text: vocabularies, templates, model cards.
-        return None if not load or path.read_text(encoding="utf-8") else "is empty"
+        return None if not load_content or path.read_text(encoding="utf-8") else "is empty"
     except UnicodeDecodeError:
         return "is not text, and its format cannot be checked"
     # safetensors raises several exception classes.
@@ -80,14 +80,13 @@ def _unreadable_json_reason(path: Path) -> str | None:
         return f"cannot be read ({error})"
     if path.name == names.TRAINER_STATE_NAME and not (isinstance(value, dict) and "global_step" in value):
         return "does not contain a state"
-    if path.name.endswith(".index.json") and not (
-        isinstance(value, dict) and isinstance(value.get("weight_map"), dict)
-    ):
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if path.name.endswith(".index.json") and not isinstance(weight_map, dict):
         return "does not list shards"
     return None
 
 
-def _unreadable_torch_reason(path: Path, load: bool) -> str | None:
+def _unreadable_torch_reason(path: Path, load_content: bool) -> str | None:
     try:
         is_archive = zipfile.is_zipfile(path)
     # The archive claims to continue in another file.
@@ -99,7 +98,7 @@ def _unreadable_torch_reason(path: Path, load: bool) -> str | None:
         # torch wrote pickles before 1.6, not archives.
         if not is_archive and first_byte != b"\x80":
             return "is truncated"
-        if not load:
+        if not load_content:
             return None
         if is_archive:
             file.seek(-_END_LENGTH, os.SEEK_END)

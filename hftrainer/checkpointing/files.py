@@ -58,12 +58,12 @@ class HostCopies:
     """
 
     def __init__(self) -> None:
-        self.size = self._used = 0
+        self.size = self._used_buffers = 0
         self._buffers: list[torch.UntypedStorage] = []
 
     def begin(self) -> None:
         """Reuse the memory for a new checkpoint, since its contents have been written."""
-        self.size = self._used = 0
+        self.size = self._used_buffers = 0
 
     def close(self) -> None:
         """Release resources other than memory."""
@@ -97,13 +97,13 @@ class HostCopies:
 
     def _buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
         """Memory of exactly this size, reused if possible. torch may pin up to twice as much."""
-        if self._used >= len(self._buffers) or self._buffers[self._used].nbytes() != size:
-            del self._buffers[self._used :]
+        if self._used_buffers >= len(self._buffers) or self._buffers[self._used_buffers].nbytes() != size:
+            del self._buffers[self._used_buffers :]
             self._buffers.append(torch.UntypedStorage(size))
             if pinned and size >= _PINNED_BYTES:
                 self._pin(self._buffers[-1])
-        self._used += 1
-        return self._buffers[self._used - 1]
+        self._used_buffers += 1
+        return self._buffers[self._used_buffers - 1]
 
     @staticmethod
     def _pin(buffer: torch.UntypedStorage) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names
@@ -98,9 +98,8 @@ class Inspection:
     def unusable_reason(self) -> str | None:
         """Why a script cannot use this checkpoint by name: a fault, or altered contents."""
         if self.altered:
-            return (
-                f"the contents of {self.folder / self.altered[0]} have changed since it was written, but not its size"
-            )
+            path = self.folder / self.altered[0]
+            return f"the contents of {path} have changed since it was written, but not its size"
         return self.fault
 
     @property
@@ -118,7 +117,7 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.staging, self._replaced = staging_folder(path), staging_folder(path, _REPLACED)
+        self.staging, self._replaced_folder = staging_folder(path), staging_folder(path, _REPLACED)
 
     # ---- Inspecting --------------------------------------------------------------------------------------------
 
@@ -162,40 +161,41 @@ class CheckpointFolder:
         altered = tuple(name for name in same_size if crc32_of_file(files[name]) != manifest[name].crc32)
         return Inspection(self.path, added, removed, resized, altered)
 
-    def _find_fault(self, found: Inspection) -> str | None:
+    def _find_fault(self, inspection: Inspection) -> str | None:
         """Why a run cannot resume from the changed folder."""
-        inputs = [name for name in found.resized if not name.endswith(_PARTS_SUFFIXES)]
-        inputs += [name for name in found.added if _RESUME_FILES.search(Path(name).name)]
+        inputs = [name for name in inspection.resized if not name.endswith(_PARTS_SUFFIXES)]
+        inputs += [name for name in inspection.added if _RESUME_FILES.search(Path(name).name)]
         for path in (self.path / name for name in inputs):
             if (reason := unreadable_reason(path)) is not None:
                 return f"{path} {reason}"
         # The next checks rely on indices, which must not be altered.
-        return None if found.altered else self._missing_weights(found.removed) or self._damaged_part(found)
+        return None if inspection.altered else self._missing_weights(inspection) or self._damaged_part(inspection)
 
     def _visible_damage(self) -> str | None:
         """The damage that is visible without a manifest; None without damage."""
         file_names = list_files(self.path)
         for path in (self.path / name for name in file_names):
-            if has_format(path) and (reason := unreadable_reason(path, load=False)):
+            if has_format(path) and (reason := unreadable_reason(path, load_content=False)):
                 return f"{path} {reason}"
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
         holds_weights_file = any(_WEIGHTS_FILE.search(Path(name).name) for name in file_names)
         return None if holds_weights_file or has_deepspeed_parts(str(self.path)) else f"{self.path} holds no weights"
 
-    def _missing_weights(self, removed: Iterable[str]) -> str | None:
+    def _missing_weights(self, inspection: Inspection) -> str | None:
         """Which weights are missing without a replacement. Other formats of a subclass are unknown here."""
         if (shard := missing_shard(str(self.path))) is not None:
             return f"{shard} is missing"
-        weights = next((self.path / name for name in removed if _WEIGHTS.search(Path(name).name)), None)
+        weights = next((self.path / name for name in inspection.removed if _WEIGHTS.search(Path(name).name)), None)
         is_replaced = weights is None or has_weights(str(self.path))
         return None if is_replaced else f"{weights} is missing, and no weights replace it"
 
-    def _damaged_part(self, found: Inspection) -> str | None:
+    def _damaged_part(self, inspection: Inspection) -> str | None:
         """Which part is missing or resized, although its list of parts is unchanged."""
-        for name in (*found.removed, *found.resized):
-            is_removed, parts = name in found.removed, Path(name).with_name(names.LIST_OF_PARTS)
-            is_listed = (self.path / parts).is_file() and parts.as_posix() not in (*found.added, *found.resized)
+        removed, resized = inspection.removed, inspection.resized
+        for name in (*removed, *resized):
+            is_removed, parts = name in removed, Path(name).with_name(names.LIST_OF_PARTS)
+            is_listed = (self.path / parts).is_file() and parts.as_posix() not in (*inspection.added, *resized)
             if name.endswith(names.PART_SUFFIX) and is_listed:
                 return f"{self.path / name} {'is missing' if is_removed else _RESIZED}"
         return None
@@ -229,7 +229,7 @@ class CheckpointFolder:
             is_read = name not in inspection.added or _RESUME_FILES.search(path.name)
             if is_read and has_format(path) and (reason := unreadable_reason(path)):
                 raise DamagedCheckpoint(f"{path} {reason}: a run cannot resume from it. Restore the file.")
-        if (reason := self._missing_weights(inspection.removed)) is not None:
+        if (reason := self._missing_weights(inspection)) is not None:
             raise CheckpointNotFound(f"{reason}: a run cannot resume from the checkpoint. Restore the file.")
         write_manifest(self.path)
         return inspection
@@ -249,20 +249,20 @@ class CheckpointFolder:
         write_manifest(self.staging, known_entries)
         # An earlier run in the same output folder wrote this step, perhaps only in part.
         if self.path.exists():
-            shutil.rmtree(self._replaced, ignore_errors=True)
-            _move(self.path, self._replaced)
+            shutil.rmtree(self._replaced_folder, ignore_errors=True)
+            _move(self.path, self._replaced_folder)
         _move(self.staging, self.path)
         flush_to_disk(self.path.parent)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        shutil.rmtree(self._replaced_folder, ignore_errors=True)
 
     def discard(self) -> None:
         """Remove the partial checkpoint, and restore the one that it would have replaced."""
-        is_better = self.inspect().skip_reason and not CheckpointFolder(self._replaced).inspect().skip_reason
-        if is_better or (self._replaced.exists() and not self.path.exists()):
+        is_better = self.inspect().skip_reason and not CheckpointFolder(self._replaced_folder).inspect().skip_reason
+        if is_better or (self._replaced_folder.exists() and not self.path.exists()):
             shutil.rmtree(self.path, ignore_errors=True)
-            _move(self._replaced, self.path)
+            _move(self._replaced_folder, self.path)
         shutil.rmtree(self.staging, ignore_errors=True)
-        shutil.rmtree(self._replaced, ignore_errors=True)
+        shutil.rmtree(self._replaced_folder, ignore_errors=True)
 
     def remove(self) -> None:
         """Delete the checkpoint. Rename it first, so that a partial one is never visible."""
@@ -279,13 +279,13 @@ class CheckpointFolder:
             (path / names.TRAINER_STATE_NAME).unlink(missing_ok=True)
         shutil.rmtree(path)
 
-    def complete(self, staged: Path) -> None:
+    def complete(self, source: Path) -> None:
         """Publish the folder of a process that was killed before the last rename."""
-        is_intact = (staged / names.MANIFEST_NAME).is_file() and CheckpointFolder(staged).inspect().skip_reason is None
+        is_intact = (source / names.MANIFEST_NAME).is_file() and CheckpointFolder(source).inspect().skip_reason is None
         if is_intact and self.inspect().skip_reason is not None:
             if self.path.exists():
                 shutil.rmtree(self.path)
-            _move(staged, self.path)
+            _move(source, self.path)
             logger.warning(
                 "%s was complete but not yet renamed when its process was killed: it is now renamed.", self.path
             )

@@ -112,7 +112,7 @@ def apply_settings(
     return is_regrouped
 
 
-def fit_schedule(state: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+def adapt_schedule_state(state: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """The state of a schedule, with the values that `scheduler` has for each group."""
     values = scheduler.state_dict()
     return {**state, **{key: values[key] for key in ("base_lrs", "lr_lambdas", "min_lrs", "_last_lr") if key in values}}

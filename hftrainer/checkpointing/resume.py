@@ -28,7 +28,7 @@ from hftrainer.checkpointing.folder import (
 from hftrainer.checkpointing.names import FULL_STATES, holds
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.safe_loading import fitting, load_torch_file, projectors
+from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors, projectors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.training_args import TrainingArguments
@@ -55,7 +55,7 @@ def resume_path_from_model_path(model_path: str | bool, resume_from_checkpoint: 
     return model_path if has_state else None
 
 
-def warn_about_unused(argument: str | None, passed_value: str | bool | None) -> None:
+def warn_about_unused_argument(argument: str | None, passed_value: str | bool | None) -> None:
     """Warn if `args.resume_from_checkpoint` was not passed to `train()`."""
     if argument and passed_value is None:
         log_once(
@@ -200,7 +200,7 @@ def _read_optimizer(path: str) -> dict[str, Any]:
 
 
 def load_optimizer_and_scheduler(
-    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, sharded: bool = False
+    folder: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, *, is_sharded: bool = False
 ) -> None:
     """Load both states in place; log a warning if either is missing, as with `save_only_model`.
 
@@ -209,7 +209,7 @@ def load_optimizer_and_scheduler(
         model: the model that the optimizer trains.
         optimizer: the optimizer.
         scheduler: its schedule.
-        sharded: whether the model is sharded over processes; if so, all processes must call this function.
+        is_sharded: whether the model is sharded over processes; if so, all processes must call this function.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
@@ -218,15 +218,15 @@ def load_optimizer_and_scheduler(
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
     initial_groups = [dict(group) for group in optimizer.param_groups]
-    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=sharded or has_full_state, has_parts=has_parts)
+    is_regrouped = _load_optimizer(folder, model, optimizer, sharded=is_sharded or has_full_state, has_parts=has_parts)
     if is_regrouped or regrouping.has_named_groups(optimizer):
         has_changed = regrouping.apply_settings(initial_groups, optimizer, is_regrouped=is_regrouped)
         load_scheduler_or_scaler(
-            scheduler, folder, "scheduler", lambda state: regrouping.fit_schedule(state, scheduler)
+            scheduler, folder, "scheduler", lambda state: regrouping.adapt_schedule_state(state, scheduler)
         )
         regrouping.follow_schedule(scheduler, optimizer, has_changed=has_changed)
     else:
-        if sharded or has_full_state or has_parts:
+        if is_sharded or has_full_state or has_parts:
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
     _warn_about_kept_settings(initial_groups, optimizer)
@@ -262,7 +262,7 @@ def _load_optimizer(
         _load_whole_optimizer(read_dcp_optimizer(str(parts), model, optimizer), str(parts), model, optimizer)
         return False
     saved_state = _read_optimizer(optimizer_file)
-    with fitting(optimizer_file):
+    with name_file_in_errors(optimizer_file):
         state = regrouping.match_by_name(saved_state, model, optimizer)
     _load_whole_optimizer(state, optimizer_file, model, optimizer)
     return state is not saved_state
@@ -272,7 +272,7 @@ def _load_whole_optimizer(
     state: dict[str, Any], path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Check and load the state of all parameters, which was read from `path`."""
-    with fitting(path):
+    with name_file_in_errors(path):
         check_optimizer_state(state, optimizer)
         if next(model.parameters()).device.type == "xla":
             # torch's fused optimizers do not run on XLA devices.
@@ -282,7 +282,7 @@ def _load_whole_optimizer(
         optimizer.load_state_dict(state)
 
 
-def explain_other_kind(folder: str, args: TrainingArguments, error: Exception) -> None:
+def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exception) -> None:
     """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
     path = os.path.join(folder, names.TRAINING_ARGS_NAME)
     name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
@@ -300,7 +300,7 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
     Raises:
         UnsupportedArgument: if the schedule has more groups.
     """
-    with fitting(scheduler_file):
+    with name_file_in_errors(scheduler_file):
         saved_count = len(load_torch_file(scheduler_file).get("_last_lr") or ())
     if saved_count > count:
         raise UnsupportedArgument(
@@ -355,7 +355,7 @@ def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Calla
         logger.warning("%s lacks the %s state: the %s starts from scratch.", folder, name, name)
         return
     state = load_torch_file(path)
-    with fitting(path):
+    with name_file_in_errors(path):
         state = state if convert is None else convert(state)
         expected = target.state_dict()
         # As in transformers, a schedule that follows a metric may continue any other.
@@ -370,7 +370,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
         return None
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
     states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
-    with fitting(path):
+    with name_file_in_errors(path):
         check_values(states, {"callbacks": {}} if "callbacks" in states else {})
     return states
 
@@ -467,5 +467,5 @@ def _read_ckpt(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     # Files of earlier releases hold this entry unpacked.
     if isinstance(entry, torch.Tensor):
         with torch.serialization.safe_globals(numpy_state_types()):
-            entry = load_torch_file(path, packed=entry)
+            entry = load_torch_file(path, packed_value=entry)
     return saved, entry

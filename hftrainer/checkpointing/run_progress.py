@@ -17,7 +17,7 @@ import torch
 
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.checks import check_values
-from hftrainer.compat.safe_loading import check_fields, fitting, load_torch_file
+from hftrainer.compat.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
 
@@ -111,7 +111,7 @@ class RunProgress:
         return self.epoch, self.position
 
     @property
-    def global_batch(self) -> int:
+    def global_batch_size(self) -> int:
         """Samples of an optimizer step, over all processes."""
         return count_samples(self.settings)
 
@@ -133,7 +133,7 @@ class RunProgress:
                 "elastic=True keeps the samples of a mixture only with the per_device_train_batch_size of the "
                 f"checkpoint, {self.settings['per_device_train_batch_size']}, since each micro-batch has one source."
             )
-        if count_samples(settings) == self.global_batch and (
+        if count_samples(settings) == self.global_batch_size and (
             split_changes := [name for name in changes if name in STEP_SETTINGS]
         ):
             description = ", ".join(f"{name}={settings[name]}, was {self.settings[name]}" for name in split_changes)
@@ -207,17 +207,17 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     return first
 
 
-def read_global_batch(folder: str) -> int | None:
+def read_global_batch_size(folder: str) -> int | None:
     """Samples per optimizer step of the run that wrote a checkpoint; None if unknown."""
     progress = load_progress(folder, 0, 1)
-    return None if progress is None else progress.global_batch
+    return None if progress is None else progress.global_batch_size
 
 
 def _read(path: str) -> RunProgress:
     with torch.serialization.safe_globals(numpy_state_types()):
         saved = load_torch_file(path)
     field_names = {field.name for field in dataclasses.fields(RunProgress)}
-    with fitting(path):
+    with name_file_in_errors(path):
         _check_progress(saved)
         return RunProgress(**{name: value for name, value in saved.items() if name in field_names})
 

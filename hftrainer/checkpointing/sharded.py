@@ -31,8 +31,8 @@ from hftrainer.compat import peers
 from hftrainer.compat.peers import bare_name
 from hftrainer.compat.safe_loading import (
     check_file_name,
-    fitting,
     load_torch_file,
+    name_file_in_errors,
     projectors,
     read_pickle,
     read_weights,
@@ -314,7 +314,7 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
     """
     states: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={"optimizer"})
-    with weights_only(path, projectors()), _unwrap_errors(fitting(path)):
+    with weights_only(path, projectors()), _unwrap_errors(name_file_in_errors(path)):
         _load_state_dict(states, storage_reader=_PartsReader(path), planner=planner, no_dist=True)
     flat = states["optimizer"]
     # A script may have written torch's nested form.
@@ -389,7 +389,7 @@ def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
     )
     # Parameters that were never stepped have no state, so none was written.
     planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
-    with weights_only(path, projectors()), _unwrap_errors(fitting(path)):
+    with weights_only(path, projectors()), _unwrap_errors(name_file_in_errors(path)):
         load(state if is_bare else {kind: state}, storage_reader=reader, planner=planner)
     return state
 
@@ -428,7 +428,7 @@ class _PartsReader(FileSystemReader):
         if not os.path.isfile(path):
             raise DamagedCheckpoint(f"{path} is missing: delete its folder and resume from an older checkpoint.")
         self._parts: Metadata = read_pickle(path, _ALLOWED)
-        with fitting(path):
+        with name_file_in_errors(path):
             _check_list(self._parts, folder)
         self._parts.storage_meta = StorageMeta(load_id=self.load_id)
 

@@ -20,7 +20,7 @@ from huggingface_hub import save_torch_state_dict
 from hftrainer.checkpointing import names
 from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
 from hftrainer.compat import peers
-from hftrainer.compat.safe_loading import check_file_name, fitting, read_weights
+from hftrainer.compat.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
 from hftrainer.releases.followed import installed_release
 
@@ -230,7 +230,7 @@ def weights_files(
         return [file]
     if (index := first_file(folder, *indices)) is None:
         return []
-    with fitting(index):
+    with name_file_in_errors(index):
         return list_shards(index)
 
 
@@ -333,7 +333,7 @@ def read_tag(folder: str, *, universal: bool = False) -> str:
     path = os.path.join(folder, _UNIVERSAL if universal else _LATEST)
     if not os.path.isfile(path):
         return ""
-    with fitting(path), open(path, encoding="utf-8") as file:
+    with name_file_in_errors(path), open(path, encoding="utf-8") as file:
         return check_file_name(file.read().strip())
 
 

@@ -77,7 +77,7 @@ class DeferredWrite:
 
 @dataclass(eq=False)
 class CheckpointInProgress:
-    """A checkpoint from its first file until it is announced.
+    """A checkpoint from its first file until its completion callbacks are called.
 
     Attributes:
         folder: where it is written.
@@ -87,7 +87,7 @@ class CheckpointInProgress:
         pickled_writes: the pickled `writes` for the other process, if it writes this checkpoint.
         known_entries: path → manifest entry, for large files that the writer has written.
         futures: writes of another thread while the checkpoint is filled.
-        announcements: called in the caller's thread when the checkpoint is complete.
+        completion_callbacks: called in the caller's thread when the checkpoint is complete.
         publication: future that is done when the checkpoint is complete; None without background writing.
     """
 
@@ -98,7 +98,7 @@ class CheckpointInProgress:
     pickled_writes: list[bytes] = field(default_factory=list)
     known_entries: dict[str, Entry] = field(default_factory=dict)
     futures: list[Future[None]] = field(default_factory=list)
-    announcements: list[Callable[[], None]] = field(default_factory=list)
+    completion_callbacks: list[Callable[[], None]] = field(default_factory=list)
     publication: Future[None] | None = None
 
     @contextlib.contextmanager
@@ -190,7 +190,7 @@ class CheckpointWriter:
     """Writes checkpoints atomically. If storage fails, the checkpoint is skipped and training continues.
 
     Args:
-        in_background: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
+        is_async: training waits only for the copy to CPU memory. The buffers are kept for the next checkpoint,
             so they take as much memory as a checkpoint. Another process writes large checkpoints.
         stop_on_error: raise `CheckpointNotWritten` instead of skipping a checkpoint that cannot be written.
         to_cpu: moves a state to the CPU where writing needs it.
@@ -200,7 +200,7 @@ class CheckpointWriter:
         has_failed: whether the last checkpoint could not be written.
     """
 
-    in_background: bool = False
+    is_async: bool = False
     stop_on_error: bool = False
     to_cpu: Callable[[Any], Any] = lambda state: state
     script_files: ScriptFiles = field(default_factory=ScriptFiles)
@@ -214,7 +214,7 @@ class CheckpointWriter:
     _process: WriterProcess | None = None
 
     def __post_init__(self) -> None:
-        if self.in_background and writer_process.IS_AVAILABLE:
+        if self.is_async and writer_process.IS_AVAILABLE:
             self._copies = copies = SharedCopies()
             self._process = WriterProcess(copies)
 
@@ -254,7 +254,7 @@ class CheckpointWriter:
                     wait(current.futures)
                 for future in current.futures:
                     future.result()
-            if self.in_background:
+            if self.is_async:
                 self._pack(current)
                 current.publication = self._thread.submit(self._publish, current)
                 self._pending = current
@@ -304,17 +304,17 @@ class CheckpointWriter:
     @property
     def defers_writes(self) -> bool:
         """Whether writes are deferred, and therefore need a copy."""
-        return self.in_background and self._current is not None
+        return self.is_async and self._current is not None
 
-    def call_when_complete(self, announce: Callable[[], None]) -> None:
-        """Call `announce` once the last checkpoint is complete: now, or in `poll` or `wait`.
+    def call_when_complete(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the last checkpoint is complete: now, or in `poll` or `wait`.
 
-        A failed checkpoint is never announced.
+        It is not called for a failed checkpoint.
         """
         if self._pending is not None:
-            self._pending.announcements.append(announce)
+            self._pending.completion_callbacks.append(callback)
         elif not self.has_failed:
-            announce()
+            callback()
 
     def save(self, value: Any, path: str) -> None:
         """Write `value` with `torch.save`, now or with the current checkpoint."""
@@ -344,7 +344,7 @@ class CheckpointWriter:
             make_picklable: makes a picklable function that does the same, for another process; default `write`.
         """
         values = self.to_cpu(values)
-        if self._current is not None and self.in_background:
+        if self._current is not None and self.is_async:
             self._current.writes.append(
                 DeferredWrite(write, self._copies.copy(values), make_picklable or (lambda: write))
             )
@@ -358,7 +358,7 @@ class CheckpointWriter:
 
         Every process calls it for each checkpoint, in a block of `checkpoint` or `report_part_errors`.
         """
-        if self.in_background:
+        if self.is_async:
             self._part_future = start_in_thread(functools.partial(write, self._copies.copy(values)))
         else:
             write(values)
@@ -400,7 +400,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written, and announce it.
+        """Wait for the checkpoint that is being written, and call its completion callbacks.
 
         Raises:
             CheckpointNotWritten: with `stop_on_error`, if it could not be written.
@@ -413,8 +413,8 @@ class CheckpointWriter:
         with self._report_errors(str(pending.folder.path), pending.on_failure):
             pending.publication.result()
         if not self.has_failed:
-            for announce in pending.announcements:
-                announce()
+            for callback in pending.completion_callbacks:
+                callback()
 
     def close_ignoring_errors(self) -> None:
         """`close` after another error. Only log an error here, so that it does not replace the first."""

@@ -62,13 +62,13 @@ class SharedCopies(HostCopies):
     that needs more gets a new part, and the memory of the old one is released.
 
     Attributes:
-        file: the file's descriptor.
+        descriptor: the descriptor of the file.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.file = os.memfd_create("checkpoint")
-        self._finalizer = weakref.finalize(self, os.close, self.file)
+        self.descriptor = os.memfd_create("checkpoint")
+        self._finalizer = weakref.finalize(self, os.close, self.descriptor)
         self._places: dict[int, tuple[int, int]] = {}
         self._parts: list[_Part] = []
         self._length = self._end = 0
@@ -89,19 +89,20 @@ class SharedCopies(HostCopies):
     def _reserve(self, sizes: list[int]) -> None:
         super()._reserve(sizes)
         length = max(sum(_align(size) for size in sizes), 1)
-        if self._used == len(self._parts) or len(self._parts[self._used].mapping) < length:
+        if self._used_buffers == len(self._parts) or len(self._parts[self._used_buffers].mapping) < length:
             start, length = self._length, _align(length, mmap.ALLOCATIONGRANULARITY)
             self._length += length
-            os.ftruncate(self.file, self._length)
-            for old_part in self._parts[self._used : self._used + 1]:
+            os.ftruncate(self.descriptor, self._length)
+            for old_part in self._parts[self._used_buffers : self._used_buffers + 1]:
                 old_part.pinned = None
                 old_part.mapping.madvise(mmap.MADV_REMOVE)
-            self._parts[self._used : self._used + 1] = [_Part(start, mmap.mmap(self.file, length, offset=start))]
-        self._used += 1
+            part = _Part(start, mmap.mmap(self.descriptor, length, offset=start))
+            self._parts[self._used_buffers : self._used_buffers + 1] = [part]
+        self._used_buffers += 1
         self._end = 0
 
     def _buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
-        part = self._parts[self._used - 1]
+        part = self._parts[self._used_buffers - 1]
         if pinned and part.pinned is None:
             part.pinned = _map_storage(part.mapping, 0, len(part.mapping))
             self._pin(part.pinned)
@@ -211,7 +212,7 @@ class WriterProcess:
 
     def _start(self) -> None:
         parent_end, child_end = Pipe()
-        descriptors = (self._copies.file, child_end.fileno())
+        descriptors = (self._copies.descriptor, child_end.fileno())
         command = [sys.executable, "-c", _CODE, json.dumps(sys.path), *map(str, descriptors)]
         try:
             # Ctrl-C in a terminal does not reach a new session.
@@ -246,11 +247,11 @@ class WriterProcess:
 # ---- In the process --------------------------------------------------------------------------------------------------
 
 
-def serve(file: int, pipe: int) -> None:
+def serve(descriptor: int, pipe: int) -> None:
     """Answer calls until the pipe is closed.
 
     Args:
-        file: descriptor of the shared memory.
+        descriptor: descriptor of the shared memory.
         pipe: descriptor of the pipe.
     """
     # Training has priority.
@@ -261,16 +262,16 @@ def serve(file: int, pipe: int) -> None:
         try:
             if (request := connection.recv()) is None:
                 return
-            connection.send(_answer(file, *request))
+            connection.send(_run_calls_or_return_error(descriptor, *request))
         # The run has ended.
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
 
 
-def _answer(file: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Exception:
+def _run_calls_or_return_error(descriptor: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Exception:
     """The entries of the large files, or the error (RuntimeError if not picklable)."""
     try:
-        return _run_calls(file, calls, folder)
+        return _run_calls(descriptor, calls, folder)
     except Exception as error:
         try:
             pickle.loads(pickle.dumps(error))
@@ -280,8 +281,8 @@ def _answer(file: int, calls: list[bytes], folder: str) -> dict[str, Entry] | Ex
         return error
 
 
-def _run_calls(file: int, calls: list[bytes], folder: str) -> dict[str, Entry]:
-    mapping = mmap.mmap(file, 0) if os.fstat(file).st_size else None
+def _run_calls(descriptor: int, calls: list[bytes], folder: str) -> dict[str, Entry]:
+    mapping = mmap.mmap(descriptor, 0) if os.fstat(descriptor).st_size else None
     storages: dict[Any, torch.UntypedStorage] = {}
     try:
         writes = [_Unpickler(data, mapping, storages).load() for data in calls]

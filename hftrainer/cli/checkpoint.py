@@ -108,7 +108,7 @@ def describe(folder: str) -> dict[str, Any]:
         "epoch": state.epoch,
         "bytes": size,
         "samples_read_in_epoch": None if progress is None else progress.samples,
-        "global_batch": None if progress is None else progress.global_batch,
+        "global_batch": None if progress is None else progress.global_batch_size,
         "processes": settings.get("world_size"),
         "per_device_train_batch_size": settings.get("per_device_train_batch_size"),
         "gradient_accumulation_steps": settings.get("gradient_accumulation_steps"),

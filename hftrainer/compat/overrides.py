@@ -53,23 +53,23 @@ def has_parameter(method: Callable[..., Any], keyword: str) -> bool:
 
 def call_with_accepted(method: Callable[..., Any], *args: Any, **optional: Any) -> Any:
     """Call `method` with `args`, and with the items of `optional` that it accepts."""
-    return method(*args, **accepted_by(method, optional))
+    return method(*args, **accepted_args(method, optional))
 
 
-def accepted_by(method: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+def accepted_args(method: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     """The items of `values` that `method` accepts as keyword arguments."""
     names = _accepted_names(getattr(method, "__func__", method))
     return values if names is None else {name: value for name, value in values.items() if name in names}
 
 
-def positional_count(method: Callable[..., Any]) -> int | None:
+def count_positional_arguments(method: Callable[..., Any]) -> int | None:
     """Number of positional arguments without `self`; None if `*args` accepts any number."""
-    return _positional_count(getattr(method, "__func__", method), inspect.ismethod(method))
+    return _count_positional_arguments(getattr(method, "__func__", method), inspect.ismethod(method))
 
 
 # Every optimizer step calls this.
 @functools.lru_cache(maxsize=64)
-def _positional_count(function: Callable[..., Any], is_bound: bool) -> int | None:
+def _count_positional_arguments(function: Callable[..., Any], is_bound: bool) -> int | None:
     counts: list[int] = []
     for each in _chain(function):
         parameters = inspect.signature(each, follow_wrapped=False).parameters.values()
@@ -83,22 +83,22 @@ def _positional_count(function: Callable[..., Any], is_bound: bool) -> int | Non
 _RECORDS: dict[type, dict[str, Any]] = {}
 
 
-def recorded(kind: K) -> K:
+def record_methods(recorded_class: K) -> K:
     """Class decorator that records our methods, so that later replacements count as overrides.
 
     Inherited methods come from the record of the base class, where a library may already have replaced them.
     """
-    if kind not in _RECORDS:
-        inherited = next((_RECORDS[base] for base in kind.__mro__ if base in _RECORDS), None)
-        names = dir(kind) if inherited is None else list(vars(kind))
-        _RECORDS[kind] = {**(inherited or {}), **{name: getattr(kind, name) for name in names}}
-    return kind
+    if recorded_class not in _RECORDS:
+        inherited = next((_RECORDS[base] for base in recorded_class.__mro__ if base in _RECORDS), None)
+        names = dir(recorded_class) if inherited is None else list(vars(recorded_class))
+        _RECORDS[recorded_class] = {**(inherited or {}), **{name: getattr(recorded_class, name) for name in names}}
+    return recorded_class
 
 
 @functools.lru_cache(maxsize=64)
-def _find_record(kind: Any) -> dict[str, Any]:
-    """The recorded methods of the first of our classes in the MRO of `kind`."""
-    return next((_RECORDS[base] for base in kind.__mro__ if base in _RECORDS), {})
+def _find_record(trainer_class: Any) -> dict[str, Any]:
+    """The recorded methods of the first of our classes in the MRO of `trainer_class`."""
+    return next((_RECORDS[base] for base in trainer_class.__mro__ if base in _RECORDS), {})
 
 
 def make_scheduler(trainer: Any, num_training_steps: int) -> None:
@@ -116,11 +116,11 @@ def is_overridden(instance: Any, *names: str) -> bool:
 
     Libraries replace methods on an instance, in a subclass, or on our own class.
     """
-    kind: Any = type(instance)
-    attributes, record = vars(instance), _find_record(kind)
+    instance_class: Any = type(instance)
+    attributes, record = vars(instance), _find_record(instance_class)
     # `any` takes twice as long, and each step calls this several times.
     for name in names:
-        if name in attributes or not _is_ours(getattr(kind, name, None), record.get(name, _NOT_OURS)):
+        if name in attributes or not _is_ours(getattr(instance_class, name, None), record.get(name, _NOT_OURS)):
             return True
     return False
 
@@ -161,11 +161,11 @@ _LOG_SAVE_EVALUATE = {
 
 def log_save_evaluate_arguments(method: Callable[..., Any], values: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Positional and keyword arguments for `_maybe_log_save_evaluate`, as its release passes them."""
-    count = positional_count(method)
+    count = count_positional_arguments(method)
     value_count = 7 if count is None else count
     names = _LOG_SAVE_EVALUATE[min(max(value_count, 4), 8)].split() if value_count else []
     other_values = {name: value for name, value in values.items() if name not in names}
-    return [values[name] for name in names], accepted_by(method, other_values)
+    return [values[name] for name in names], accepted_args(method, other_values)
 
 
 #: Methods of transformers' Trainer that we never call → what to do instead of overriding them.
@@ -180,19 +180,19 @@ _ALTERNATIVES = {
 }
 
 
-def refuse_uncalled(kind: type, *names: str) -> None:
+def refuse_uncalled_methods(trainer_class: type, *names: str) -> None:
     """Refuse a subclass of the Trainer with methods that transformers calls but hftrainer never calls.
 
     Args:
-        kind: the class.
+        trainer_class: the class.
         names: the methods.
 
     Raises:
         UnsupportedArgument: names each method and what to do instead.
     """
-    record = _find_record(kind)
-    overridden = [name for name in names if getattr(kind, name, None) is not record.get(name)]
-    if errors := [f"{kind.__name__}.{name} is never called: {_ALTERNATIVES[name]}." for name in overridden]:
+    record = _find_record(trainer_class)
+    overridden = [name for name in names if getattr(trainer_class, name, None) is not record.get(name)]
+    if errors := [f"{trainer_class.__name__}.{name} is never called: {_ALTERNATIVES[name]}." for name in overridden]:
         raise UnsupportedArgument("\n".join(errors))
 
 
@@ -207,13 +207,13 @@ _LIGHTNING_METHODS = {
 }
 
 
-def names_in_code(kind: type) -> set[str]:
+def names_in_code(script_class: type) -> set[str]:
     """The names and strings in the code of a class and its bases.
 
     Our classes are skipped, since they call no method of a script.
     """
     names: set[str] = set()
-    pending = [item for base in kind.__mro__ if base not in _RECORDS for item in vars(base).values()]
+    pending = [item for base in script_class.__mro__ if base not in _RECORDS for item in vars(base).values()]
     while pending:
         item = pending.pop()
         if isinstance(item, str):
@@ -227,36 +227,36 @@ def names_in_code(kind: type) -> set[str]:
     return names
 
 
-def check_lightning_methods(kind: Any, hooks: Collection[str]) -> None:
+def check_lightning_methods(subclass: Any, hooks: Collection[str]) -> None:
     """Warn about methods of a LightningModule in a subclass of the Trainer.
 
     A method that the subclass itself calls causes no warning.
 
     Args:
-        kind: the class.
+        subclass: the class.
         hooks: the names of Lightning's hooks and of callback events.
 
     Raises:
         WrongObject: for a `training_step` with Lightning's parameters.
     """
-    step = kind.training_step
+    step = subclass.training_step
     # A Trainer passes self and three arguments.
-    if has_parameter(step, "batch_idx") and not takes(step, None, None, None, None):
+    if has_parameter(step, "batch_idx") and not can_call(step, None, None, None, None):
         raise WrongObject(
-            f"{kind.__name__}.training_step takes batch_idx, as in a LightningModule, but a Trainer passes it model, "
-            "inputs and num_items_in_batch. Override compute_loss(self, model, inputs, return_outputs=False, "
+            f"{subclass.__name__}.training_step takes batch_idx, as in a LightningModule, but a Trainer passes it "
+            "model, inputs and num_items_in_batch. Override compute_loss(self, model, inputs, return_outputs=False, "
             "num_items_in_batch=None) instead, and return the loss."
         )
-    script_names = [] if kind in _RECORDS else [name for name in dir(kind) if name not in _find_record(kind)]
-    is_callback = hasattr(kind, "on_init_end")
+    script_names = [] if subclass in _RECORDS else sorted(set(dir(subclass)) - _find_record(subclass).keys())
+    is_callback = hasattr(subclass, "on_init_end")
     hooks = [name for name in hooks if name.endswith(("_start", "_begin", "_end")) and not is_callback]
     candidates = [name for name in script_names if name in hooks or name in _LIGHTNING_METHODS]
-    methods = [name for name in candidates if callable(getattr(kind, name))]
-    called_names = names_in_code(kind) if methods else set()
+    methods = [name for name in candidates if callable(getattr(subclass, name))]
+    called_names = names_in_code(subclass) if methods else set()
     if unused := [name for name in methods if name not in called_names]:
         replacements = [_LIGHTNING_METHODS.get(name, "a callback, in Trainer(callbacks=[...])") for name in unused]
         lines = "".join(f"\n- {name}: {replacement}" for name, replacement in zip(unused, replacements, strict=True))
-        logger.warning("%s has methods that a Trainer never calls. Replacements:%s", kind.__name__, lines)
+        logger.warning("%s has methods that a Trainer never calls. Replacements:%s", subclass.__name__, lines)
 
 
 def refuse_rewritten(trainer: Any) -> None:
@@ -337,7 +337,7 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
     return sum(parameter.kind in positional_kinds for parameter in inspect.signature(function).parameters.values())
 
 
-def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+def can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called with these arguments; True if its parameters are unknown."""
     try:
         signature = inspect.signature(function)

@@ -39,21 +39,21 @@ def as_bytes(value: Any) -> torch.Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8).clone()
 
 
-def load_torch_file(path: str, *, mmap: bool = False, packed: torch.Tensor | None = None) -> Any:
+def load_torch_file(path: str, *, mmap: bool = False, packed_value: torch.Tensor | None = None) -> Any:
     """Load a file of `torch.save` on the CPU.
 
     Args:
         path: the file.
         mmap: read tensors from disk only when they are used; for tensors that are then copied.
-        packed: a tensor of `as_bytes`, which is loaded instead of the file.
+        packed_value: a tensor of `as_bytes`, which is loaded instead of the file.
 
     Raises:
         UnsafeCheckpoint: for an object whose class `torch.serialization.add_safe_globals` does not allow.
         DamagedCheckpoint: if the file is not a complete file of `torch.save`.
     """
     try:
-        if packed is not None:
-            return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+        if packed_value is not None:
+            return torch.load(io.BytesIO(packed_value.numpy().tobytes()), map_location="cpu", weights_only=True)
         # The format before torch 1.6 is not a zip file and cannot be mapped.
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except (OSError, MemoryError):
@@ -125,9 +125,9 @@ class _Unpickler(pickle._Unpickler):
         full_name = f"{module}.{name}"
         if full_name in self._allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        for kind in torch.serialization.get_safe_globals():
-            if not isinstance(kind, tuple) and f"{kind.__module__}.{kind.__qualname__}" == full_name:
-                return kind
+        for safe_class in torch.serialization.get_safe_globals():
+            if not isinstance(safe_class, tuple) and f"{safe_class.__module__}.{safe_class.__qualname__}" == full_name:
+                return safe_class
         raise pickle.UnpicklingError(f"GLOBAL {full_name} is not allowed")
 
 
@@ -156,7 +156,7 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def fitting(path: str) -> Iterator[None]:
+def name_file_in_errors(path: str) -> Iterator[None]:
     """Add the file's name to errors that its content causes.
 
     Raises:
@@ -184,13 +184,13 @@ def check_file_name(name: str) -> str:
     return name
 
 
-def check_fields(values: Mapping[str, Any], kind: type) -> None:
+def check_fields(values: Mapping[str, Any], dataclass_type: type) -> None:
     """Check values against the field types of a dataclass. Unknown names are ignored.
 
     Raises:
         TypeError: names the field.
     """
-    for name, hint in typing.get_type_hints(kind).items():
+    for name, hint in typing.get_type_hints(dataclass_type).items():
         if name in values and not _matches_type(values[name], hint):
             raise TypeError(f"{name} is {reprlib.repr(values[name])}, not of type {hint}")
 

@@ -215,48 +215,46 @@ class _Loader(importlib.abc.Loader):
 class _ClassByName:
     """Pickles a class by name, so that the file loads with and without hftrainer."""
 
-    def __init__(self, kind: type) -> None:
-        self.kind = kind
+    def __init__(self, named_class: type) -> None:
+        self.named_class = named_class
 
     def __call__(self, *args: Any) -> Any:
         """Create an object of the original class, for `copy`."""
-        return self.kind(*args)
+        return self.named_class(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return pkgutil.resolve_name, (f"{self.kind.__module__}:{self.kind.__qualname__}",)
+        return pkgutil.resolve_name, (f"{self.named_class.__module__}:{self.named_class.__qualname__}",)
 
 
 class _UninitializedFactory(_ClassByName):
     """Makes an object of a class without calling its `__init__`."""
 
     def __call__(self, *args: Any) -> Any:
-        return object.__new__(self.kind)
+        return object.__new__(self.named_class)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial, (object.__new__, _ClassByName(self.kind))
+        return functools.partial, (object.__new__, _ClassByName(self.named_class))
 
 
-def _keep_picklable(kind: Any) -> None:
+def _keep_picklable(original_class: Any) -> None:
     """Make objects of an original class pickle it by its name."""
-    original_method = vars(kind).get("__reduce_ex__")
+    original_method = vars(original_class).get("__reduce_ex__")
 
     def reduce(self: Any, protocol: Any) -> Any:
         # pickle finds a subclass under its own name.
-        if type(self) is not kind:
-            return (
-                super(kind, self).__reduce_ex__(protocol)
-                if original_method is None
-                else original_method(self, protocol)
-            )
+        if type(self) is not original_class:
+            if original_method is not None:
+                return original_method(self, protocol)
+            return super(original_class, self).__reduce_ex__(protocol)
         if isinstance(self, enum.Enum):
-            return _ClassByName(kind), (self.value,)
+            return _ClassByName(original_class), (self.value,)
         if isinstance(self, tuple):
-            return _ClassByName(kind), tuple(self)
+            return _ClassByName(original_class), tuple(self)
         # Every object has this method since Python 3.11.
         get_state = getattr(self, "__getstate__", None)
-        return _UninitializedFactory(kind), (), dict(vars(self)) if get_state is None else get_state()
+        return _UninitializedFactory(original_class), (), dict(vars(self)) if get_state is None else get_state()
 
-    _replace_attribute(kind, "__reduce_ex__", reduce)
+    _replace_attribute(original_class, "__reduce_ex__", reduce)
 
 
 # ---- TensorFlow's names that this release of transformers lacks -----------------------------------------------------
@@ -267,20 +265,20 @@ def _add_tensorflow_names(package: ModuleType) -> None:
 
     Names that the package has are unchanged: ours are used only if its lookup fails.
     """
-    kind: Any = type(package)
-    if hasattr(kind, "_original_class"):
+    base: Any = type(package)
+    if hasattr(base, "_original_class"):
         return
 
-    def find(self: Any, name: str) -> Any:
+    def find_attribute(self: Any, name: str) -> Any:
         try:
-            return kind.__getattr__(self, name)
+            return base.__getattr__(self, name)
         except AttributeError:
             torch_class = load("tensorflow", "h5_weights").torch_class(self, name)
             if torch_class is None:
                 raise
             return torch_class
 
-    package.__class__ = type(kind.__name__, (kind,), {"__getattr__": find, "_original_class": kind})
+    package.__class__ = type(base.__name__, (base,), {"__getattr__": find_attribute, "_original_class": base})
 
 
 class _MissingModuleLoader(importlib.abc.Loader):

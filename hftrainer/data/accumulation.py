@@ -69,11 +69,11 @@ class MicroBatchIterator(abc.ABC):
         self.window = AccumulationWindow()
 
     @abc.abstractmethod
-    def planned_accumulation(self) -> int:
+    def planned_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step that the schedule assumes for this epoch."""
 
     @abc.abstractmethod
-    def accumulation(self) -> int:
+    def accumulation_steps(self) -> int:
         """Current micro-batches per optimizer step.
 
         Callbacks may change it: the next window uses the new value, and the epoch keeps its planned number of windows,
@@ -109,11 +109,11 @@ class MicroBatchIterator(abc.ABC):
         index, self.position = self.position, 0
         iterator = self.open_epoch()
         total = self.schedule.steps_in_epoch
-        size = self.accumulation()
+        size = self.accumulation_steps()
         remainder = total % size or size
-        first_update, last_update = index // size, math.ceil(total / self.planned_accumulation()) - 1
+        first_update, last_update = index // size, math.ceil(total / self.planned_accumulation_steps()) - 1
         for update in range(first_update, last_update + 1):
-            count = remainder if update == last_update else self.accumulation()
+            count = remainder if update == last_update else self.accumulation_steps()
             samples, num_items = self.get_window(iterator, count)
             if update == first_update:
                 self.on_first_window()
@@ -125,7 +125,7 @@ class MicroBatchIterator(abc.ABC):
                 continue
             self.window_start = index
             for sample in samples:
-                size = self.accumulation()
+                size = self.accumulation_steps()
                 self.window = AccumulationWindow(
                     size=len(samples),
                     num_items=num_items,
@@ -190,10 +190,10 @@ def read_schedule(values: Any, args: TrainingArguments, *, total_train_batch_siz
         )
     if not isinstance(values[4], bool):
         return TrainingSchedule(*values)
-    earlier = EarlierSchedule(*values)
-    steps, planned_micro_batches = earlier.len_dataloader, earlier.max_steps * args.gradient_accumulation_steps
+    schedule = EarlierSchedule(*values)
+    steps, planned_micro_batches = schedule.len_dataloader, schedule.max_steps * args.gradient_accumulation_steps
     return TrainingSchedule(
-        *earlier[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, earlier.max_steps
+        *schedule[:4], total_train_batch_size, planned_micro_batches if steps is None else steps, schedule.max_steps
     )
 
 
@@ -202,26 +202,26 @@ Accumulation = Callable[[int], int]
 
 
 def position_at_step(
-    global_step: int, micro_batches: int, accumulation_at: Accumulation, skipped: Iterable[tuple[int, int]] = ()
+    global_step: int, micro_batches: int, accumulation_steps_of: Accumulation, skips: Iterable[tuple[int, int]] = ()
 ) -> tuple[int, int]:
     """Finished epochs, and finished micro-batches of the next epoch, after a number of optimizer steps.
 
     Args:
         global_step: number of optimizer steps.
         micro_batches: length of an epoch.
-        accumulation_at: epoch → micro-batches per optimizer step in it.
-        skipped: epoch and first micro-batch of each window that was skipped, so that it is not a step.
+        accumulation_steps_of: epoch → micro-batches per optimizer step in it.
+        skips: epoch and first micro-batch of each window that was skipped, so that it is not a step.
     """
-    epoch, starts = 0, sorted(skipped)
+    epoch, starts = 0, sorted(skips)
     while global_step >= (
-        steps := math.ceil(micro_batches / accumulation_at(epoch)) - sum(each == epoch for each, _ in starts)
+        steps := math.ceil(micro_batches / accumulation_steps_of(epoch)) - sum(each == epoch for each, _ in starts)
     ):
         global_step -= steps
         epoch += 1
-    position = global_step * accumulation_at(epoch)
+    position = global_step * accumulation_steps_of(epoch)
     for each, start in starts:
         if each == epoch and start <= position:
-            position += accumulation_at(epoch)
+            position += accumulation_steps_of(epoch)
     return epoch, position
 
 
@@ -230,7 +230,7 @@ def plan_schedule(
     micro_batches: int | None,
     num_examples: int | None,
     total_batch_size: int,
-    accumulation_at: Accumulation,
+    accumulation_steps_of: Accumulation,
     steps_of_epoch: Callable[[int, int], int],
 ) -> TrainingSchedule:
     """Compute the lengths of a run.
@@ -240,13 +240,13 @@ def plan_schedule(
         micro_batches: length of the loader; None if it has no length.
         num_examples: samples in the loader, if it has a length.
         total_batch_size: samples per optimizer step, over all processes.
-        accumulation_at: epoch → micro-batches per optimizer step in it.
+        accumulation_steps_of: epoch → micro-batches per optimizer step in it.
         steps_of_epoch: (micro-batches per epoch, micro-batches per optimizer step) → optimizer steps per epoch.
 
     Raises:
         InvalidArgument: if the arguments do not determine the length of training, or if the data is empty.
     """
-    accumulation = accumulation_at(0)
+    accumulation_steps = accumulation_steps_of(0)
     if micro_batches == 0:
         raise InvalidArgument(
             "The training data has no batches: the dataset is empty, or it is smaller than one batch and "
@@ -259,23 +259,23 @@ def plan_schedule(
                 "computed from num_train_epochs."
             )
         samples = args.max_steps * total_batch_size
-        micro = args.max_steps * accumulation
+        micro = args.max_steps * accumulation_steps
         return TrainingSchedule(sys.maxsize, args.max_steps, samples, samples, total_batch_size, micro, args.max_steps)
     assert num_examples is not None
 
-    def steps_at(epoch: int) -> int:
-        return steps_of_epoch(micro_batches, accumulation_at(epoch))
+    def count_steps(epoch: int) -> int:
+        return steps_of_epoch(micro_batches, accumulation_steps_of(epoch))
 
     if args.max_steps > 0:
         epochs, remaining_steps, steps = 0, args.max_steps, args.max_steps
         while remaining_steps > 0:
-            remaining_steps -= steps_at(epochs)
+            remaining_steps -= count_steps(epochs)
             epochs += 1
         samples = steps * total_batch_size
     else:
         epochs, full_epochs = math.ceil(args.num_train_epochs), int(args.num_train_epochs)
-        last_steps = (args.num_train_epochs - full_epochs) * steps_at(full_epochs)
+        last_steps = (args.num_train_epochs - full_epochs) * count_steps(full_epochs)
         # With max_steps=0, training stops after the first step, as in transformers.
-        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(steps_at, range(full_epochs))) + last_steps)
+        steps = 0 if args.max_steps == 0 else math.ceil(sum(map(count_steps, range(full_epochs))) + last_steps)
         samples = num_examples * args.num_train_epochs  # type: ignore[assignment]
-    return TrainingSchedule(epochs, steps_at(0), num_examples, samples, total_batch_size, micro_batches, steps)
+    return TrainingSchedule(epochs, count_steps(0), num_examples, samples, total_batch_size, micro_batches, steps)

@@ -45,7 +45,7 @@ def complete_groups(
         yield from group
 
 
-def complete_count(count: int, size: int, drop_last: bool) -> int:
+def count_complete_samples(count: int, size: int, drop_last: bool) -> int:
     """The number of samples that `complete_groups` yields for `count` samples."""
     return (count // size if drop_last else -(-count // size)) * size
 
@@ -74,7 +74,7 @@ class GlobalBatchSampler(Sampler[int]):
         return complete_groups(order, self.size, self.drop_last)
 
     def __len__(self) -> int:
-        return complete_count(len(self.sampler), self.size, self.drop_last)
+        return count_complete_samples(len(self.sampler), self.size, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""
@@ -108,7 +108,7 @@ class GlobalBatchStream(StreamWrapper):
         return complete_groups(self.dataset, self.size, self.drop_last, start_stream)
 
     def __len__(self) -> int:
-        return complete_count(len(self.dataset), self.size, self.drop_last)
+        return count_complete_samples(len(self.dataset), self.size, self.drop_last)
 
 
 def check_loader(loader: DataLoader[Any], config: AcceleratorConfig) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from hftrainer.compat import peers
-from hftrainer.compat.safe_loading import fitting
+from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer.data.collators import draws_nothing, holds_samples
 from hftrainer.data.loaders import PreparedDataLoader, skip_first
 from hftrainer.data.randomness import DATA_STATE, RandomSources, WorkerBatch
@@ -25,13 +25,13 @@ class ResumePoint:
 
     Attributes:
         position: number of finished micro-batches of the epoch.
-        restore_random: restores the random states of the checkpoint.
-        saved: the saved `EpochReader.state_dict`; None in checkpoints of transformers.
+        restore_random_states: restores the random states of the checkpoint.
+        saved_state: the saved `EpochReader.state_dict`; None in checkpoints of transformers.
     """
 
     position: int
-    restore_random: Callable[[], None]
-    saved: dict[str, Any] | None
+    restore_random_states: Callable[[], None]
+    saved_state: dict[str, Any] | None
 
 
 class ReadingLog:
@@ -54,7 +54,7 @@ class ReadingLog:
 
     def __init__(self, loader: PreparedDataLoader, sources: RandomSources) -> None:
         self.sources = sources
-        self.count = 0
+        self.batch_count = 0
         self.states_before_batch: dict[str, Any] | None = None
         self.stream_state: Any = None
         self.wait_seconds = self.collate_seconds = self.transfer_seconds = self._read_start = 0.0
@@ -75,7 +75,7 @@ class ReadingLog:
 
     def begin_epoch(self, *, draws: bool) -> None:
         """Forget the last epoch except persistent workers' states. `draws`: whether reading may draw numbers."""
-        self.count, self.states_before_batch, self.stream_state, self.draws_seed = 0, None, None, False
+        self.batch_count, self.states_before_batch, self.stream_state, self.draws_seed = 0, None, None, False
         self._draws = draws
         self._latest_states = self._latest_states if self._keeps_workers else {}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
@@ -89,10 +89,10 @@ class ReadingLog:
         """Record the states before the next batch."""
         # With workers, their states are recorded instead.
         if self._draws and not self._workers:
-            if self.count == 1:
+            if self.batch_count == 1:
                 self.sources.find_generators()
             self.states_before_batch = self.sources.capture()
-            if self._stateful is not None and self.count:
+            if self._stateful is not None and self.batch_count:
                 self.stream_state = self._stateful.state_dict()
         self._read_start = time.perf_counter()
 
@@ -123,14 +123,14 @@ class ReadingLog:
             is_first: whether it is the first of the batches that are scattered together.
         """
         if not isinstance(batch, WorkerBatch):
-            self.count += 1
+            self.batch_count += 1
             return batch
-        if self.count % self._workers == 0 and not self._streams:
+        if self.batch_count % self._workers == 0 and not self._streams:
             self._states_before_turn = dict(self._latest_states)
         if is_first:
             self._states_before_round = self._states_before_turn
         self._latest_states[batch.worker] = batch.states
-        self.count += 1
+        self.batch_count += 1
         return batch.batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -149,25 +149,25 @@ class ReadingLog:
             }
         return state
 
-    def resume_at(self, position: int, saved: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
+    def resume_at(self, position: int, state: dict[str, Any]) -> tuple[int, dict[int, bytes], torch.Tensor | None]:
         """The states with which the workers of a resumed run start.
 
         Args:
             position: number of batches of the epoch that were used.
-            saved: the dict that `state_dict` returned.
+            state: the dict that `state_dict` returned.
 
         Returns:
             The number of batches to skip without reading; the workers' states; and the generator state from which an
             earlier epoch drew the workers' seeds, None when this epoch draws them.
         """
-        workers, states = saved["workers"], {}
+        workers, states = state["workers"], {}
         if position or self._keeps_workers:
             states = workers["round" if position else "latest"]
-        self._latest_states = {worker: pickle.dumps(state) for worker, state in states.items()}
+        self._latest_states = {worker: pickle.dumps(each) for worker, each in states.items()}
         self._states_before_turn = self._states_before_round = dict(self._latest_states)
-        self.count = 0 if self._streams else position - position % self._workers
+        self.batch_count = 0 if self._streams else position - position % self._workers
         has_earlier_seed = self._keeps_workers and not (position and workers["began_now"])
-        return self.count, dict(self._latest_states), workers["seed"] if has_earlier_seed else None
+        return self.batch_count, dict(self._latest_states), workers["seed"] if has_earlier_seed else None
 
 
 def may_draw(loader: PreparedDataLoader) -> bool:
@@ -195,7 +195,7 @@ class EpochReader:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._sources = RandomSources(loader=loader)
-        self._opened: dict[str, Any] | None = None
+        self._start_states: dict[str, Any] | None = None
         self._wait_seconds = 0.0
         self._log: ReadingLog | None = None
         if isinstance(loader, PreparedDataLoader):
@@ -203,24 +203,24 @@ class EpochReader:
 
     def open(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""
-        saved = resume_point.saved if resume_point is not None else None
+        saved_state = resume_point.saved_state if resume_point is not None else None
         if resume_point is not None and not resume_point.position:
-            resume_point.restore_random()
-        elif saved is not None:
+            resume_point.restore_random_states()
+        elif saved_state is not None:
             # Samplers and workers draw their seeds again.
-            self._sources.restore(saved["opened"])
-        self._opened = self._sources.capture()
+            self._sources.restore(saved_state["opened"])
+        self._start_states = self._sources.capture()
         if self._log is not None:
             self._log.begin_epoch(draws=may_draw(self.loader))
         if resume_point is None:
             iterator = iter(_set_epoch(self.loader, epoch))
             return iterator if self._log is not None else self._time_batches(iterator)
         if isinstance(self.loader, PreparedDataLoader):
-            self.loader.resume_at(resume_point.position, saved, resume_point.restore_random)
+            self.loader.resume_at(resume_point.position, saved_state, resume_point.restore_random_states)
             return iter(_set_epoch(self.loader, epoch))
-        iterator = self._resume_plain_loader(epoch, resume_point.position, saved)
-        if saved is not None and resume_point.position:
-            resume_point.restore_random()
+        iterator = self._resume_plain_loader(epoch, resume_point.position, saved_state)
+        if saved_state is not None and resume_point.position:
+            resume_point.restore_random_states()
         return self._time_batches(iterator)
 
     def waits(self) -> dict[str, float]:
@@ -258,30 +258,31 @@ class EpochReader:
         if isinstance(self.loader, PreparedDataLoader):
             self.loader._iterator = None
 
-    def _resume_plain_loader(self, epoch: int, position: int, saved: dict[str, Any] | None) -> Iterator[Any]:
+    def _resume_plain_loader(self, epoch: int, position: int, saved_state: dict[str, Any] | None) -> Iterator[Any]:
         """Resume a loader that is not a `PreparedDataLoader`."""
-        loader, skipped = self.loader, 0
-        if position and saved is not None and saved.get("loader") is not None and is_stateful(loader):
-            with fitting(DATA_STATE):
-                loader.load_state_dict(saved["loader"])
+        loader, skipped_batches = self.loader, 0
+        if position and saved_state is not None and saved_state.get("loader") is not None and is_stateful(loader):
+            with name_file_in_errors(DATA_STATE):
+                loader.load_state_dict(saved_state["loader"])
         elif position:
-            loader, skipped = skip_first(loader, position)
+            loader, skipped_batches = skip_first(loader, position)
         iterator: Iterator[Any] = iter(_set_epoch(loader, epoch))
         if isinstance(getattr(loader, "batch_sampler", None), SkippingBatchSampler):
             loader.batch_sampler.skip_now()
-        for _ in range(skipped):
+        for _ in range(skipped_batches):
             next(iterator, None)
         return iterator
 
-    def restore_held(self, saved: dict[str, Any]) -> None:
+    def restore_generators(self, saved_state: dict[str, Any]) -> None:
         """Restore the generators of samplers, datasets and collators."""
-        with fitting(DATA_STATE):
-            self._sources.restore_held(saved["held"])
+        with name_file_in_errors(DATA_STATE):
+            self._sources.restore_generators(saved_state["held"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, in tensors and plain values."""
         self._sources.find_generators()
-        state = {"opened": self._opened, "held": self._sources.generator_states(), "loader": None, "exhausted": False}
+        generator_states = self._sources.generator_states()
+        state = {"opened": self._start_states, "held": generator_states, "loader": None, "exhausted": False}
         if self._log is not None:
             return state | {"exhausted": self.loader.position.is_last} | self._log.state_dict()
         return state | {"loader": self.loader.state_dict() if is_stateful(self.loader) else None}

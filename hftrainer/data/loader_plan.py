@@ -54,10 +54,10 @@ class LoaderPlan:
             yield from batches
             return
         assert self.processes is not None
-        nothing: Any = object()
-        while not self.processes.start_max_over_ranks([(batch := next(batches, nothing)) is nothing])()[0]:
+        sentinel: Any = object()
+        while not self.processes.start_max_over_ranks([(batch := next(batches, sentinel)) is sentinel])()[0]:
             yield batch
-        if batch is not nothing:
+        if batch is not sentinel:
             logger.warning(
                 "The epoch ends with the shortest shard of the stream; this process drops the rest of its shard. "
                 "To read all samples, make shards of equal length."
@@ -78,7 +78,7 @@ class LoaderPlan:
     def synchronize(self) -> None:
         """Broadcast the main process's generator state, so that all processes draw the same order."""
         if self.generator is not None and self.processes is not None:
-            self.generator.set_state(self.processes.from_main(self.generator.get_state))
+            self.generator.set_state(self.processes.broadcast_from_main(self.generator.get_state))
 
 
 def plan_loader(
@@ -107,7 +107,7 @@ def plan_loader(
         plan = _plan_batches(loader, config, shard_spec, seed, global_batch)
     elif shard_spec.processes > 1 and not is_stream:
         shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
-        plan = LoaderPlan(loader.dataset, _sampling(loader, shards), shards)
+        plan = LoaderPlan(loader.dataset, _sampler_args(loader, shards), shards)
     else:
         plan = _plan_unsharded(loader, config, seed, global_batch)
     plan.settings["num_workers"] = loader.num_workers
@@ -123,7 +123,7 @@ def _plan_unsharded(
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
     batches = _batches(loader, seed, seedable=config.use_seedable_sampler)
     batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
-    return LoaderPlan(loader.dataset, _sampling(loader, batches))
+    return LoaderPlan(loader.dataset, _sampler_args(loader, batches))
 
 
 def _plan_batches(
@@ -132,10 +132,10 @@ def _plan_batches(
     """The plan for training data of which each process reads its batches."""
     batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
     if not config.use_seedable_sampler:
-        batches, generator = _with_generator(batches)
+        batches, generator = _ensure_generator(batches)
     batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
     even = samplers.EvenBatchSampler(batches, shards, split=config.split_batches, even=config.even_batches)
-    return LoaderPlan(loader.dataset, _sampling(loader, even), generator=generator, splits=config.split_batches)
+    return LoaderPlan(loader.dataset, _sampler_args(loader, even), generator=generator, splits=config.split_batches)
 
 
 def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec: ShardSpec) -> LoaderPlan:
@@ -160,7 +160,7 @@ def _plan_stream(loader: DataLoader[Any], config: AcceleratorConfig, shard_spec:
     )
 
 
-def _sampling(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
+def _sampler_args(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
     # The dataset returns a complete batch for each item of the sampler.
     if loader.batch_sampler is None:
         return {"batch_size": None, "sampler": batches}
@@ -174,7 +174,7 @@ def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True
     sampler: Any = getattr(loader.batch_sampler, "sampler", None)
     if not seedable or not isinstance(sampler, RandomSampler):
         return loader.batch_sampler
-    return _with_sampler(
+    return _replace_sampler(
         loader.batch_sampler,
         samplers.SeedableRandomSampler(
             sampler.data_source,
@@ -186,7 +186,7 @@ def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True
     )
 
 
-def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
+def _ensure_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
     """The batch sampler and its generator, made if absent, or None if impossible."""
     sampler: Any = getattr(batches, "sampler", None)
     if not hasattr(sampler, "generator"):
@@ -195,11 +195,11 @@ def _with_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-        batches = _with_sampler(batches, sampler)
+        batches = _replace_sampler(batches, sampler)
     return batches, sampler.generator
 
 
-def _with_sampler(batches: Any, sampler: Any) -> Any:
+def _replace_sampler(batches: Any, sampler: Any) -> Any:
     result = copy.copy(batches)
     result.sampler = sampler
     return result
@@ -229,13 +229,13 @@ def split_groups(groups: Iterable[list[Any]], processes: int, drop_last: bool) -
     Raises:
         InvalidArgument: for batches that cannot be concatenated.
     """
-    first: Any = None
+    first_rows: Any = None
     for group in groups:
         batch = _concatenate(group)
-        first = _slice_rows(batch, 0, processes) if first is None else first
+        first_rows = _slice_rows(batch, 0, processes) if first_rows is None else first_rows
         size, remainder = divmod(find_batch_size(batch) or 0, processes)
         if remainder and not drop_last:
-            batch, size = _concatenate([batch, first]), size + 1
+            batch, size = _concatenate([batch, first_rows]), size + 1
         yield [_slice_rows(batch, rank * size, (rank + 1) * size) for rank in range(processes)]
 
 

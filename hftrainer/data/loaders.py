@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
 from hftrainer.compat.overrides import has_length
-from hftrainer.compat.safe_loading import fitting
+from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data import samplers
 from hftrainer.data.loader_plan import group_batches, plan_loader, samples_per_batch, split_groups
@@ -204,12 +204,12 @@ class PreparedDataLoader(DataLoader[Any]):
         position *= self.loader_plan.round_size or 1
         if saved is not None and self.num_workers and "workers" in saved:
             assert self.log is not None
-            with fitting(DATA_STATE):
+            with name_file_in_errors(DATA_STATE):
                 skipped, start.worker_states, start.worker_seed = self.log.resume_at(position, saved)
             read_again, position = position - skipped, skipped
         elif saved is not None and saved.get("stream") is not None:
             dataset: Any = self.dataset
-            with fitting(DATA_STATE):
+            with name_file_in_errors(DATA_STATE):
                 dataset.load_state_dict(saved["stream"])
             position = 0
             if self.shard_spec.processes > 1 and not self.drops_last and not self.is_elastic:
@@ -378,7 +378,7 @@ class PreparedDataLoader(DataLoader[Any]):
         """Set seed, collator and `worker_init_fn` for new workers."""
         if start.worker_seed is not None:
             self.generator = torch.Generator()
-            with fitting(DATA_STATE):
+            with name_file_in_errors(DATA_STATE):
                 self.generator.set_state(start.worker_seed)
         if self.log is not None:
             self.collate_fn = collator = StateSendingCollator(self.collate_fn)

@@ -78,7 +78,7 @@ class MixtureStream(IterableDataset[Any]):
         self.seed: int | None = None
         self.passes = dict.fromkeys(sources, 0)
 
-    def planned(self, plan: MixturePlan, batch_size: int, seed: int | None) -> MixtureStream:
+    def copy_with_plan(self, plan: MixturePlan, batch_size: int, seed: int | None) -> MixtureStream:
         """A copy with samples in the plan's order, `batch_size` for each micro-batch."""
         stream = copy.copy(self)
         stream.plan, stream.batch_size, stream.seed = plan, batch_size, seed
@@ -89,12 +89,12 @@ class MixtureStream(IterableDataset[Any]):
         assert self.plan is not None
         plan = self.plan.from_step(0)
         self.passes = dict.fromkeys(self.sources, 0)
-        readers = [self._read(name) for name in self.sources]
+        readers = [self._read_source(name) for name in self.sources]
         while True:
             for source, _ in plan.next_step():
                 yield from islice(readers[source], self.batch_size)
 
-    def _read(self, name: str) -> Iterator[Any]:
+    def _read_source(self, name: str) -> Iterator[Any]:
         source, order = self.sources[name], None
         if not isinstance(source, IterableDataset):
             order = SourceOrder(name, range(len(source)), self.seed)
@@ -271,7 +271,7 @@ class SourceOrder:
             self._cached_pass = number, order
         return self._cached_pass[1]
 
-    def take(self, start: int, size: int) -> list[int]:
+    def take_indices(self, start: int, size: int) -> list[int]:
         """The sample indices from `start` on, counted over all passes."""
         indices: list[int] = []
         while len(indices) < size:
@@ -311,7 +311,7 @@ class MixtureBatchSampler(Sampler[list[int]]):
         orders = [SourceOrder(name, indices, self.seed) for name, indices in self.sources.items()]
         for _ in repeat(None, self.steps):
             for source, offset in plan.next_step():
-                yield orders[source].take(offset * self.batch_size, self.batch_size)
+                yield orders[source].take_indices(offset * self.batch_size, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration."""

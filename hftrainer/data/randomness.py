@@ -18,7 +18,7 @@ from torch.utils.data import get_worker_info
 
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.safe_loading import fitting, load_torch_file
+from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors
 from hftrainer.data.samplers import innermost
 from hftrainer.parallel import devices
 
@@ -42,12 +42,12 @@ class RandomSources:
 
     def __init__(self, **parts: Any) -> None:
         self._parts = parts
-        self._held: list[tuple[str, Any]] = []
+        self._generators: list[tuple[str, Any]] = []
         self.find_generators()
 
     def find_generators(self) -> None:
         """Search again: some samplers make their generator at first use."""
-        self._held = [
+        self._generators = [
             (f"{path}.{name}", value)
             for path, owner in self._owners().items()
             for name, value in vars(owner).items()
@@ -60,7 +60,7 @@ class RandomSources:
 
     def generator_states(self) -> dict[str, Any]:
         """The states of the generators found in the parts, by path."""
-        return {path: _state(generator) for path, generator in self._held}
+        return {path: _state(generator) for path, generator in self._generators}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the states that `capture` returned.
@@ -68,14 +68,14 @@ class RandomSources:
         Raises:
             DamagedCheckpoint: if the states have another form.
         """
-        with fitting(DATA_STATE):
+        with name_file_in_errors(DATA_STATE):
             restore_random_states(dict(states))
-            self.restore_held(states["held"])
+            self.restore_generators(states["held"])
 
-    def restore_held(self, held: Mapping[str, Any]) -> None:
+    def restore_generators(self, held: Mapping[str, Any]) -> None:
         """Restore the states of `generator_states`, and make generators that are made at first use.
 
-        Call this method within `fitting`.
+        Call this method within `name_file_in_errors`.
         """
         owners = self._owners()
         for path, state in held.items():
@@ -184,7 +184,7 @@ def load_rng_state(path: str) -> None:
         return
     with torch.serialization.safe_globals(numpy_state_types()):
         states = load_torch_file(path)
-    with fitting(path):
+    with name_file_in_errors(path):
         restore_rng_state(states)
 
 

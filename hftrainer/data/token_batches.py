@@ -26,11 +26,11 @@ def choose_boundaries(lengths: np.ndarray) -> list[int]:
     ends, samples = values[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
     tokens = int(lengths.sum())
     # padded[i, j]: tokens, including padding, of a bucket with the samples after candidate i - 1 up to candidate j.
-    padded = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)
-    padded[np.tril_indices(len(ends), -1)] = np.inf
-    best, previous = padded[0], list[np.ndarray]()
+    padded_tokens = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)
+    padded_tokens[np.tril_indices(len(ends), -1)] = np.inf
+    best, previous = padded_tokens[0], list[np.ndarray]()
     while tokens < (1 - _MAX_PADDING) * best[-1] and len(previous) + 1 < _MAX_BUCKETS:
-        totals = np.concatenate([[np.inf], best[:-1]])[:, None] + padded
+        totals = np.concatenate([[np.inf], best[:-1]])[:, None] + padded_tokens
         previous.append(totals.argmin(axis=0))
         best = totals.min(axis=0)
     end_indices, last = [len(ends) - 1], len(ends) - 1
@@ -116,9 +116,9 @@ class PackedBatchSampler(TokenBatchSampler):
     """
 
     def _prepare(self) -> None:
-        order, too_few = self.lengths.astype(float), 0
+        sort_keys, too_few = self.lengths.astype(float), 0
         self.count = max(1, -(-int(self.lengths.sum()) // self.budget))
-        while self._pack(order) is None:
+        while self._pack(sort_keys) is None:
             too_few, self.count = self.count, min(self.count + max(1, self.count // 64), len(self.lengths))
             # Samples are so long that hardly two fit together.
             if too_few > len(self.lengths) // 2:
@@ -126,7 +126,7 @@ class PackedBatchSampler(TokenBatchSampler):
         # Search between the last failure and this count.
         while self.count - too_few > max(1, self.count // 1000):
             enough, self.count = self.count, (too_few + self.count) // 2
-            if self._pack(order) is None:
+            if self._pack(sort_keys) is None:
                 too_few, self.count = self.count, enough
 
     def __len__(self) -> int:
@@ -141,11 +141,11 @@ class PackedBatchSampler(TokenBatchSampler):
         assert batches is not None
         return batches
 
-    def _pack(self, order: np.ndarray) -> list[list[int]] | None:
-        """The batches, filled with samples by descending `order`; None if a batch overflows."""
+    def _pack(self, sort_keys: np.ndarray) -> list[list[int]] | None:
+        """The batches, filled with samples by descending `sort_keys`; None if a batch overflows."""
         batches: list[list[int]] = [[] for _ in range(self.count)]
         fill_levels = [(0, index) for index in range(self.count)]
-        for sample in np.argsort(-order, kind="stable").tolist():
+        for sample in np.argsort(-sort_keys, kind="stable").tolist():
             tokens, index = fill_levels[0]
             if (tokens := tokens + int(self.lengths[sample])) > self.budget:
                 return None

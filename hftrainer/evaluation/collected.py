@@ -57,7 +57,7 @@ def can_skip_gathering(trainer: Trainer) -> bool:
         getattr(function, "__func__", None) is _GATHER_FOR_METRICS
         and function.__self__ is accelerator
         and getattr(accelerator.gather, "__func__", None) is _GATHER
-        and not accelerator.processes.several
+        and not accelerator.processes.is_distributed
     )
 
 
@@ -205,7 +205,7 @@ class GrowingArray:
 
     def __init__(self, first_rows: np.ndarray, rows: int = 0, folder: str | None = None) -> None:
         self._folder = folder
-        self._count = self._width = 0
+        self._row_count = self._width = 0
         self._data = self._allocate((max(rows, len(first_rows)), *first_rows.shape[1:]), first_rows.dtype)
         self.add(first_rows)
 
@@ -215,18 +215,18 @@ class GrowingArray:
         Raises:
             ValueError: when a dimension after the second differs from the first batch's.
         """
-        stop = self._count + len(batch)
+        stop = self._row_count + len(batch)
         data = self._data
         if batch.shape[1:] != data.shape[1:] or batch.dtype != data.dtype or stop > len(data):
             self._make_space(batch, stop)
-        _write(self._data[self._count : stop], batch)
-        self._count = stop
+        _write(self._data[self._row_count : stop], batch)
+        self._row_count = stop
         if batch.ndim > 1:
             self._width = max(self._width, batch.shape[1])
 
     def finish(self) -> np.ndarray:
         """The array of shape `(rows, longest, ...)`."""
-        rows = self._data[: self._count]
+        rows = self._data[: self._row_count]
         return rows if rows.ndim == 1 else rows[:, : self._width]
 
     def _make_space(self, batch: np.ndarray, stop: int) -> None:
@@ -245,7 +245,7 @@ class GrowingArray:
             row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
         if dtype != data.dtype or row_shape != data.shape[1:] or (self._folder is not None and rows > len(data)):
             self._data = self._allocate((rows, *row_shape), dtype)
-            _write(self._data[: self._count], data[: self._count])
+            _write(self._data[: self._row_count], data[: self._row_count])
         elif rows > len(data):
             # The allocator moves pages without copying them. No view outlives the method that made it.
             data.resize((rows, *row_shape), refcheck=False)
@@ -255,8 +255,8 @@ class GrowingArray:
             return np.empty(shape, dtype)
         # The mapping keeps the file, which has no name, until the array is deleted.
         with tempfile.TemporaryFile(dir=self._folder) as file:
-            mapped: np.ndarray = np.memmap(file, dtype, "w+", shape=shape)
-        return mapped
+            array: np.ndarray = np.memmap(file, dtype, "w+", shape=shape)
+        return array
 
 
 def _write(rows: np.ndarray, values: np.ndarray) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from hftrainer.compat.overrides import has_length, takes
+from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.compat.tracebacks import note_batch
 from hftrainer.data.loaders import BatchPosition, PreparedDataLoader
 from hftrainer.data.samplers import has_exact_length
@@ -60,7 +60,7 @@ class EvaluationPass:
     def __post_init__(self) -> None:
         self.trainer = trainer = self.components.trainer
         self.args = args = trainer.args
-        self.metrics = as_metrics(trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        self.metrics = as_metrics(trainer.compute_metrics, is_batchwise=args.batch_eval_metrics)
         processes = trainer.accelerator.processes
         if isinstance(self.metrics, TorchMetrics) and processes.tp_size > 1:
             self.metrics.set_gather_function(processes.gather_for_torchmetrics)
@@ -71,24 +71,25 @@ class EvaluationPass:
         preprocess: Any = trainer.preprocess_logits_for_metrics
         self._preprocess_logits = preprocess
         # A function for old releases accepts only the logits.
-        if preprocess is not None and not takes(preprocess, None, None) and takes(preprocess, None):
+        if preprocess is not None and not can_call(preprocess, None, None) and can_call(preprocess, None):
             self._preprocess_logits = lambda logits, _: preprocess(logits)
-        self._pending: deque[BatchPosition | None] = deque()
-        rows, folder = self._known_samples() or 0, args.eval_memmap_dir
+        self._positions: deque[BatchPosition | None] = deque()
+        rows, folder = self._count_known_samples() or 0, args.eval_memmap_dir
         self._collectors = {
             name: OutputCollector(args.eval_do_concat_batches, rows, None if name == "losses" else folder)
             for name in ("losses", "predictions", "label_ids", "inputs")
         }
         self._gathers_rows = self._keeps_rows = self.returns_predictions
         if isinstance(self.metrics, FunctionMetrics):
-            self._gathers_rows, self._keeps_rows = True, self._keeps_rows or not self.metrics.by_batch
+            self._gathers_rows, self._keeps_rows = True, self._keeps_rows or not self.metrics.is_batchwise
         self._creation_time = time.time()
         self.metrics.reset()
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches, in the order in which `step` must receive them."""
-        for inputs in self.dataloader:
-            self._pending.append(self.dataloader.position if isinstance(self.dataloader, PreparedDataLoader) else None)
+        loader = self.dataloader
+        for inputs in loader:
+            self._positions.append(loader.position if isinstance(loader, PreparedDataLoader) else None)
             yield inputs
 
     def __len__(self) -> int:
@@ -116,16 +117,16 @@ class EvaluationPass:
         if self.preparation_time is not None and math.isnan(self.preparation_time):
             self.preparation_time = round(time.time() - self._creation_time, 4)
         self.seen_batches += 1
-        with self._set_position(self._pending.popleft()) as position:
+        with self._set_position(self._positions.popleft()) as position:
             try:
-                predicted = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
+                outputs = self.predict(inputs, self.loss_only, ignore_keys=self.ignore_keys)
             except Exception as error:
                 place = f"batch {self.seen_batches} of an evaluation"
                 note_batch(error, place, inputs, getattr(self.trainer.model, "config", None))
                 raise
-            rows = self._rows(*predicted, inputs, position)
-            self._keep(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
-        self.components.announce("on_prediction_step")
+            rows = self._rows(*outputs, inputs, position)
+            self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
+        self.components.call_callbacks("on_prediction_step")
         self.components.run.signal_listener.check()
         # After the last batch, computing the metrics may take long.
         self.components.run.heartbeat.beat(is_slow=is_last)
@@ -166,7 +167,7 @@ class EvaluationPass:
         rows = {"losses": losses, "inputs": main_input, "predictions": logits, "label_ids": labels}
         if isinstance(self.metrics, TorchMetrics):
             counted_losses = None if losses is None else losses[: position.counted_samples]
-            self.metrics.update(self._prediction({**rows, "losses": counted_losses}), position.is_filler)
+            self.metrics.update(self._make_prediction({**rows, "losses": counted_losses}), position.is_filler)
         if position.is_filler:
             rows = drop_all_rows(rows, lists_of_samples=self.args.eval_use_gather_object)
         else:
@@ -183,22 +184,22 @@ class EvaluationPass:
             )
         return self.trainer._prepare_input(inputs[name])
 
-    def _keep(self, rows: dict[str, Any], inputs: Any, is_last: bool, *, is_full: bool) -> None:
+    def _collect_rows(self, rows: dict[str, Any], inputs: Any, is_last: bool, *, is_full: bool) -> None:
         """Gather a batch's rows from all ranks, and collect them or update the metrics."""
         skips_gathering = is_full and can_skip_gathering(self.trainer)
-        gathered: dict[str, Any] = {}
+        gathered_rows: dict[str, Any] = {}
         for name, value in rows.items():
             if value is None or not (self._gathers_rows or name == "losses"):
                 continue
-            gathered[name] = value if skips_gathering else self.trainer.gather_function(value)
+            gathered_rows[name] = value if skips_gathering else self.trainer.gather_function(value)
             if self._keeps_rows or name == "losses":
-                self._collectors[name].add(gathered[name])
-        if isinstance(self.metrics, FunctionMetrics) and self.metrics.by_batch:
+                self._collectors[name].add(gathered_rows[name])
+        if isinstance(self.metrics, FunctionMetrics) and self.metrics.is_batchwise:
             # The function gets the complete batch of inputs, as in transformers.
-            full_inputs = {"inputs": inputs} if "inputs" in gathered else {}
-            self.metrics.update(self._prediction({**gathered, **full_inputs}), is_last)
+            full_inputs = {"inputs": inputs} if "inputs" in gathered_rows else {}
+            self.metrics.update(self._make_prediction({**gathered_rows, **full_inputs}), is_last)
 
-    def _prediction(self, rows: dict[str, Any]) -> EvalPrediction:
+    def _make_prediction(self, rows: dict[str, Any]) -> EvalPrediction:
         losses = rows.get("losses") if "loss" in self.args.include_for_metrics else None
         return EvalPrediction(rows.get("predictions"), rows.get("label_ids"), rows.get("inputs"), losses)
 
@@ -206,28 +207,28 @@ class EvaluationPass:
         """Compute the metrics over all batches, and set `output`."""
         arrays = {name: collector.arrays() for name, collector in self._collectors.items()}
         gather = functools.partial(self.trainer.accelerator.processes.gather, distinct=True)
-        metrics = dict(denumpify_detensorize(self.metrics.compute(self._prediction(arrays), gather)))
+        metrics = dict(denumpify_detensorize(self.metrics.compute(self._make_prediction(arrays), gather)))
         self.has_metrics = bool(metrics)
-        full_prefix = f"{self.prefix}_"
+        prefix = f"{self.prefix}_"
         if (losses := arrays["losses"]) is not None:
-            metrics[f"{full_prefix}loss"] = self._mean(np.concatenate(losses) if isinstance(losses, list) else losses)
+            metrics[f"{prefix}loss"] = self._mean_loss(np.concatenate(losses) if isinstance(losses, list) else losses)
         if self.preparation_time is not None:
-            metrics[f"{full_prefix}model_preparation_time"] = self.preparation_time
+            metrics[f"{prefix}model_preparation_time"] = self.preparation_time
         # Metrics that already had the prefix come first in log lines, as in transformers.
-        prefixed = {name: value for name, value in metrics.items() if name.startswith(full_prefix)}
-        prefixed |= {full_prefix + name: value for name, value in metrics.items() if not name.startswith(full_prefix)}
-        samples = self._known_samples() or int(gather(np.array([self.seen_samples])).sum())
-        self.output = EvalLoopOutput(arrays["predictions"], arrays["label_ids"], prefixed, samples)
-        return prefixed
+        prefixed_metrics = {name: value for name, value in metrics.items() if name.startswith(prefix)}
+        prefixed_metrics |= {prefix + name: value for name, value in metrics.items() if not name.startswith(prefix)}
+        samples = self._count_known_samples() or int(gather(np.array([self.seen_samples])).sum())
+        self.output = EvalLoopOutput(arrays["predictions"], arrays["label_ids"], prefixed_metrics, samples)
+        return prefixed_metrics
 
-    def _mean(self, losses: np.ndarray) -> float:
+    def _mean_loss(self, losses: np.ndarray) -> float:
         is_finite = np.isfinite(losses)
         drops_nonfinite = self.args.logging_nan_inf_filter and self.components.policy.filters_nonfinite_eval_losses
         if drops_nonfinite and is_finite.any():
             losses = losses[is_finite]
         return float(losses.mean())
 
-    def _known_samples(self) -> int | None:
+    def _count_known_samples(self) -> int | None:
         dataset: Any = getattr(self.dataloader, "dataset", None)
         if has_length(dataset):
             return len(dataset)

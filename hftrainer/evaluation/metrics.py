@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import accepts, takes
+from hftrainer.compat.overrides import accepts, can_call
 from hftrainer.compat.tracebacks import add_note, describe_shapes
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
@@ -24,13 +24,13 @@ class FunctionMetrics:
 
     Args:
         function: `EvalPrediction` of arrays → dict of metrics, or None.
-        by_batch: call `function(EvalPrediction of tensors, compute_result)` with each batch instead. The function
+        is_batchwise: call `function(EvalPrediction of tensors, compute_result)` with each batch instead. The function
             keeps its state, and returns the metrics when `compute_result` is True: `batch_eval_metrics` (since v4.42).
     """
 
-    def __init__(self, function: Callable[..., Any] | None, by_batch: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any] | None, is_batchwise: bool = False) -> None:
         self.function = function
-        self.by_batch = by_batch
+        self.is_batchwise = is_batchwise
         self.reset()
 
     def reset(self) -> None:
@@ -39,15 +39,15 @@ class FunctionMetrics:
 
     def update(self, batch: EvalPrediction, is_last: bool) -> None:
         """Call a function per batch with a batch gathered from all ranks."""
-        if self.by_batch:
+        if self.is_batchwise:
             self._call_function(batch, compute_result=is_last)
 
     def compute(self, prediction: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics of all outputs, or the result for the last batch. Empty without predictions and labels."""
-        if not self.by_batch:
+        if not self.is_batchwise:
             self._call_function(prediction)
         result = self._result
-        if self.by_batch and not result:
+        if self.is_batchwise and not result:
             return {}
         if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
             raise InvalidArgument(
@@ -58,7 +58,7 @@ class FunctionMetrics:
     def _call_function(self, prediction: EvalPrediction, **keywords: Any) -> None:
         if self.function is None or prediction.predictions is None or prediction.label_ids is None:
             return
-        if not takes(self.function, prediction, **keywords):
+        if not can_call(self.function, prediction, **keywords):
             raise InvalidArgument(
                 "compute_metrics is called with one argument, an EvalPrediction, but yours takes "
                 f"{inspect.signature(self.function)}. "
@@ -109,7 +109,7 @@ class TorchMetrics:
         """Forget the last evaluation."""
         self.collection.reset()
         self._updates = 0
-        self._first: Any = None
+        self._first_arguments: Any = None
 
     def set_gather_function(self, gather: Callable[..., list[torch.Tensor]]) -> None:
         """Gather metric states with `gather` (tensor → tensors of distinct ranks), not with torchmetrics."""
@@ -122,15 +122,15 @@ class TorchMetrics:
             return
         arguments = self.adapter(prediction) if self.adapter is not None else _pair(prediction)
         if not self._updates:
-            self._first = drop_all_rows(arguments, lists_of_samples=True) if is_filler else arguments
+            self._first_arguments = drop_all_rows(arguments, lists_of_samples=True) if is_filler else arguments
         if not is_filler:
             self._update(arguments)
             self._updates += 1
         if self._updates > 1:
-            self._first = None
+            self._first_arguments = None
 
     def _update(self, arguments: Any) -> None:
-        if not self._updates and (device := _device_of(arguments)) is not None:
+        if not self._updates and (device := _find_device(arguments)) is not None:
             self.collection.to(device)
         try:
             if isinstance(arguments, Mapping):
@@ -147,13 +147,13 @@ class TorchMetrics:
 
     def compute(self, prediction: EvalPrediction, gather: Callable[..., Any]) -> dict[str, Any]:
         """The metrics over all processes: numbers, or lists for metrics with several values."""
-        if not self._updates and self._first is None:
+        if not self._updates and self._first_arguments is None:
             return {}
         if (gather(np.array([self._updates])) > 0).all():
-            return self._values()
+            return self._compute_values()
         # A rank without batches has no states of the right shapes. Every other rank then has one batch, so gather the
         # batches instead.
-        arguments = gather(self._first, objects=True)
+        arguments = gather(self._first_arguments, objects=True)
         self.collection.reset()
         self._update(arguments)
         available_fns = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
@@ -161,21 +161,21 @@ class TorchMetrics:
             for metric in available_fns:
                 # Every rank has all rows.
                 metric.distributed_available_fn = lambda: False
-            return self._values()
+            return self._compute_values()
         finally:
             for metric, is_distributed in available_fns.items():
                 metric.distributed_available_fn = is_distributed
 
-    def _values(self) -> dict[str, Any]:
+    def _compute_values(self) -> dict[str, Any]:
         return {name: _plain(value) for name, value in self.collection.compute().items()}
 
 
-def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetrics | TorchMetrics:
+def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionMetrics | TorchMetrics:
     """Wrap `compute_metrics` in `FunctionMetrics` or `TorchMetrics`.
 
     Args:
         compute_metrics: the Trainer's argument.
-        by_batch: `batch_eval_metrics`.
+        is_batchwise: `batch_eval_metrics`.
 
     Raises:
         InvalidArgument: when `compute_metrics` is neither a function nor metrics of torchmetrics.
@@ -192,7 +192,7 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetri
             f"compute_metrics must be a function, a torchmetrics Metric or MetricCollection, or a dict of these, got "
             f"{type(compute_metrics).__name__}."
         )
-    if compute_metrics is None or not by_batch:
+    if compute_metrics is None or not is_batchwise:
         return FunctionMetrics(compute_metrics)
     method = compute_metrics if inspect.isroutine(compute_metrics) else type(compute_metrics).__call__
     if not accepts(method, "compute_result"):
@@ -200,7 +200,7 @@ def as_metrics(compute_metrics: Any, *, by_batch: bool = False) -> FunctionMetri
             "batch_eval_metrics=True calls compute_metrics(prediction, compute_result=...) for every batch, but yours "
             "does not accept compute_result: add it, or remove batch_eval_metrics."
         )
-    return FunctionMetrics(compute_metrics, by_batch=True)
+    return FunctionMetrics(compute_metrics, is_batchwise=True)
 
 
 def _pair(prediction: EvalPrediction) -> tuple[Any, Any]:
@@ -215,11 +215,11 @@ def _pair(prediction: EvalPrediction) -> tuple[Any, Any]:
     return predictions, labels
 
 
-def _device_of(data: Any) -> torch.device | None:
+def _find_device(data: Any) -> torch.device | None:
     if isinstance(data, torch.Tensor):
         return data.device
     values = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()
-    return next((device for value in values if (device := _device_of(value)) is not None), None)
+    return next((device for value in values if (device := _find_device(value)) is not None), None)
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
-from hftrainer.compat.overrides import accepted_by, call_with_accepted, has_length, is_overridden
+from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
@@ -50,7 +50,7 @@ class EvaluationRunner(Component):
     #: Whether the last pass has measured the time to prepare the model.
     _has_measured_preparation = False
 
-    def evaluate_each(
+    def evaluate_sets(
         self, datasets: Mapping[str, Any], ignore_keys: list[str] | None, prefix: str, *, uses_names: bool
     ) -> dict[str, float]:
         """Evaluate several sets with `Trainer.evaluate`, with their names in the metric prefixes.
@@ -62,12 +62,12 @@ class EvaluationRunner(Component):
             uses_names: whether to pass the names of the sets, since they are the Trainer's own.
         """
         metrics: dict[str, float] = {}
-        with self.components.engine.evaluation_group() as of_all:
+        with self.components.engine.evaluation_group() as group_metrics:
             for name, dataset in datasets.items():
                 metrics |= self.trainer.evaluate(
                     name if uses_names else dataset, ignore_keys=ignore_keys, metric_key_prefix=f"{prefix}_{name}"
                 )
-            of_all |= mean_loss(metrics, datasets, prefix)
+            group_metrics |= mean_loss(metrics, datasets, prefix)
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None, prefix: str) -> PredictionOutput:
@@ -76,8 +76,8 @@ class EvaluationRunner(Component):
         start_time = time.time()
         with self.make_loop_call(dataloader, "Prediction", None, ignore_keys, prefix) as loop:
             output = self.to_loop_output(loop(), dataloader)
-        metrics = self._with_speed(output, prefix, start_time)
-        self.components.announce("on_predict", metrics)
+        metrics = self._add_speed(output, prefix, start_time)
+        self.components.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
     def loop(
@@ -91,7 +91,7 @@ class EvaluationRunner(Component):
         """Run one of Lightning's loops over a loader; see `Trainer.evaluation_loop`."""
         trainer, run = self.trainer, self.run
         if not trainer.is_in_train:
-            self.components.setup.apply_changes_from(trainer.args)
+            self.components.setup.apply_changed_arguments(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         count: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
@@ -109,7 +109,7 @@ class EvaluationRunner(Component):
             precision = self._precision(model)
             with (
                 devices.error_hints(),
-                trainer.accelerator.gradient_state.limit_to(dataloader),
+                trainer.accelerator.gradient_state.limit_to_loader(dataloader),
                 collective_call,
                 precision,
             ):
@@ -124,9 +124,9 @@ class EvaluationRunner(Component):
             run.past, run.logged_metrics = training_values
             # Lightning keeps logged numbers on the device.
             self.components.strategy.run_recorded_operations()
-        return self._output_of(evaluation, description)
+        return self._make_output(evaluation, description)
 
-    def _output_of(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
+    def _make_output(self, evaluation: EvaluationPass, description: str) -> EvalLoopOutput:
         """Return the output of a finished pass, and record how long preparing the model took.
 
         Raises:
@@ -165,7 +165,7 @@ class EvaluationRunner(Component):
             if has_labels or (not names and returns_loss):
                 labels = nested_detach(_unwrap_single(tuple(inputs.get(name) for name in names)))
                 loss, outputs = self._loss_and_outputs(model, inputs, loss_only)
-                loss = _mean(loss)
+                loss = _copy_mean_loss(loss)
                 logits = select_predictions(outputs, ignore_keys, has_loss=True)
             else:
                 with trainer.compute_loss_context_manager():
@@ -213,7 +213,7 @@ class EvaluationRunner(Component):
                 inputs = {**inputs, "skip_logits": True}
             keywords = {"return_outputs": True, "num_items_in_batch": num_items}
             with trainer.compute_loss_context_manager(), context():
-                yield inputs, accepted_by(trainer.compute_loss, keywords)
+                yield inputs, accepted_args(trainer.compute_loss, keywords)
         finally:
             components.averages_tokens = averages_tokens
 
@@ -222,9 +222,9 @@ class EvaluationRunner(Component):
         config = getattr(self.trainer.model, "config", None)
         excludes_cache = config is not None and self.components.policy.excludes_past_key_values
         cache = peers.cache_output_name()
-        ignored = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
+        ignored_keys = list(getattr(config, "keys_to_ignore_at_inference", [cache] if excludes_cache else []))
         # Models for earlier releases list the cache under an old name; their outputs use the current name.
-        return [*ignored, cache] if set(ignored) & {"past_key_values", "cache_params"} else ignored
+        return [*ignored_keys, cache] if set(ignored_keys) & {"past_key_values", "cache_params"} else ignored_keys
 
     @contextlib.contextmanager
     def make_loop_call(
@@ -242,9 +242,9 @@ class EvaluationRunner(Component):
         loop: Callable[..., Any] = trainer.prediction_loop if uses_old else trainer.evaluation_loop
         engine = self.components.engine
         settings = {"prediction_loss_only": prediction_loss_only, "ignore_keys": ignore_keys}
-        accepted = accepted_by(loop, {**settings, "metric_key_prefix": metric_key_prefix})
+        keywords = accepted_args(loop, {**settings, "metric_key_prefix": metric_key_prefix})
         with engine.autocast_forward(trainer.model) if overrides_new or overrides_old else contextlib.nullcontext():
-            yield functools.partial(loop, dataloader, description, **accepted)
+            yield functools.partial(loop, dataloader, description, **keywords)
 
     def to_loop_output(self, output: Any, dataloader: DataLoader[Any]) -> EvalLoopOutput:
         """The output of a loop. Overrides for v4.4 do not return the number of samples, so it is added."""
@@ -261,13 +261,13 @@ class EvaluationRunner(Component):
             prefix: prefix of each metric's name.
             start_time: when the loop began, in seconds.
         """
-        metrics = self._with_speed(output, prefix, start_time)
+        metrics = self._add_speed(output, prefix, start_time)
         self.trainer.log(metrics)
         self.components.print_xla_metrics()
-        self.components.announce("on_evaluate", metrics)
+        self.components.call_callbacks("on_evaluate", metrics)
         return metrics
 
-    def _with_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+    def _add_speed(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """The metrics of a pass, with its speed."""
         metrics, samples = output.metrics or {}, output.num_samples or 0
         # This pass included the preparation: exclude it from the speed.
@@ -304,10 +304,10 @@ class EvaluationRunner(Component):
         if not casts or trainer.is_in_train or trainer.deepspeed is not None:
             return contextlib.nullcontext()
         model.to(device=args.device)
-        return in_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
+        return use_precision(model, torch.float16 if args.fp16_full_eval else torch.bfloat16)
 
 
-def _mean(losses: Any) -> torch.Tensor:
+def _copy_mean_loss(losses: Any) -> torch.Tensor:
     """A copy of the mean loss. `losses` may be a mapping of several losses."""
     loss: torch.Tensor = split_losses(losses)[0].detach()
     # The mean of a number takes three times as long as a copy.
@@ -320,7 +320,7 @@ def _unwrap_single(values: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def use_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Cast a model's floating-point weights for the block, and restore them exactly afterwards.
 
     transformers leaves the model in half precision, and then trains and saves it that way. The weights are kept in

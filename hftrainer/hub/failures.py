@@ -94,7 +94,7 @@ def _reason_of_response(error: BaseException, status: int, text: str, has_token:
     return text
 
 
-def with_retries(
+def call_with_retries(
     operation: Callable[[], T], waits: Sequence[float], is_retryable: Callable[[Exception], bool] = is_transient
 ) -> T:
     """Call `operation`, and retry it after each of `waits` seconds as long as `is_retryable`.

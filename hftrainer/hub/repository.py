@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from hftrainer.errors import HubError, InvalidArgument
-from hftrainer.hub.failures import reason, with_retries
+from hftrainer.hub.failures import call_with_retries, reason
 
 #: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
@@ -55,7 +55,7 @@ class Repository:
         message: str,
         *,
         path_in_repo: str = "",
-        ignore: tuple[str, ...] = (),
+        ignore_patterns: tuple[str, ...] = (),
         show_progress: bool = False,
     ) -> Any:
         """Upload a folder as one commit.
@@ -64,7 +64,7 @@ class Repository:
             folder: the folder to upload.
             message: the commit message.
             path_in_repo: the target folder; the root of the repository by default.
-            ignore: patterns of files to leave out.
+            ignore_patterns: patterns of files to leave out.
             show_progress: show progress bars, unless the user has disabled them.
 
         Returns:
@@ -77,7 +77,7 @@ class Repository:
                 path_in_repo=path_in_repo or None,
                 commit_message=message,
                 token=self.token,
-                ignore_patterns=[*ignore, *_SAGEMAKER_FILES],
+                ignore_patterns=[*ignore_patterns, *_SAGEMAKER_FILES],
                 revision=self.revision,
             )
 
@@ -119,7 +119,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     """
     repository = Repository(name, token, revision)
     try:
-        return with_retries(lambda: _open(repository, private), _WAITS)
+        return call_with_retries(lambda: _open_repository(repository, private), _WAITS)
     except HFValidationError as error:
         raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
     # Raise from None: the traceback of the cause may show the token.
@@ -131,7 +131,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         ) from None
 
 
-def _open(repository: Repository, private: bool | None) -> Repository:
+def _open_repository(repository: Repository, private: bool | None) -> Repository:
     api, token = HfApi(library_name="hftrainer"), repository.token
     repo_id = api.create_repo(repository.id, token=token, private=private, exist_ok=True).repo_id
     # `write` is new in huggingface_hub 1.0. Offline, only a client that a script has replaced gets here.

@@ -82,20 +82,20 @@ class Uploads:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
-    def make_commits(self, checkpoint: str, strategy: str, *, by_steps: bool) -> list[Commit]:
+    def make_commits(self, checkpoint: str, strategy: str, *, names_step: bool) -> list[Commit]:
         """The commits that a strategy makes for a checkpoint; empty for a deleted checkpoint.
 
         Args:
             checkpoint: the folder.
             strategy: a `hub_strategy` other than 'end'.
-            by_steps: whether commit messages name the step rather than the epoch.
+            names_step: whether commit messages name the step rather than the epoch.
         """
         try:
             state = TrainerState.load_from_json(os.path.join(checkpoint, names.TRAINER_STATE_NAME))
         except (OSError, ValueError, TypeError) as error:
             logger.warning("%s is not uploaded: it can no longer be read (%s).", checkpoint, error)
             return []
-        progress = f"step {state.global_step}" if by_steps else f"epoch {int(state.epoch or 0)}"
+        progress = f"step {state.global_step}" if names_step else f"epoch {int(state.epoch or 0)}"
         message = f"Training in progress, {progress}"
         commits = [Commit(next(self._numbers), checkpoint, "", message)]
         if strategy in ("checkpoint", "all_checkpoints"):
@@ -105,8 +105,9 @@ class Uploads:
 
     def skip(self, commits: Sequence[Commit]) -> None:
         """Skip commits for now. `finish` uploads the newest for each path."""
+        reason = "another upload was running; hub_always_push=True queues uploads instead"
         for commit in filter(self._create_snapshot, commits):
-            self._note_missing(commit, "another upload was running; hub_always_push=True queues uploads instead")
+            self._record_missing_commit(commit, reason)
 
     def push(self, commits: Sequence[Commit]) -> list[Future[Any]]:
         """Upload commits in the background, after those already queued."""
@@ -148,7 +149,7 @@ class Uploads:
             problem = f"it could not be prepared ({type(error).__name__}: {error})"
             if isinstance(error, OSError):
                 problem = f"storage failed ({error.strerror or error})"
-            self._note_missing(commit, problem)
+            self._record_missing_commit(commit, problem)
             logger.warning("The upload of %s cannot be prepared: %s", commit.checkpoint, error)
         return commit.snapshot is not None
 
@@ -160,12 +161,12 @@ class Uploads:
             commit_info = repository.upload(commit.snapshot, commit.message, path_in_repo=commit.path_in_repo)
         except Exception as error:
             problem = reason(error, repository.token)
-            self._note_missing(commit, problem)
+            self._record_missing_commit(commit, problem)
             logger.warning(
                 "Uploading %r to %s failed and will be retried at the end: %s", commit.message, repository, problem
             )
             raise HubError(problem) from None
-        self._note_uploaded(commit)
+        self._record_upload(commit)
         return commit_info
 
     def _leave_queue(self, commit: Commit, job: Future[Any]) -> None:
@@ -173,7 +174,7 @@ class Uploads:
         if job.cancelled():
             self._discard_snapshot(commit)
 
-    def _note_missing(self, commit: Commit, problem: str) -> None:
+    def _record_missing_commit(self, commit: Commit, problem: str) -> None:
         """Keep a commit for another attempt, unless we already keep a newer one for its path."""
         commit.reason = problem
         with self._lock:
@@ -182,19 +183,19 @@ class Uploads:
                 older, newer = sorted((other, commit), key=lambda each: each.number)
                 self._discard_snapshot(older)
                 self._missing_commits[commit.path_in_repo] = newer
-            same_kind = [
+            similar_commits = [
                 each for path, each in self._missing_commits.items() if bool(path) == bool(commit.path_in_repo)
             ]
-            for each in sorted(same_kind, key=lambda each: each.number)[:-1]:
+            for each in sorted(similar_commits, key=lambda each: each.number)[:-1]:
                 self._discard_snapshot(each)
 
-    def _note_uploaded(self, commit: Commit) -> None:
+    def _record_upload(self, commit: Commit) -> None:
         """Record an upload. Older missing commits to the same path are no longer needed."""
         with self._lock:
             self._uploaded_messages[commit.path_in_repo] = commit.message
             self._discard_snapshot(commit)
-            missing = self._missing_commits.get(commit.path_in_repo)
-            if missing is not None and missing.number <= commit.number:
+            missing_commit = self._missing_commits.get(commit.path_in_repo)
+            if missing_commit is not None and missing_commit.number <= commit.number:
                 self._discard_snapshot(self._missing_commits.pop(commit.path_in_repo))
 
     def _discard_snapshot(self, commit: Commit) -> None:
@@ -232,7 +233,7 @@ class Uploads:
     def _upload_folder(self, target: Repository, commit: Commit, *, blocking: bool) -> Any:
         folder = commit.checkpoint
         try:
-            commit_info = target.upload(folder, commit.message, ignore=IGNORE_PATTERNS, show_progress=blocking)
+            commit_info = target.upload(folder, commit.message, ignore_patterns=IGNORE_PATTERNS, show_progress=blocking)
         except Exception as error:
             failure = (
                 f"push_to_hub to {target.id!r}: {reason(error, target.token)}. The model is in {folder}. "
@@ -242,9 +243,9 @@ class Uploads:
                 logger.error("%s", failure)
             raise HubError(failure) from None
         if (target.revision or "main") == (self.repository.revision or "main"):
-            self._note_uploaded(commit)
+            self._record_upload(commit)
         if self._missing_commits:
-            self._retry_missing()
+            self._retry_missing_commits()
             self._report()
         return commit_info
 
@@ -258,7 +259,7 @@ class Uploads:
         """
         try:
             if self._wait(is_urgent) and self._missing_commits and not is_urgent():
-                self._submit(self._retry_missing)
+                self._submit(self._retry_missing_commits)
                 self._wait(is_urgent)
         finally:
             self._report()
@@ -292,7 +293,7 @@ class Uploads:
         self._has_stopped_waiting = False
         return True
 
-    def _retry_missing(self) -> None:
+    def _retry_missing_commits(self) -> None:
         """Upload the missing commits, oldest first, until an upload fails."""
         for commit in sorted(self._missing_commits.values(), key=lambda commit: commit.number):
             if commit.snapshot is None and not (os.path.isdir(commit.checkpoint) and self._create_snapshot(commit)):
@@ -313,23 +314,21 @@ class Uploads:
 
     def _report(self) -> None:
         """Log which commits are uploaded and which are not, unless already logged."""
-        uploaded = "".join(
-            f"\n  {path or 'the model'}: {message!r}" for path, message in self._uploaded_messages.items()
+        uploaded_lines = "".join(
+            f"\n  {path or 'the model'}: {text!r}" for path, text in self._uploaded_messages.items()
         )
         with self._lock:
-            missing = {
-                **self._missing_commits,
-                **{commit.path_in_repo: commit for commit in list(self._queued_commits.values())},
-            }
-        if not missing:
-            if uploaded:
-                logger.info("Uploaded to %s:%s", self.repository, uploaded)
+            queued_commits = {commit.path_in_repo: commit for commit in list(self._queued_commits.values())}
+            missing_commits = self._missing_commits | queued_commits
+        if not missing_commits:
+            if uploaded_lines:
+                logger.info("Uploaded to %s:%s", self.repository, uploaded_lines)
             self._uploaded_messages.clear()
             return
-        commits = sorted(missing.values(), key=lambda commit: commit.number)
+        commits = sorted(missing_commits.values(), key=lambda commit: commit.number)
         report = "".join(f"\n  {self._describe(commit)}" for commit in commits)
         if report != self._last_report:
-            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded or " nothing")
+            logger.error("Not uploaded to %s:%s\nUploaded:%s", self.repository, report, uploaded_lines or " nothing")
         self._last_report = report
 
     def _describe(self, commit: Commit) -> str:

@@ -66,11 +66,11 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
     Returns:
         A handle; its `remove()` removes the noise.
     """
-    bare = peers.unwrap_peft(model)
-    if not hasattr(bare, "get_input_embeddings"):
+    bare_model = peers.unwrap_peft(model)
+    if not hasattr(bare_model, "get_input_embeddings"):
         raise MissingMethod(
-            f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, but {type(bare).__name__} has no "
-            "get_input_embeddings(): add this method, or remove the argument."
+            f"neftune_noise_alpha={alpha} adds noise to the model's input embeddings, but {type(bare_model).__name__} "
+            "has no get_input_embeddings(): add this method, or remove the argument."
         )
 
     def add_noise(module: nn.Module, _: Any, output: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ def add_noise_to_embeddings(model: Any, alpha: float) -> Any:
         bound = alpha / torch.sqrt(torch.tensor(output.size(1) * output.size(2)))
         return output + torch.zeros_like(output).uniform_(-float(bound), float(bound))
 
-    return bare.get_input_embeddings().register_forward_hook(add_noise)
+    return bare_model.get_input_embeddings().register_forward_hook(add_noise)
 
 
 def enable_activation_checkpointing(model: Any, kwargs: dict[str, Any] | None) -> None:
@@ -154,11 +154,12 @@ def apply_liger_kernel(model: Any, config: dict[str, Any] | None) -> None:
         raise MissingPackage(
             f"use_liger_kernel=True needs liger-kernel ({error}): pip install liger-kernel, on a machine with a GPU."
         ) from unless_absent(error)
-    bare = peers.unwrap_peft(model)
-    if not peers.is_transformers_model(bare):
-        logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", type(bare).__name__)
+    bare_model = peers.unwrap_peft(model)
+    if not peers.is_transformers_model(bare_model):
+        name = type(bare_model).__name__
+        logger.warning("use_liger_kernel: %s is not a transformers model and is not changed.", name)
         return
-    liger._apply_liger_kernel_to_instance(model=bare, **(config or {}))
+    liger._apply_liger_kernel_to_instance(model=bare_model, **(config or {}))
 
 
 def set_tf32(args: Any) -> None:

@@ -30,19 +30,19 @@ def can_return_loss(model_class: type) -> bool:
 
 def called_model(model: Any) -> Any:
     """The model whose `forward` names the inputs, inside adapters and modules that forward all arguments."""
-    bare = peers.unwrap_peft(model)
+    bare_model = peers.unwrap_peft(model)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    children = list(bare.children())
-    forwards_all = all(each.kind in variadic for each in inspect.signature(bare.forward).parameters.values())
-    return called_model(children[0]) if forwards_all and len(children) == 1 else bare
+    children = list(bare_model.children())
+    forwards_all = all(each.kind in variadic for each in inspect.signature(bare_model.forward).parameters.values())
+    return called_model(children[0]) if forwards_all and len(children) == 1 else bare_model
 
 
 def accepts_loss_kwargs(model: nn.Module) -> bool:
     """Whether `forward` accepts `num_items_in_batch`, by an attribute or `**kwargs` (since v4.46)."""
-    bare = called_model(model)
-    if hasattr(bare, "accepts_loss_kwargs"):
-        return bool(bare.accepts_loss_kwargs)
-    parameters = inspect.signature(bare.forward).parameters.values()
+    bare_model = called_model(model)
+    if hasattr(bare_model, "accepts_loss_kwargs"):
+        return bool(bare_model.accepts_loss_kwargs)
+    parameters = inspect.signature(bare_model.forward).parameters.values()
     return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
@@ -114,13 +114,13 @@ def check_quantization(model: Any) -> str | None:
 
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss predicts label `i + 1` at position `i`, never the first."""
-    bare = peers.unwrap_peft(model)
-    is_encoder_decoder = getattr(getattr(bare, "config", None), "is_encoder_decoder", False)
-    if not hasattr(bare, "loss_type") or "transformers" not in sys.modules or is_encoder_decoder:
+    bare_model = peers.unwrap_peft(model)
+    is_encoder_decoder = getattr(getattr(bare_model, "config", None), "is_encoder_decoder", False)
+    if not hasattr(bare_model, "loss_type") or "transformers" not in sys.modules or is_encoder_decoder:
         return False
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    return LOSS_MAPPING.get(str(bare.loss_type)) is ForCausalLMLoss
+    return LOSS_MAPPING.get(str(bare_model.loss_type)) is ForCausalLMLoss
 
 
 def smoothing_shifts_labels(model: nn.Module) -> bool:
@@ -129,11 +129,12 @@ def smoothing_shifts_labels(model: nn.Module) -> bool:
     transformers checks only the name of the class, and smooths against the wrong labels for subclasses of causal
     models, for vision-language models, and for modules that wrap a model.
     """
-    bare = peers.unwrap_peft(model)
-    if not peers.is_transformers_model(bare):
-        models = [child for child in bare.children() if peers.is_transformers_model(peers.unwrap_peft(child))]
+    bare_model = peers.unwrap_peft(model)
+    if not peers.is_transformers_model(bare_model):
+        models = [child for child in bare_model.children() if peers.is_transformers_model(peers.unwrap_peft(child))]
         return len(models) == 1 and smoothing_shifts_labels(models[0])
-    return any(kind.__name__ in peers.causal_lm_names() for kind in type(bare).__mro__) or shifts_labels(bare)
+    is_causal = any(base.__name__ in peers.causal_lm_names() for base in type(bare_model).__mro__)
+    return is_causal or shifts_labels(bare_model)
 
 
 def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool = False) -> None:
@@ -147,46 +148,46 @@ def align_special_tokens(model: Any, processing_class: Any, *, all_tokens: bool 
         all_tokens: also copy tokens that the tokenizer does not define, as None (until v5.17).
     """
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    generation = getattr(model, "generation_config", None)
+    generation_config = getattr(model, "generation_config", None)
     if all_tokens:
-        updated = _replace_special_tokens(model.config, generation, tokenizer)
+        updated_tokens = _replace_special_tokens(model.config, generation_config, tokenizer)
     else:
-        updated = _add_special_tokens(model.config.get_text_config(), generation, tokenizer)
-    if updated:
-        logger.warning("Copied these special tokens from the tokenizer to the model's configs: %s", updated)
+        updated_tokens = _add_special_tokens(model.config.get_text_config(), generation_config, tokenizer)
+    if updated_tokens:
+        logger.warning("Copied these special tokens from the tokenizer to the model's configs: %s", updated_tokens)
 
 
-def _replace_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:
-    updated = {}
+def _replace_special_tokens(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, Any]:
+    updated_tokens = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name)
-        generation_token = None if generation is None else getattr(generation, name)
+        generation_token = None if generation_config is None else getattr(generation_config, name)
         if name == "eos_token_id" and isinstance(generation_token, int):
-            generation_token = generation.eos_token_id = [generation_token]
-        if getattr(config, name, None) == token and (generation is None or token in _as_list(generation_token)):
+            generation_token = generation_config.eos_token_id = [generation_token]
+        if getattr(config, name, None) == token and (generation_config is None or token in _as_list(generation_token)):
             continue
-        updated[name] = token
+        updated_tokens[name] = token
         setattr(config, name, token)
-        if generation is not None:
+        if generation_config is not None:
             end_tokens = [other for other in (token, *_as_list(generation_token)) if other is not None]
-            setattr(generation, name, end_tokens if name == "eos_token_id" else token)
-    return updated
+            setattr(generation_config, name, end_tokens if name == "eos_token_id" else token)
+    return updated_tokens
 
 
-def _add_special_tokens(config: Any, generation: Any, tokenizer: Any) -> dict[str, Any]:
-    updated = {}
+def _add_special_tokens(config: Any, generation_config: Any, tokenizer: Any) -> dict[str, Any]:
+    updated_tokens = {}
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         token = getattr(tokenizer, name, None)
-        configs = [each for each in (config, generation) if each is not None]
+        configs = [each for each in (config, generation_config) if each is not None]
         if token is None or all(token in _as_list(getattr(each, name, None)) for each in configs):
             continue
-        updated[name] = token
+        updated_tokens[name] = token
         for each in configs:
-            current = getattr(each, name, None)
-            extends = name == "eos_token_id" and (each is generation or isinstance(current, list))
-            others = [other for other in _as_list(current) if other is not None and other != token]
-            setattr(each, name, [token, *others] if extends else token)
-    return updated
+            current_tokens = getattr(each, name, None)
+            extends = name == "eos_token_id" and (each is generation_config or isinstance(current_tokens, list))
+            other_tokens = [other for other in _as_list(current_tokens) if other is not None and other != token]
+            setattr(each, name, [token, *other_tokens] if extends else token)
+    return updated_tokens
 
 
 def _as_list(value: Any) -> list[Any]:

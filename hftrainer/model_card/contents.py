@@ -135,7 +135,7 @@ def hyperparameters(components: Components) -> dict[str, Any]:
     precision = "fp16" if args.fp16 else "bf16" if args.bf16 else None
     return {
         "learning_rate": args.learning_rate,
-        **_batches(components),
+        **_batch_sizes(components),
         "seed": args.seed,
         "optimizer": _format_optimizer(components),
         **({"weight_decay": args.weight_decay} if args.weight_decay else {}),
@@ -145,13 +145,13 @@ def hyperparameters(components: Components) -> dict[str, Any]:
     }
 
 
-def _batches(components: Components) -> dict[str, Any]:
+def _batch_sizes(components: Components) -> dict[str, Any]:
     """Batch sizes (samples or tokens) per process and in total, and the kind of parallelism."""
     trainer, args = components.trainer, components.trainer.args
     processes = trainer.accelerator.processes.data_world_size
-    train, evaluation = args.tokens_per_batch or components.run.train_batch_size, args.eval_batch_size
+    train_size, eval_size = args.tokens_per_batch or components.run.train_batch_size, args.eval_batch_size
     name = "train_batch_size" if args.tokens_per_batch is None else "tokens_per_batch"
-    sizes: dict[str, Any] = {name: train, "eval_batch_size": evaluation}
+    sizes: dict[str, Any] = {name: train_size, "eval_batch_size": eval_size}
     # `as_text` also reads the enum of transformers.
     if as_text(args.parallel_mode) != ParallelMode.NOT_PARALLEL.value:
         kinds = {"xla": "TPU", "tpu": "TPU", "cpu": "multi-CPU"}
@@ -161,9 +161,9 @@ def _batches(components: Components) -> dict[str, Any]:
         sizes["num_devices"] = args.world_size
     if args.gradient_accumulation_steps > 1:
         sizes["gradient_accumulation_steps"] = args.gradient_accumulation_steps
-    if (total := train * processes * args.gradient_accumulation_steps) != train:
+    if (total := train_size * processes * args.gradient_accumulation_steps) != train_size:
         sizes[f"total_{name}"] = total
-    if (total := evaluation * processes) != evaluation:
+    if (total := eval_size * processes) != eval_size:
         sizes["total_eval_batch_size"] = total
     return sizes
 
@@ -174,8 +174,8 @@ def _format_optimizer(components: Components) -> str:
     if script_optimizer is not None:
         return _format_settings(type(script_optimizer).__name__, script_optimizer.defaults)
     if trainer.optimizer_cls_and_kwargs is not None:
-        kind, settings = trainer.optimizer_cls_and_kwargs
-        return _format_settings(kind.__name__, settings)
+        optimizer_class, settings = trainer.optimizer_cls_and_kwargs
+        return _format_settings(optimizer_class.__name__, settings)
     name, settings = as_text(args.optim), {}
     if "adam" in name:
         settings = {"betas": (args.adam_beta1, args.adam_beta2), "epsilon": args.adam_epsilon}

@@ -19,12 +19,12 @@ class _CountingMode(TorchDispatchMode):
     """
 
     total = 0
-    in_backward = False
+    is_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         # In backward, only activation checkpointing enables gradients, to recompute a part of forward.
-        is_repeated = self.in_backward and torch.is_grad_enabled()
+        is_repeated = self.is_backward and torch.is_grad_enabled()
         if not is_repeated and (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=result)
         return result
@@ -41,30 +41,30 @@ class FlopCounter:
         peak: the device's peak operations per second.
 
     Attributes:
-        counted: operations of the first micro-batch on this process; None before that.
+        counted_operations: operations of the first micro-batch on this process; None before that.
     """
 
     def __init__(self, peak: float) -> None:
         self.peak = peak
-        self.counted: int | None = None
+        self.counted_operations: int | None = None
         self._mode: _CountingMode | None = None
         self._contexts = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Start counting, at the first micro-batch."""
-        if self.counted is None and self._mode is None:
+        if self.counted_operations is None and self._mode is None:
             self._contexts.enter_context(torch.compiler.set_stance("force_eager"))
             self._mode = self._contexts.enter_context(_CountingMode())
 
     def begin_backward(self) -> None:
         """Record that the backward pass follows."""
         if self._mode is not None:
-            self._mode.in_backward = True
+            self._mode.is_backward = True
 
     def end(self) -> None:
         """Finish the count, after the backward pass."""
         if self._mode is not None:
-            self.counted = self._mode.total
+            self.counted_operations = self._mode.total
             self.stop()
 
     def stop(self) -> None:

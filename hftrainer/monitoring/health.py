@@ -133,12 +133,12 @@ class _Recorder(threading.Thread):
         super().__init__(name="health", daemon=True)
         self._heartbeat, self._state, self._path, self._reporter = heartbeat, state, path, reporter
         self._rank, self._thread = rank, threading.get_ident()
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._stacks = open(path.with_suffix(".txt"), "ab", buffering=0)  # noqa: SIM115
 
     def run(self) -> None:
         """Write and read records until `stop`."""
-        while not self._stopped.is_set():
+        while not self._stop_event.is_set():
             # If C code holds the GIL, this thread does not run, and faulthandler's thread writes the stacks.
             faulthandler.dump_traceback_later(_STACK_AFTER, file=self._stacks)
             try:
@@ -148,7 +148,7 @@ class _Recorder(threading.Thread):
                 _remove(self._path)
             if self._reporter is not None:
                 self._reporter.read_records()
-            self._stopped.wait(_INTERVAL)
+            self._stop_event.wait(_INTERVAL)
 
     def _write(self) -> None:
         heartbeat = self._heartbeat
@@ -176,7 +176,7 @@ class _Recorder(threading.Thread):
 
     def stop(self) -> None:
         """Stop the thread, and remove the files of this rank."""
-        self._stopped.set()
+        self._stop_event.set()
         self.join(_INTERVAL)
         faulthandler.cancel_dump_traceback_later()
         self._stacks.close()

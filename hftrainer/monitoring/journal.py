@@ -106,7 +106,7 @@ def read_events(folder: str) -> list[dict[str, Any]]:
         return []
 
 
-def begins_another(event: dict[str, Any]) -> bool:
+def begins_new_run(event: dict[str, Any]) -> bool:
     """Whether the event begins a new run: a start from scratch rather than a resumed one."""
     return event["event"] == "begin" and event.get("resumed_from") is None
 
@@ -123,7 +123,7 @@ class RunNumbers:
 
     def next(self, event: dict[str, Any]) -> int:
         """The number of the next event's run."""
-        if begins_another(event):
+        if begins_new_run(event):
             self._count += 1
             self._number = self._count
         elif event["event"] == "begin":
@@ -133,16 +133,16 @@ class RunNumbers:
         return self._number
 
 
-def of_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def select_last_run(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events of the run to which the last event belongs."""
     runs = list(map(RunNumbers().next, events))
     return [event for event, run in zip(events, runs, strict=True) if run == runs[-1]]
 
 
-def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def remove_undone_steps(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The events of the last run, without those of steps that a resume from an earlier checkpoint undid."""
     remaining: list[dict[str, Any]] = []
-    for event in of_last_run(events):
+    for event in select_last_run(events):
         if event["event"] == "begin":
             remaining = [each for each in remaining if each["event"] == "begin" or each["step"] <= event["step"]]
         remaining.append(event)
@@ -151,11 +151,11 @@ def without_undone(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def goodput(events: list[dict[str, Any]]) -> float | None:
     """Fraction of the time since the start from scratch spent on steps that count; None before the first interval."""
-    intervals = [event for event in without_undone(events) if event["event"] == "interval"]
+    intervals = [event for event in remove_undone_steps(events) if event["event"] == "interval"]
     if not intervals:
         return None
     useful = sum(event["seconds"]["steps"] + event["seconds"]["data"] for event in intervals)
-    elapsed: float = events[-1]["time"] - of_last_run(events)[0]["time"]
+    elapsed: float = events[-1]["time"] - select_last_run(events)[0]["time"]
     # Times are rounded, and a run is measured from before its first event.
     return min(1.0, useful / elapsed) if elapsed > 0 else None
 
@@ -197,7 +197,7 @@ def read_run(folder: str, x: str = "step") -> TrainerState:
         InvalidArgument: if there is no run, or no journal for `x="time"`.
     """
     check_folder(folder)
-    events = without_undone(read_events(folder))
+    events = remove_undone_steps(read_events(folder))
     try:
         state = read_state(folder)
     except InvalidArgument:

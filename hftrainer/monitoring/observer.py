@@ -59,8 +59,8 @@ class Observer(TrainerCallback):
     """A callback that measures the intervals between log lines. `RunWatch` reports micro-batches and phases to it.
 
     Args:
-        what: what to observe, from `OBSERVE_PARTS`.
-        measured: the measurements of other parts of the run.
+        observed_parts: what to observe, from `OBSERVE_PARTS`.
+        measurements: the measurements of other parts of the run.
         sum_over_data: sums a number over the ranks with distinct batches; a collective operation.
         flops: counts the operations of the first micro-batch; None if the peak of the hardware is unknown.
         journal: the journal for the events.
@@ -69,23 +69,23 @@ class Observer(TrainerCallback):
 
     def __init__(
         self,
-        what: frozenset[str],
-        measured: Measurements,
+        observed_parts: frozenset[str],
+        measurements: Measurements,
         sum_over_data: Callable[[int], int],
         flops: FlopCounter | None,
         journal: Journal,
         facts: Mapping[str, Any],
     ) -> None:
-        self.what, self.measured, self.journal, self.flops = what, measured, journal, flops
+        self.observed_parts, self.measurements, self.journal, self.flops = observed_parts, measurements, journal, flops
         self._sum_over_data, self._facts = sum_over_data, facts
         self._first_elements = self._step = self._written_step = 0
-        self._median: float | None = None
+        self._median_step_seconds: float | None = None
         self._has_warned_of_data = False
         self._handler = _JournalHandler(self)
-        samples_memory = "memory" in what and devices.memory_peak() is None
+        samples_memory = "memory" in observed_parts and devices.memory_peak() is None
         self._next_sample = 0.0 if samples_memory else math.inf
-        self._begin_interval(self._read())
-        self._written = self._begin
+        self._begin_interval(self._read_counters())
+        self._written_counters = self._start_counters
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies of the Trainer observe nothing."""
@@ -93,57 +93,57 @@ class Observer(TrainerCallback):
 
     # ---- Intervals ---------------------------------------------------------------------------------------------
 
-    def _read(self) -> dict[str, float]:
+    def _read_counters(self) -> dict[str, float]:
         """The current counters: seconds of each activity, and numbers of samples and tokens."""
-        waits, seconds = self.measured.waits(), self.measured.seconds()
+        waits, seconds = self.measurements.waits(), self.measurements.seconds()
         counters = {name: seconds.get(name, 0.0) for name in ("evaluation", "saving")} | {"data": sum(waits.values())}
-        counts = {"samples": self.measured.samples, "tokens": self.measured.tokens}
+        counts = {"samples": self.measurements.samples, "tokens": self.measurements.tokens}
         return {"time": time.perf_counter(), **counters, **counts, **waits}
 
-    def _begin_interval(self, now: dict[str, float]) -> None:
-        self._begin, self._memory = now, 0
-        self._count = 0
-        self._latest: deque[float] = deque(maxlen=_MAX_STEPS)
-        self._step_begin = _step_seconds(now)
+    def _begin_interval(self, counters: dict[str, float]) -> None:
+        self._start_counters, self._memory_peak, self._steps_in_interval = counters, 0, 0
+        self._latest_step_seconds: deque[float] = deque(maxlen=_MAX_STEPS)
+        self._step_start = _step_seconds(counters)
 
     def values(self) -> dict[str, float]:
         """The values for a log line, for the time since the last one. A collective operation."""
-        now = self._read()
-        differences = {name: value - self._begin.get(name, 0.0) for name, value in now.items()}
+        counters = self._read_counters()
+        differences = {name: value - self._start_counters.get(name, 0.0) for name, value in counters.items()}
         training_seconds = _step_seconds(differences)
         values: dict[str, float] = {}
-        if "speed" in self.what and self._count:
+        if "speed" in self.observed_parts and self._steps_in_interval:
             rates = {
                 name: self._sum_over_data(int(differences[name])) / training_seconds for name in ("tokens", "samples")
             }
             values = {f"{name}_per_second": rate for name, rate in rates.items() if rate}
-            values["step_seconds"] = training_seconds / self._count
-        if "time" in self.what:
+            values["step_seconds"] = training_seconds / self._steps_in_interval
+        if "time" in self.observed_parts:
             shares = {"data_wait": "data", "eval_share": "evaluation", "save_share": "saving"}
             values |= {name: differences[part] / differences["time"] for name, part in shares.items()}
-        if "memory" in self.what:
-            values["peak_memory_mb"] = self._take_memory() / 1e6
-        if self.flops is not None and self.flops.counted:
+        if "memory" in self.observed_parts:
+            values["peak_memory_mb"] = self._pop_memory_peak() / 1e6
+        if self.flops is not None and (operations := self.flops.counted_operations):
             elements = differences["tokens"] or differences["samples"]
-            values["mfu"] = self.flops.counted * elements / self._first_elements / training_seconds / self.flops.peak
-        if len(self._latest) >= _MIN_STEPS:
-            self._median = statistics.median(self._latest)
+            values["mfu"] = operations * elements / self._first_elements / training_seconds / self.flops.peak
+        if len(self._latest_step_seconds) >= _MIN_STEPS:
+            self._median_step_seconds = statistics.median(self._latest_step_seconds)
             self._check_data(differences)
-        self._begin_interval(now)
+        self._begin_interval(counters)
         return values
 
-    def _take_memory(self) -> int:
+    def _pop_memory_peak(self) -> int:
         """The peak memory since the last call, in bytes: of tensors on the accelerator, or of this process."""
-        peak = devices.take_memory_peak()
-        return max(self._memory, _process_memory()) if peak is None else peak
+        peak = devices.pop_memory_peak()
+        return max(self._memory_peak, _process_memory()) if peak is None else peak
 
     def write_interval(self) -> None:
         """Write the time by activity since the last interval to the journal."""
-        now = self._read()
-        other_seconds = {name: now[name] - self._written[name] for name in ("data", "evaluation", "saving")}
-        seconds = {"steps": now["time"] - self._written["time"] - sum(other_seconds.values()), **other_seconds}
+        counters = self._read_counters()
+        differences = {name: value - self._written_counters.get(name, 0.0) for name, value in counters.items()}
+        other_seconds = {name: differences[name] for name in ("data", "evaluation", "saving")}
+        seconds = {"steps": differences["time"] - sum(other_seconds.values()), **other_seconds}
         self.journal.write("interval", self._step, steps=self._step - self._written_step, seconds=seconds)
-        self._written, self._written_step = now, self._step
+        self._written_counters, self._written_step = counters, self._step
 
     def goodput(self) -> float | None:
         """Fraction of the time since the start from scratch spent on steps that count; None without a journal."""
@@ -165,9 +165,9 @@ class Observer(TrainerCallback):
 
     def end_micro_batch(self, samples: int, tokens: int) -> None:
         """Count a micro-batch of this process."""
-        self.measured.samples += samples
-        self.measured.tokens += tokens
-        if self.flops is not None and self.flops.counted is None:
+        self.measurements.samples += samples
+        self.measurements.tokens += tokens
+        if self.flops is not None and self.flops.counted_operations is None:
             self.flops.end()
             self._first_elements = tokens or samples
 
@@ -179,20 +179,20 @@ class Observer(TrainerCallback):
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
         self.journal.write("begin", self._step, **facts)
         logging.getLogger("hftrainer").addHandler(self._handler)
-        self._begin_interval(self._read())
-        self._written = self._begin
+        self._begin_interval(self._read_counters())
+        self._written_counters = self._start_counters
 
     def on_step_end(self, args, state, control, **kwargs):
         """Record the time of the step, and the memory."""
-        now, seconds, self._step = time.perf_counter(), self.measured.seconds(), state.global_step
+        now, seconds, self._step = time.perf_counter(), self.measurements.seconds(), state.global_step
         step_seconds = now - seconds.get("evaluation", 0.0) - seconds.get("saving", 0.0)
-        self._count += 1
-        self._latest.append(step_seconds - self._step_begin)
-        self._step_begin = step_seconds
-        self._check_step(self._latest[-1])
+        self._steps_in_interval += 1
+        self._latest_step_seconds.append(step_seconds - self._step_start)
+        self._step_start = step_seconds
+        self._check_step(self._latest_step_seconds[-1])
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_PERIOD
-            self._memory = max(self._memory, _process_memory())
+            self._memory_peak = max(self._memory_peak, _process_memory())
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line to the journal."""
@@ -215,19 +215,19 @@ class Observer(TrainerCallback):
     # ---- Warnings ----------------------------------------------------------------------------------------------
 
     def _check_step(self, seconds: float) -> None:
-        if self._median is None or "warnings" not in self.what:
+        if self._median_step_seconds is None or "warnings" not in self.observed_parts:
             return
-        if seconds > max(_SLOW * self._median, _SLOW_SECONDS):
-            times = seconds / self._median
+        if seconds > max(_SLOW * self._median_step_seconds, _SLOW_SECONDS):
+            times = seconds / self._median_step_seconds
             logger.warning("Step %d took %.3g s, %.0f times the median.", self._step, seconds, times)
             # No second warning before the next log line.
-            self._median = None
+            self._median_step_seconds = None
 
     def _check_data(self, seconds: Mapping[str, float]) -> None:
         """Warn once if steps wait for data more than half of their time, and name the main cause."""
         share = seconds["data"] / _step_seconds(seconds)
-        if share > 0.5 and "warnings" in self.what and not self._has_warned_of_data:
-            cause = max(self.measured.waits(), key=lambda name: seconds[name])
+        if share > 0.5 and "warnings" in self.observed_parts and not self._has_warned_of_data:
+            cause = max(self.measurements.waits(), key=lambda name: seconds[name])
             text = "Steps wait for data %.0f %% of the time, mostly for %s: %s."
             logger.warning(text, 100 * share, cause, _REMEDIES[cause])
             self._has_warned_of_data = True

@@ -30,12 +30,12 @@ class RunSummary:
     """A summary of a run's events. Of steps that a later start undid, only the time counts.
 
     Attributes:
-        begin, end, phase, last: the last start; the end and the phase since then; the last event.
+        begin, end, phase, last_event: the last start; the end and the phase since then; the last event.
         max_steps: optimizer steps of the complete run.
         curves: losses and metrics → optimizer steps and values.
         values: the last value of everything else that training logged.
         spans: starts and intervals, for `goodput`.
-        recent: the last intervals.
+        intervals: the last intervals.
         seconds: activity → seconds since the first start.
         pace: optimizer steps and seconds since the last start.
         checkpoints: folder → event.
@@ -46,24 +46,24 @@ class RunSummary:
     begin: Event | None = None
     end: Event | None = None
     phase: Event | None = None
-    last: Event | None = None
+    last_event: Event | None = None
     max_steps: int = 0
     curves: dict[str, tuple[list[float], list[float]]] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     spans: list[Event] = field(default_factory=list)
-    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
+    intervals: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT))
     seconds: Counter[str] = field(default_factory=Counter)
     pace: tuple[int, float] = (0, 0.0)
     checkpoints: dict[str, Event] = field(default_factory=dict)
     warnings: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_ROWS))
     longest_pause: float = 0.0
 
-    def add(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add the next event of the journal."""
         kind = event["event"]
-        if self.begin is not None and self.last is not None and kind != "begin":
-            self.longest_pause = max(self.longest_pause, event["time"] - self.last["time"])
-        self.last = event
+        if self.begin is not None and self.last_event is not None and kind != "begin":
+            self.longest_pause = max(self.longest_pause, event["time"] - self.last_event["time"])
+        self.last_event = event
         handlers: dict[str, Callable[[Event], None]] = {
             "begin": self._add_begin,
             "log": self._add_log,
@@ -83,7 +83,7 @@ class RunSummary:
     def _add_begin(self, event: Event) -> None:
         self.begin, self.end, self.phase, self.pace = event, None, None, (0, 0.0)
         self.max_steps = event["max_steps"] or 0
-        self.spans = journal.without_undone([*self.spans, event])
+        self.spans = journal.remove_undone_steps([*self.spans, event])
         self.checkpoints = {path: saved for path, saved in self.checkpoints.items() if saved["step"] <= event["step"]}
         for steps, values in self.curves.values():
             length = bisect.bisect_right(steps, event["step"])
@@ -103,7 +103,7 @@ class RunSummary:
 
     def _add_interval(self, event: Event) -> None:
         self.spans.append(event)
-        self.recent.append(event)
+        self.intervals.append(event)
         self.seconds.update(event["seconds"])
         self.pace = self.pace[0] + event["steps"], self.pace[1] + sum(event["seconds"].values())
 
@@ -113,17 +113,17 @@ class RunSummary:
         Args:
             now: seconds since 1970.
         """
-        if self.begin is None or self.last is None:
+        if self.begin is None or self.last_event is None:
             return "unobserved"
         if self.end is not None:
             return self.end["reason"] if self.end["reason"] in journal.COMPLETE else "failed"
         if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
             return "killed"
-        return "silent" if now - self.last["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
+        return "silent" if now - self.last_event["time"] > max(SILENCE, 3 * self.longest_pause) else "running"
 
     def recent_seconds(self) -> dict[str, float]:
         """Activity → seconds in the last intervals."""
-        return {name: sum(event["seconds"].get(name, 0.0) for event in self.recent) for name in journal.ACTIVITIES}
+        return {name: sum(each["seconds"].get(name, 0.0) for each in self.intervals) for name in journal.ACTIVITIES}
 
     def metric(self, name: str) -> dict[str, float | None]:
         """The last and the best value of a curve: a loss's lowest, or a metric's highest."""
@@ -168,7 +168,7 @@ class WatchedRun:
                     self._offset += len(line)
                     if (event := journal.parse(line)) is not None:
                         self.summary = self._summaries[self._runs.next(event)]
-                        self.summary.add(event)
+                        self.summary.add_event(event)
         except FileNotFoundError:
             self._read_checkpoints()
 
@@ -185,12 +185,12 @@ class WatchedRun:
         step, last_save = 0, max(save_times.values(), default=None)
         for line in state.log_history:
             step = line.get("step", step)
-            self.summary.add({"event": "log", "time": last_save, "step": step, "logs": line})
+            self.summary.add_event({"event": "log", "time": last_save, "step": step, "logs": line})
         for path, save_time in save_times.items():
-            self.summary.add(
+            self.summary.add_event(
                 {"event": "checkpoint", "time": save_time, "step": int(path.rpartition("-")[2]), "folder": path}
             )
-        self.summary.add({"event": "state", "time": last_save, "step": state.global_step})
+        self.summary.add_event({"event": "state", "time": last_save, "step": state.global_step})
 
     def read(self) -> dict[str, Any]:
         """The current data of the page, as plain values; times in seconds since 1970.
@@ -202,7 +202,7 @@ class WatchedRun:
         run, now = self.summary, time.time()
         state, begin, (steps, seconds) = run.state(now), run.begin or {}, run.pace
         is_running = state in ("running", "silent")
-        last = run.last or {"time": None, "step": 0}
+        last = run.last_event or {"time": None, "step": 0}
         names = sorted(
             (name for name, (curve_steps, _) in run.curves.items() if curve_steps), key=lambda name: name != "loss"
         )

@@ -51,9 +51,9 @@ class Requests:
         self._folder = Path(folder, FOLDER)
         self._minutes = {"saving": save_minutes, "evaluation": eval_minutes}
         now = time.monotonic()
-        self._last = {"saving": now, "evaluation": now - since_evaluation}
+        self._last_times = {"saving": now, "evaluation": now - since_evaluation}
         self._can_evaluate, self._saves = can_evaluate, saves
-        self._next_look = now
+        self._next_poll = now
         self._profile: _Profile | None = None
         # Requests to an earlier run.
         for path in self._list_requests():
@@ -65,22 +65,22 @@ class Requests:
 
         Without `eval_minutes` it is 0, so that equal runs write equal checkpoints.
         """
-        return 0.0 if self._minutes["evaluation"] is None else time.monotonic() - self._last["evaluation"]
+        return 0.0 if self._minutes["evaluation"] is None else time.monotonic() - self._last_times["evaluation"]
 
-    def note(self, phase: str) -> None:
+    def record_phase_end(self, phase: str) -> None:
         """Record the end of a phase, 'evaluation' or 'saving'."""
-        self._last[phase] = time.monotonic()
+        self._last_times[phase] = time.monotonic()
 
     def poll(self, control: Any, step: int) -> None:
         """Set the control flags that are due after an optimizer step, and execute requests."""
         now = time.monotonic()
         for phase, minutes in self._minutes.items():
-            if minutes is not None and now - self._last[phase] >= 60 * minutes:
+            if minutes is not None and now - self._last_times[phase] >= 60 * minutes:
                 setattr(control, _FLAG_OF_PHASE[phase], True)
         if self._profile is not None and self._profile.end_step(step):
             self._profile = None
-        if now >= self._next_look:
-            self._next_look = now + _PERIOD
+        if now >= self._next_poll:
+            self._next_poll = now + _PERIOD
             for path in self._list_requests():
                 self._execute(path, control, step)
 
@@ -93,10 +93,9 @@ class Requests:
         if name == "evaluate" and not self._can_evaluate:
             answer = "refused: the run has no eval_dataset"
         elif name == "profile":
-            answer = (
-                f"the next {_PROFILED_STEPS} steps, from step {step + 1}, are traced to {path.parent.parent}/profile"
-            )
-            self._profile = self._profile or _Profile(path.parent.parent / "profile", step)
+            folder = path.parent.parent / "profile"
+            answer = f"the next {_PROFILED_STEPS} steps, from step {step + 1}, are traced to {folder}"
+            self._profile = self._profile or _Profile(folder, step)
         else:
             setattr(control, FLAGS[name], True)
             control.should_save |= name == "stop" and self._saves
@@ -117,14 +116,14 @@ class _Profile:
     """A trace of the next steps by torch's profiler, in a file for Perfetto or chrome://tracing."""
 
     def __init__(self, folder: Path, step: int) -> None:
-        self._folder, self._last = folder, step + _PROFILED_STEPS
-        self._first = step + 1
+        self._folder, self._last_step = folder, step + _PROFILED_STEPS
+        self._first_step = step + 1
         self._profiler = torch.profiler.profile(record_shapes=True)
         self._profiler.start()
 
     def end_step(self, step: int) -> bool:
         """Write the trace after the last step; returns True if it was written."""
-        if step < self._last:
+        if step < self._last_step:
             return False
         self.stop()
         return True
@@ -133,7 +132,7 @@ class _Profile:
         """Write the trace."""
         self._profiler.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"steps-{self._first}.json.gz"
+        path = self._folder / f"steps-{self._first_step}.json.gz"
         self._profiler.export_chrome_trace(str(path))
         logger.warning("The trace is in %s: open it in https://ui.perfetto.dev.", path)
 

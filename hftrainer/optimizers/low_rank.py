@@ -19,11 +19,11 @@ from hftrainer.training_args import TrainingArguments
 logger = logging.getLogger(__name__)
 
 
-def build(
+def build_arguments(
     name: str,
     args: TrainingArguments,
     model: nn.Module | None,
-    kind: Any,
+    optimizer_class: Any,
     projection: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
@@ -33,7 +33,7 @@ def build(
         name: the optimizer's name; those ending in 'layerwise' step each parameter during backward.
         args: the training arguments; `optim_target_modules` names the layers.
         model: the model.
-        kind: the optimizer's class.
+        optimizer_class: the optimizer's class.
         projection: settings of the parameter group whose gradients are projected.
         kwargs: keyword arguments of the optimizer.
 
@@ -43,13 +43,13 @@ def build(
     """
     if model is None:
         raise InvalidArgument(f"optim={name!r} needs the model, to find its layers: pass model=.")
-    targets = target_parameters(name, args.optim_target_modules, model)
+    targets = find_target_weights(name, args.optim_target_modules, model)
     named_parameters = list(model.named_parameters())
     other_parameters = [parameter for parameter_name, parameter in named_parameters if parameter_name not in targets]
     projected_parameters = [parameter for parameter_name, parameter in named_parameters if parameter_name in targets]
     groups = [{"params": other_parameters}, {"params": projected_parameters, **projection}]
     if not name.endswith("layerwise"):
-        return kind, {**kwargs, "params": groups}
+        return optimizer_class, {**kwargs, "params": groups}
     if args.gradient_accumulation_steps != 1:
         raise InvalidArgument(
             f"optim={name!r} steps during each backward pass, so gradient_accumulation_steps="
@@ -59,14 +59,12 @@ def build(
         raise UnsupportedArgument(
             f"optim={name!r} steps before the gradients are all-reduced: use optim={name.removesuffix('_layerwise')!r}."
         )
-    optimizers = {parameter: kind([{"params": [parameter]}], **kwargs) for parameter in other_parameters}
-    optimizers |= {
-        parameter: kind([{"params": [parameter], **projection}], **kwargs) for parameter in projected_parameters
-    }
+    optimizers = {parameter: optimizer_class([{"params": [parameter]}], **kwargs) for parameter in other_parameters}
+    optimizers |= {each: optimizer_class([{"params": [each], **projection}], **kwargs) for each in projected_parameters}
     return LayerWiseDummyOptimizer, {**kwargs, "optimizer_dict": optimizers}
 
 
-def target_parameters(name: str, targets: Any, model: nn.Module) -> set[str]:
+def find_target_weights(name: str, targets: Any, model: nn.Module) -> set[str]:
     """Weight names of the linear layers that `optim_target_modules` selects.
 
     Args:
@@ -83,10 +81,10 @@ def target_parameters(name: str, targets: Any, model: nn.Module) -> set[str]:
     is_all_linear = isinstance(targets, str) and targets.replace("_", "-") == "all-linear"
     weight_names = set()
     for module_name, module in model.named_modules():
-        by_name, by_pattern = _matches(targets, module_name)
-        if isinstance(module, nn.Linear) and (is_all_linear or by_name or by_pattern):
+        matches_name, matches_pattern = _matches(targets, module_name)
+        if isinstance(module, nn.Linear) and (is_all_linear or matches_name or matches_pattern):
             weight_names.add(f"{module_name}.weight")
-        elif by_name and not isinstance(module, nn.Linear):
+        elif matches_name and not isinstance(module, nn.Linear):
             logger.warning("optim_target_modules: %s is not a linear layer and is ignored.", module_name)
     if not weight_names:
         raise InvalidArgument(f"optim_target_modules={targets!r} matches no linear layer of {type(model).__name__}.")

@@ -45,7 +45,7 @@ def select_groups(
         weight_decay: the weight decay of entries that do not set it.
     """
     named_parameters = {bare_name(name): parameter for name, parameter in model.named_parameters()}
-    decays = {bare_name(name) for name in decayed_names}
+    decayed = {bare_name(name) for name in decayed_names}
     remaining = [name for name, parameter in named_parameters.items() if parameter.requires_grad]
     selection = Selection([], [])
     for number, entry in enumerate(entries):
@@ -60,7 +60,7 @@ def select_groups(
         selection.problems += [f"param_groups[{number}]: {problem}" for problem in problems]
         remaining = [name for name in remaining if name not in matching]
         parameters = {name: named_parameters[name] for name in matching}
-        selection.groups += _make_groups(entry, parameters, scales, decays, learning_rate, weight_decay)
+        selection.groups += _make_groups(entry, parameters, scales, decayed, learning_rate, weight_decay)
     return selection
 
 
@@ -173,10 +173,10 @@ def layer_scales(
             scales[name] = (f"layer {layer}", decay ** (stacks[stack] - layer))
             continue
         # A decoder's embeddings may follow its layers, and shared embeddings are outside both towers.
-        is_before = stack is not None and tower not in started_towers
-        is_before = is_before or (len(stacks) > 1 and (name in embeddings or "embed" in name))
-        deepest = decay ** (max(stacks.values(), default=0) + 1)
-        scales[name] = ("before the layers", deepest) if is_before else ("after the layers", 1.0)
+        is_before_layers = stack is not None and tower not in started_towers
+        is_before_layers = is_before_layers or (len(stacks) > 1 and (name in embeddings or "embed" in name))
+        smallest_scale = decay ** (max(stacks.values(), default=0) + 1)
+        scales[name] = ("before the layers", smallest_scale) if is_before_layers else ("after the layers", 1.0)
     return scales
 
 

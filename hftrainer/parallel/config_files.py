@@ -37,18 +37,18 @@ def read_config(source: Any, argument: str = "lightning_config") -> dict[str, An
 
 
 def read_mapping(
-    path: str | os.PathLike[str], form: str, where: str = "", kind: type[ValueError] = InvalidArgument
+    path: str | os.PathLike[str], form: str, prefix: str = "", error_class: type[ValueError] = InvalidArgument
 ) -> dict[str, Any]:
     """Read the keys and values in a JSON or YAML file.
 
     Args:
         path: the file.
         form: 'JSON' or 'YAML'.
-        where: the beginning of error messages.
-        kind: the class of the errors to raise.
+        prefix: the beginning of error messages.
+        error_class: the class of the errors to raise.
 
     Raises:
-        OSError: if the file cannot be read; `kind` if the file is malformed.
+        OSError: if the file cannot be read; `error_class` if the file is malformed.
     """
     import yaml
 
@@ -56,9 +56,9 @@ def read_mapping(
         text = Path(path).read_text(encoding="utf-8")
         values = json.loads(text) if form == "JSON" else yaml.safe_load(text)
     except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise kind(f"{where}{path} is not valid {form}: {error}") from error
+        raise error_class(f"{prefix}{path} is not valid {form}: {error}") from error
     if not isinstance(values, dict):
-        raise kind(f"{where}{path} must hold keys and values, but holds a {type(values).__name__}.")
+        raise error_class(f"{prefix}{path} must hold keys and values, but holds a {type(values).__name__}.")
     return values
 
 

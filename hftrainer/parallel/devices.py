@@ -52,24 +52,26 @@ def cpu_count() -> int:
 
 def detect_device_type() -> str:
     """The type of accelerator that torch finds, or 'cpu'. ROCm's GPUs are 'cuda', as in torch."""
-    return next((kind for kind in ACCELERATORS if _is_available(kind)), "cpu")
+    return next((device_type for device_type in ACCELERATORS if _is_available(device_type)), "cpu")
 
 
-def _is_available(kind: str) -> bool:
-    if kind == "mps":
+def _is_available(device_type: str) -> bool:
+    if device_type == "mps":
         return torch.backends.mps.is_available()
     # Plug-ins add the module when torch is imported.
-    return hasattr(torch, kind) and device_module(kind).is_available()
+    return hasattr(torch, device_type) and device_module(device_type).is_available()
 
 
-def device_module(kind: str) -> Any:
+def device_module(device_type: str) -> Any:
     """The torch module for a type of accelerator, with the API of `torch.cuda`."""
-    return torch_tpu if kind == "tpu" else torch.get_device_module(kind)
+    return torch_tpu if device_type == "tpu" else torch.get_device_module(device_type)
 
 
-def device_count(kind: str) -> int:
+def device_count(device_type: str) -> int:
     """Number of visible devices of a type: 0 for the CPU, 1 for MPS or TPU."""
-    return 0 if kind == "cpu" else 1 if kind in ("mps", "tpu") else device_module(kind).device_count()
+    return (
+        0 if device_type == "cpu" else 1 if device_type in ("mps", "tpu") else device_module(device_type).device_count()
+    )
 
 
 def visible_device_count(device: torch.device) -> int | None:
@@ -78,9 +80,9 @@ def visible_device_count(device: torch.device) -> int | None:
     return device_count(device.type) if is_shared else None
 
 
-def native_backend(kind: str) -> str:
+def native_backend(device_type: str) -> str:
     """The native process group backend of a type of device."""
-    return next((name for name, device in DEVICE_OF_BACKEND.items() if device == kind), "gloo")
+    return next((name for name, device in DEVICE_OF_BACKEND.items() if device == device_type), "gloo")
 
 
 # ---- Memory ---------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
-def memory_used() -> int | None:
+def used_memory() -> int | None:
     """Bytes of the tensors on the accelerator; None without an accelerator."""
     if (module := _module_in_use()) is None:
         return None
@@ -107,12 +109,12 @@ def memory_used() -> int | None:
 
 
 def memory_peak() -> int | None:
-    """Peak of `memory_used` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
+    """Peak of `used_memory` since `reset_memory_peak`, in bytes; None if torch does not measure it."""
     module = _module_in_use()
     return None if module in (None, torch.mps) else max(_highest_returned_peak[0], int(module.max_memory_allocated()))
 
 
-def take_memory_peak() -> int | None:
+def pop_memory_peak() -> int | None:
     """The peak in bytes since the last call or reset. `memory_peak` still counts from the reset."""
     module = _module_in_use()
     if module in (None, torch.mps):
@@ -130,13 +132,13 @@ def reset_memory_peak() -> None:
         module.reset_peak_memory_stats()
 
 
-#: The highest peak since the reset that `take_memory_peak` has returned, as the only item.
+#: The highest peak since the reset that `pop_memory_peak` has returned, as the only item.
 _highest_returned_peak = [0]
 
 
 def _module_in_use() -> Any:
-    kind = detect_device_type()
-    return None if kind == "cpu" else device_module(kind)
+    device_type = detect_device_type()
+    return None if device_type == "cpu" else device_module(device_type)
 
 
 @contextlib.contextmanager

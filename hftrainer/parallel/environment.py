@@ -164,7 +164,7 @@ def _read_slurm() -> RankInfo:
     """Read the variables of an srun step."""
     size = _read_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
     node_sizes = tasks_per_node(
-        _read_first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+        _read_variable("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     )
     nodes = _read_number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", default=max(len(node_sizes), 1))
     job = _read_number("SLURM_JOB_ID", "SLURM_JOBID") + _read_number("SLURM_STEP_ID", "SLURM_STEPID")
@@ -174,13 +174,14 @@ def _read_slurm() -> RankInfo:
         (size, _read_number("SLURM_PROCID"), _read_number("SLURM_LOCALID"), local_size),
         ("SLURM_PROCID", "SLURM_LOCALID"),
         nodes=nodes,
-        address=first_host(_read_first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")) or "127.0.0.1",
+        address=first_host(_read_variable("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+        or "127.0.0.1",
         # All processes of a step compute the same port.
         port=15000 + job % 10000,
     )
 
 
-def _read_first(*names: str) -> str:
+def _read_variable(*names: str) -> str:
     return next((os.environ[name] for name in names if name in os.environ), "")
 
 

@@ -184,16 +184,17 @@ def _parse_words(fsdp: Any) -> dict[str, Any]:
     return {**keys, "cpu_offload": True} if "offload" in words else keys
 
 
-def _rename_keys(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rename_keys(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Rename keys to the names of the settings. Unknown keys raise `InvalidConfig`."""
     keys: dict[str, Any] = {}
     for key, value in values.items():
-        bare = key.removeprefix("fsdp_")
-        name = _ALIASES.get(bare, bare)
+        bare_key = key.removeprefix("fsdp_")
+        name = _ALIASES.get(bare_key, bare_key)
         if name not in _PARSERS:
-            raise InvalidConfig(f"{where}: {key!r} is not a valid key{suggest_nearest(bare, [*_PARSERS, *_ALIASES])}")
+            suggestion = suggest_nearest(bare_key, [*_PARSERS, *_ALIASES])
+            raise InvalidConfig(f"{source}: {key!r} is not a valid key{suggestion}")
         # The name itself overrides its aliases.
-        if name not in keys or bare == name:
+        if name not in keys or bare_key == name:
             keys[name] = value
     return keys
 

@@ -136,14 +136,14 @@ def summon_full_parameters(model: Any) -> contextlib.AbstractContextManager[Any]
 
 def make_device_mesh(plan: LightningPlan) -> DeviceMesh:
     """The device mesh. Its shards span all ranks, one replica, or (hybrid) one node."""
-    kind, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
+    device_type, processes, layout = torch.device(plan.device).type, plan.processes, plan.layout
     assert plan.sharding is not None
     shape = layout.dp_replicate_size, layout.dp_shard_size
     if "hybrid" in plan.sharding.strategy:
         shape = processes.world_size // processes.local_world_size, processes.local_world_size
     elif layout.dp_replicate_size == 1:
-        return device_mesh(kind, (processes.world_size,), ("dp_shard",))
-    return device_mesh(kind, shape, ("dp_replicate", "dp_shard"))
+        return device_mesh(device_type, (processes.world_size,), ("dp_shard",))
+    return device_mesh(device_type, shape, ("dp_replicate", "dp_shard"))
 
 
 # ---- Units ----------------------------------------------------------------------------------------------------------

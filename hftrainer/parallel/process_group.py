@@ -81,12 +81,12 @@ def cpu_group(timeout: timedelta, is_separate: bool = False) -> Any:
 
 
 @functools.cache
-def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def device_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A device mesh, created once for these dimensions. Its process groups exist until the ranks disconnect."""
     # Only sharding needs this import.
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(kind, shape, mesh_dim_names=names)
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 @functools.cache
@@ -138,13 +138,13 @@ class CollectiveCall:
     class, so it is not a slower generator.
 
     Args:
-        what: completes "while it waited for ...".
+        description: completes "while it waited for ...".
     """
 
-    __slots__ = ("_what",)
+    __slots__ = ("_description",)
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, description: str) -> None:
+        self._description = description
 
     def __enter__(self) -> None:
         pass
@@ -158,7 +158,7 @@ class CollectiveCall:
             RanksLost: instead of the communication error.
         """
         if error is not None and is_communication_error(error) and not isinstance(error, RanksLost):
-            raise RanksLost(lost_ranks_message(self._what)) from error
+            raise RanksLost(lost_ranks_message(self._description)) from error
 
 
 def lost_ranks_message(what: str) -> str:
@@ -175,10 +175,10 @@ def lost_ranks_message(what: str) -> str:
 def _find_lost_ranks() -> list[int]:
     """The ranks that do not answer a roll call in the group's store; rank 0 if the store is lost."""
     this_rank = distributed.get_rank()
-    missing = set(range(distributed.get_world_size())) - {this_rank}
+    ranks = set(range(distributed.get_world_size())) - {this_rank}
     store_answered = threading.Event()
 
-    def call() -> None:
+    def call_roll() -> None:
         # The process with the store may have ended.
         with contextlib.suppress(distributed.DistError):
             store = distributed.distributed_c10d._get_default_store()
@@ -187,12 +187,12 @@ def _find_lost_ranks() -> list[int]:
             store.check([f"hftrainer/present/{this_rank}"])
             store_answered.set()
             deadline = time.monotonic() + _ROLL_CALL
-            while missing and time.monotonic() < deadline:
-                missing.difference_update([rank for rank in missing if store.check([f"hftrainer/present/{rank}"])])
+            while ranks and time.monotonic() < deadline:
+                ranks.difference_update([rank for rank in ranks if store.check([f"hftrainer/present/{rank}"])])
                 time.sleep(0.05)
 
     # If the process with the store hangs, the thread never ends: wait for a limited time.
-    thread = threading.Thread(target=call, name="roll-call", daemon=True)
+    thread = threading.Thread(target=call_roll, name="roll-call", daemon=True)
     thread.start()
     thread.join(_ROLL_CALL + 1)
-    return sorted(missing) if store_answered.is_set() else [0]
+    return sorted(ranks) if store_answered.is_set() else [0]

@@ -30,9 +30,9 @@ class DistributedType(str, Enum):
     XLA = "XLA"
 
     @classmethod
-    def of(cls, device: str, *, several: bool) -> DistributedType:
-        """The type of replicas on a kind of device."""
-        return cls(f"MULTI_{'GPU' if device == 'cuda' else device.upper()}") if several else cls.NO
+    def from_device(cls, device_type: str, *, is_distributed: bool) -> DistributedType:
+        """The type of replicas on devices of this type."""
+        return cls(f"MULTI_{'GPU' if device_type == 'cuda' else device_type.upper()}") if is_distributed else cls.NO
 
 
 class ProcessState:
@@ -59,8 +59,8 @@ class ProcessState:
         self.process_index, self.local_process_index = processes.rank, processes.local_rank
         self.is_main_process, self.is_local_main_process = processes.rank == 0, processes.local_rank == 0
         self.is_last_process = processes.rank == processes.world_size - 1
-        self.use_distributed = processes.several
-        is_connected = processes.several and torch.distributed.is_initialized()
+        self.use_distributed = processes.is_distributed
+        is_connected = processes.is_distributed and torch.distributed.is_initialized()
         self.backend = torch.distributed.get_backend() if is_connected else None
         self.debug = False
         self.initialized = True
@@ -153,7 +153,7 @@ class GradientState:
         return max(active, key=lambda loader: loader.position.iteration, default=None)
 
     @contextlib.contextmanager
-    def limit_to(self, loader: Any) -> Iterator[None]:
+    def limit_to_loader(self, loader: Any) -> Iterator[None]:
         """Ignore all loaders but one in the block: the training loader stays open in evaluations."""
         previous_loaders = self._visible_loaders
         self._visible_loaders = [candidate for candidate in self._loaders if candidate is loader]

@@ -50,12 +50,12 @@ class Processes(RankInfo):
     timeout: timedelta = timedelta(minutes=30)
 
     @classmethod
-    def at(cls, rank_info: RankInfo, **fields: Any) -> Processes:
+    def from_ranks(cls, rank_info: RankInfo, **fields: Any) -> Processes:
         """The processes of a run, from the ranks that a launcher has set."""
         return cls(**vars(rank_info), **fields)
 
     @property
-    def several(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there are other processes."""
         return self.world_size > 1
 
@@ -80,7 +80,7 @@ class Processes(RankInfo):
             timeout: timeout of a collective operation.
             allow_single_process: also make a group for a single process, which sharding needs.
         """
-        if not (self.several or allow_single_process) or distributed.is_initialized():
+        if not (self.is_distributed or allow_single_process) or distributed.is_initialized():
             return
         if visible_device_count(device) is not None:
             device_module(device.type).set_device(device)
@@ -110,7 +110,7 @@ class Processes(RankInfo):
 
     def barrier(self) -> None:
         """Wait for all processes."""
-        if self.several:
+        if self.is_distributed:
             with CollectiveCall("a barrier"):
                 distributed.barrier()
 
@@ -133,24 +133,24 @@ class Processes(RankInfo):
 
         return result
 
-    def from_main(self, decide: Callable[[], T]) -> T:
+    def broadcast_from_main(self, decide: Callable[[], T]) -> T:
         """The result of `decide` on rank 0, broadcast to all ranks. If it raises, all ranks raise."""
-        if not self.several:
+        if not self.is_distributed:
             return decide()
-        outcomes: Any = [_call(decide) if self.rank == 0 else None]
+        outcomes: Any = [_capture_outcome(decide) if self.rank == 0 else None]
         with CollectiveCall("a decision of rank 0"):
             distributed.broadcast_object_list(outcomes)
         return _unwrap_outcome(outcomes[0])
 
-    def scatter(self, make: Callable[[], list[T]]) -> T:
+    def scatter(self, make_items: Callable[[], list[T]]) -> T:
         """Scatter items from rank 0 through CPU memory, and return this rank's item.
 
         Args:
-            make: called on rank 0 only; returns one item per process. If it raises, all ranks raise.
+            make_items: called on rank 0 only; returns one item per process. If it raises, all ranks raise.
         """
         items: list[Any] | None = None
         if self.rank == 0:
-            new_items, error = _call(make)
+            new_items, error = _capture_outcome(make_items)
             items = [(None, error)] * self.world_size if new_items is None else [(item, None) for item in new_items]
         outcomes: Any = [None]
         with CollectiveCall("its item from rank 0"):
@@ -170,7 +170,7 @@ class Processes(RankInfo):
         Raises:
             TypeError: for values that are not tensors, unless they are in lists and `objects` is set.
         """
-        if not self.several:
+        if not self.is_distributed:
             return data
 
         def gather_leaf(leaf: Any) -> Any:
@@ -190,9 +190,9 @@ class Processes(RankInfo):
             number: one element, of the same type in every process.
             distinct: use the number of only one rank of each tensor-parallel group.
         """
-        if not self.several:
+        if not self.is_distributed:
             return number.reshape(1)
-        local_number = _on_backend_device(number).reshape(1)
+        local_number = _move_to_backend_device(number).reshape(1)
         parts = [torch.empty_like(local_number) for _ in range(self.world_size)]
         with CollectiveCall("the numbers of all ranks"):
             distributed.all_gather(parts, local_number)
@@ -203,7 +203,7 @@ class Processes(RankInfo):
         from torchmetrics.utilities.distributed import gather_all_tensors
 
         with CollectiveCall("the metrics of all ranks"):
-            parts = gather_all_tensors(_on_backend_device(tensor), group)
+            parts = gather_all_tensors(_move_to_backend_device(tensor), group)
         return [part.to(tensor.device) for part in parts[:: self.tp_size]]
 
     def _gather_list(self, items: list[Any], pad_index: int, distinct: bool) -> list[Any]:
@@ -225,7 +225,7 @@ class Processes(RankInfo):
 
     def gather_objects(self, items: Any, distinct: bool = False) -> Any:
         """Gather sequences of picklable items from all processes into one list; `distinct` as in `gather`."""
-        if not self.several:
+        if not self.is_distributed:
             return items
         parts: list[Any] = [None] * self.world_size
         with CollectiveCall("the objects of all ranks"):
@@ -240,11 +240,11 @@ class Processes(RankInfo):
         """
         if reduction not in ("sum", "mean", "max", "none"):
             raise ValueError(f"reduction={reduction!r}: it must be 'sum', 'mean', 'max' or 'none'.")
-        if not self.several or reduction == "none":
+        if not self.is_distributed or reduction == "none":
             return data
 
         def reduce_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            result = _on_backend_device(tensor).clone()
+            result = _move_to_backend_device(tensor).clone()
             distributed.all_reduce(result, distributed.ReduceOp.MAX if reduction == "max" else distributed.ReduceOp.SUM)
             return (result / self.world_size if reduction == "mean" else result).to(tensor.device)
 
@@ -257,12 +257,12 @@ class Processes(RankInfo):
         def pad(tensor: torch.Tensor) -> torch.Tensor:
             if not -tensor.ndim <= dim < tensor.ndim:
                 return tensor
-            longest = _on_backend_device(torch.tensor(tensor.shape[dim], device=tensor.device))
+            longest = _move_to_backend_device(torch.tensor(tensor.shape[dim], device=tensor.device))
             distributed.all_reduce(longest, op=distributed.ReduceOp.MAX)
             return _pad_tensor(tensor, dim % tensor.ndim, int(longest), pad_index, pad_first)
 
         with CollectiveCall("the sizes on all ranks"):
-            return map_leaves(data, torch.Tensor, pad) if self.several else data
+            return map_leaves(data, torch.Tensor, pad) if self.is_distributed else data
 
     def split_for_rank(self, items: Any, apply_padding: bool) -> Any:
         """The rank's part of a sequence or tensor. Without padding, the first ranks may get one more item."""
@@ -278,11 +278,11 @@ class Processes(RankInfo):
 
     def run_on_main(self, work: Callable[[], None]) -> None:
         """Call `work` on rank 0. Heartbeats keep the other ranks from timing out, however long it takes."""
-        if not self.several:
+        if not self.is_distributed:
             work()
             return
         job = start_in_thread(work) if self.rank == 0 else None
-        while not self.from_main(lambda: _wait_for_job(job)):
+        while not self.broadcast_from_main(lambda: _wait_for_job(job)):
             pass
 
     @contextlib.contextmanager
@@ -297,16 +297,16 @@ class Processes(RankInfo):
                 self.barrier()
 
 
-def _call(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call `work`, and return its result or its error, to send either to other ranks."""
+def _capture_outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call `function`, and return its result or its error, to send either to other ranks."""
     try:
-        return work(), None
+        return function(), None
     except Exception as error:
         return None, error
 
 
 def _unwrap_outcome(outcome: tuple[T, Exception | None]) -> T:
-    """The result of `_call` on rank 0. Its error is raised on this rank too."""
+    """The result of `_capture_outcome` on rank 0. Its error is raised on this rank too."""
     value, error = outcome
     if error is not None:
         raise error
@@ -322,30 +322,30 @@ def _wait_for_job(job: Future[None] | None) -> bool:
     return bool(ended_jobs)
 
 
-def map_leaves(data: Any, kinds: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
-    """A copy of nested data with `function` applied to each value of `kinds`.
+def map_leaves(data: Any, types: type | tuple[type, ...], function: Callable[[Any], Any]) -> Any:
+    """A copy of nested data with `function` applied to each value of `types`.
 
-    Mappings, sequences and instances of dataclasses keep their type. A container that is one of `kinds` is passed to
+    Mappings, sequences and instances of dataclasses keep their type. A container that is one of `types` is passed to
     `function` itself. Values of other types are unchanged.
     """
-    if isinstance(data, kinds):
+    if isinstance(data, types):
         return function(data)
     if isinstance(data, (Mapping, Sequence)) and not isinstance(data, (str, bytes)):
-        return rebuild_container(data, lambda value: map_leaves(value, kinds, function))
+        return rebuild_container(data, lambda value: map_leaves(value, types, function))
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
         names = [field.name for field in dataclasses.fields(data) if field.init]
-        return dataclasses.replace(data, **{name: map_leaves(getattr(data, name), kinds, function) for name in names})
+        return dataclasses.replace(data, **{name: map_leaves(getattr(data, name), types, function) for name in names})
     return data
 
 
-def rebuild_container(container: Any, part: Callable[[Any], Any]) -> Any:
-    """A container of the same type, with `part` applied to each value of a mapping or sequence."""
-    kind: Any = type(container)
+def rebuild_container(container: Any, convert: Callable[[Any], Any]) -> Any:
+    """A container of the same type, with `convert` applied to each value of a mapping or sequence."""
+    cls: Any = type(container)
     if isinstance(container, (dict, Mapping)):
-        items = {key: part(value) for key, value in container.items()}
-        return kind(container.default_factory, items) if isinstance(container, defaultdict) else kind(items)
-    values = [part(value) for value in container]
-    return kind(*values) if hasattr(container, "_fields") else kind(values)  # the former for a named tuple
+        items = {key: convert(value) for key, value in container.items()}
+        return cls(container.default_factory, items) if isinstance(container, defaultdict) else cls(items)
+    values = [convert(value) for value in container]
+    return cls(*values) if hasattr(container, "_fields") else cls(values)  # the former for a named tuple
 
 
 #: Leaves of nested data; only tensors and arrays can be gathered.
@@ -363,7 +363,7 @@ def _gather_leaf(leaf: Any, pad_index: int, step: int) -> Any:
             f"Processes can only gather tensors, not {type(leaf).__name__}: return a list with one item per "
             "sample, and set eval_use_gather_object=True."
         )
-    parts = gather_all_tensors(_on_backend_device(leaf).reshape(leaf.shape or (1,)))[::step]
+    parts = gather_all_tensors(_move_to_backend_device(leaf).reshape(leaf.shape or (1,)))[::step]
     if parts[0].ndim > 1 and len({part.shape[1] for part in parts}) > 1:
         # Ignore empty parts.
         longest = max((part.shape[1] for part in parts if part.shape[0]), default=0)
@@ -371,20 +371,21 @@ def _gather_leaf(leaf: Any, pad_index: int, step: int) -> Any:
     return torch.cat(parts).to(leaf.device)
 
 
-def _on_backend_device(tensor: torch.Tensor) -> torch.Tensor:
+def _move_to_backend_device(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor on a device that the backend supports.
 
     Most backends accept only tensors on their accelerator, and gloo does not accept XLA tensors.
     """
-    kind = next((device for name, device in DEVICE_OF_BACKEND.items() if name in distributed.get_backend()), None)
-    if kind is not None:
-        return tensor.to(torch.device(kind, device_module(kind).current_device()))
+    backend = distributed.get_backend()
+    device_type = next((device for name, device in DEVICE_OF_BACKEND.items() if name in backend), None)
+    if device_type is not None:
+        return tensor.to(torch.device(device_type, device_module(device_type).current_device()))
     return tensor.cpu() if tensor.device.type == "xla" else tensor
 
 
 def _pad_tensor(tensor: torch.Tensor, dim: int, length: int, pad_index: int, pad_first: bool) -> torch.Tensor:
-    missing = length - tensor.shape[dim]
-    if not missing:
+    padding = length - tensor.shape[dim]
+    if not padding:
         return tensor
-    widths = [0, 0] * (tensor.ndim - 1 - dim) + ([missing, 0] if pad_first else [0, missing])
+    widths = [0, 0] * (tensor.ndim - 1 - dim) + ([padding, 0] if pad_first else [0, padding])
     return torch.nn.functional.pad(tensor, widths, value=pad_index)

@@ -25,7 +25,7 @@ _default = ReleasePolicy()
 
 def make_policy(release: Release) -> ReleasePolicy:
     """The policy of a known release."""
-    return next(kind for kind in POLICIES if release <= kind.until)(release)
+    return next(kind for kind in POLICIES if release <= kind.last_release)(release)
 
 
 def from_text(text: Any) -> ReleasePolicy:

@@ -39,11 +39,11 @@ class ReleasePolicy:
         release: the followed release.
 
     Attributes:
-        until: the last release with this behaviour.
+        last_release: the last release with this behaviour.
         changes: method or value → the different behaviour, as `explain` and COMPATIBILITY.md show it.
     """
 
-    until = NEWEST
+    last_release = NEWEST
     changes: dict[str, str] = {}
 
     def __init__(self, release: Release = NEWEST) -> None:
@@ -52,10 +52,10 @@ class ReleasePolicy:
     def differences(self) -> dict[str, str]:
         """Name of a value or method → the followed release's behaviour, where the newest release differs."""
         texts: dict[str, str | None] = {}
-        kinds: Any = type(self).__mro__[:-2]
+        classes: Any = type(self).__mro__[:-2]
         # The text of an earlier release hides that of a later one.
-        for kind in kinds:
-            texts = {name: kind.changes.get(name) for name in vars(kind)} | texts
+        for policy_class in classes:
+            texts = {name: policy_class.changes.get(name) for name in vars(policy_class)} | texts
         return {name: text for name, text in texts.items() if text is not None}
 
     # ---- The loss and its divisor ------------------------------------------------------------------------------
@@ -98,9 +98,9 @@ class ReleasePolicy:
     reads_batch_size_once = True
     seeds_workers_by_rank = True
 
-    def steps_of_epoch(self, micro_batches: int, accumulation: int) -> int:
+    def steps_of_epoch(self, micro_batches: int, accumulation_steps: int) -> int:
         """Optimizer steps of an epoch; the last may have fewer micro-batches."""
-        return math.ceil(micro_batches / accumulation)
+        return math.ceil(micro_batches / accumulation_steps)
 
     def decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Names of the parameters with weight decay: all but biases and norms, by class or name."""

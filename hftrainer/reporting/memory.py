@@ -91,7 +91,7 @@ class TrainerMemoryTracker:
 
     def _used(self) -> dict[str, int]:
         used = {"cpu": self._process.memory_info().rss}
-        if (device_bytes := devices.memory_used()) is not None:
+        if (device_bytes := devices.used_memory()) is not None:
             used["gpu"] = device_bytes
         return used
 

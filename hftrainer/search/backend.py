@@ -34,7 +34,7 @@ class SearchBackend(abc.ABC):
     install: ClassVar[str]
     directions: list[str]
 
-    #: Whether `objective` also reports the evaluation that follows training if training has none.
+    #: Whether `train_and_evaluate` also reports the evaluation that follows training if training has none.
     reports_last_evaluation: ClassVar[bool] = True
 
     def __init__(self, components: Components) -> None:
@@ -81,7 +81,7 @@ class SearchBackend(abc.ABC):
             metrics: the metrics of the evaluation.
         """
 
-    def objective(self, trainer: Trainer, trial: Any, *, checkpoint: str | None = None) -> Any:
+    def train_and_evaluate(self, trainer: Trainer, trial: Any, *, checkpoint: str | None = None) -> Any:
         """Train a trial, and return its last objective. Without an evaluation, evaluate after training.
 
         Args:

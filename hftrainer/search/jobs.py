@@ -213,8 +213,8 @@ def pack(components: Components) -> PackedTrainer:
         return PackedTrainer(_pickle_with_state(components, trainer, state), os.getcwd())
     except Exception as error:
         raise InvalidArgument(
-            f"{_unpicklable(components, state)} cannot be pickled for the processes of the search ({error}). Create it "
-            "in those processes instead, for example in a callback's on_train_begin."
+            f"{_find_unpicklable_name(components, state)} cannot be pickled for the processes of the search ({error}). "
+            "Create it in those processes instead, for example in a callback's on_train_begin."
         ) from error
 
 
@@ -225,9 +225,9 @@ def _pickle_with_state(value: Any, trainer: Trainer, state: dict[str, Any]) -> b
     class Pickler(cloudpickle.CloudPickler):
         def reducer_override(self, obj: Any) -> Any:
             if obj is trainer:
-                make = copyreg.__newobj__  # type: ignore[attr-defined]
+                constructor = copyreg.__newobj__  # type: ignore[attr-defined]
                 # `unpack` rebuilds the rest.
-                return make, (type(trainer),), state, None, None, _set_state
+                return constructor, (type(trainer),), state, None, None, _set_state
             return super().reducer_override(obj)
 
     file = io.BytesIO()
@@ -239,14 +239,14 @@ def _set_state(trainer: Trainer, state: dict[str, Any]) -> None:
     vars(trainer).update(state)
 
 
-def _unpicklable(components: Components, state: dict[str, Any]) -> str:
+def _find_unpicklable_name(components: Components, state: dict[str, Any]) -> str:
     """The name of the first callback or attribute that cannot be pickled."""
-    kind, callbacks = type(components.trainer).__name__, components.trainer.callback_handler.callbacks
+    class_name, callbacks = type(components.trainer).__name__, components.trainer.callback_handler.callbacks
     search_attributes: dict[str, Any] = {} if components.search is None else vars(components.search)
     parts: list[tuple[str, Any]] = [
         *((f"The callback {type(each).__name__}", each) for each in (*callbacks, *components.lightning_callbacks)),
         *((f"The search's {name.strip('_')}", value) for name, value in search_attributes.items()),
-        *((f"{kind}.{name}", value) for name, value in state.items()),
+        *((f"{class_name}.{name}", value) for name, value in state.items()),
     ]
     for name, value in parts:
         if value is not components:
@@ -254,4 +254,4 @@ def _unpicklable(components: Components, state: dict[str, Any]) -> str:
                 _pickle_with_state(value, components.trainer, {})
             except Exception:
                 return name
-    return kind
+    return class_name

@@ -60,17 +60,17 @@ class OptunaSearch(backend.SearchBackend):
         options = {name: kwargs.pop(name) for name in _OPTIMIZE_KEYWORDS if name in kwargs}
         _check(n_trials, options, kwargs, trainer.args.world_size > 1)
         self._jobs = number_of_jobs(options.pop("n_jobs", 1))
-        from_main: Any = trainer.accelerator.processes.from_main
-        from_main(lambda: self._open_study(trainer, kwargs))
+        broadcast_from_main: Any = trainer.accelerator.processes.broadcast_from_main
+        broadcast_from_main(lambda: self._open_study(trainer, kwargs))
         if trainer.args.process_index == 0:
             self._run_trials(trainer, n_trials, options)
-            return from_main(lambda: (None, self._best()))[1]
+            return broadcast_from_main(lambda: (None, self._find_best_run()))[1]
         # The main process sends the number of each trial, and finally the best trial.
         while True:
-            number, best = from_main(lambda: None)
+            number, best_run = broadcast_from_main(lambda: None)
             if number is None:
-                return best
-            self._train_with_main(trainer, SharedTrial(None, number, from_main))
+                return best_run
+            self._train_with_main(trainer, SharedTrial(None, number, broadcast_from_main))
 
     def hyperparameters(self, trainer: Trainer, trial: Any) -> Any:
         """The values that `hp_space` chooses."""
@@ -94,7 +94,7 @@ class OptunaSearch(backend.SearchBackend):
         if trial.should_prune():
             import optuna
 
-            self.components.announce("on_train_end")
+            self.components.call_callbacks("on_train_end")
             raise optuna.TrialPruned(f"at step {step}")
 
     def _open_study(self, trainer: Trainer, kwargs: dict[str, Any]) -> None:
@@ -130,16 +130,16 @@ class OptunaSearch(backend.SearchBackend):
         """Train trials until the search ends; with `n_jobs`, also in workers."""
         timeout, catch = options.pop("timeout", None), options.pop("catch", ())
         options["catch"] = (backend.TrialFailed, *(catch if isinstance(catch, Iterable) else (catch,)))
-        self._count, self._options = studies.TrialCount(self.study, n_trials), options
+        self._trial_count, self._options = studies.TrialCount(self.study, n_trials), options
         self._deadline = None if timeout is None else time.time() + timeout
         self._name = f"{os.getpid()}-{time.time()}"
         self._workers = SearchWorkers(str(trainer.args.output_dir))
-        remaining = self._count.remaining()
-        count = self._jobs if remaining is None else min(self._jobs, remaining)
-        if count > 1:
+        remaining_trials = self._trial_count.count_remaining_trials()
+        worker_count = self._jobs if remaining_trials is None else min(self._jobs, remaining_trials)
+        if worker_count > 1:
             # Free the model, so that it is not pickled.
             self.components.runner.release_trial()
-            with self._workers.run_workers(count, partial(train_in_worker, pack(self.components))):
+            with self._workers.run_workers(worker_count, partial(train_in_worker, pack(self.components))):
                 self.optimize(trainer)
         # This also retries the trials of killed workers.
         if not self._is_stopped():
@@ -156,17 +156,17 @@ class OptunaSearch(backend.SearchBackend):
 
         def stop_when_complete(study: Study, _: Any) -> None:
             self._workers.check()
-            if self._count.remaining() == 0 or self._is_stopped():
+            if self._trial_count.count_remaining_trials() == 0 or self._is_stopped():
                 study.stop()
 
         options = {**self._options, "callbacks": [*(self._options.get("callbacks") or ()), stop_when_complete]}
-        while (remaining := self._count.remaining()) != 0:
+        while (remaining_trials := self._trial_count.count_remaining_trials()) != 0:
             started = 0
             seconds = None if self._deadline is None else self._deadline - time.time()
-            self.study.optimize(run_trial, n_trials=remaining, timeout=seconds, **options)
-            if remaining is None or started < remaining:
+            self.study.optimize(run_trial, n_trials=remaining_trials, timeout=seconds, **options)
+            if remaining_trials is None or started < remaining_trials:
                 # A callback stopped the study, or the time limit is reached.
-                if self._jobs > 1 and self._count.remaining() != 0:
+                if self._jobs > 1 and self._trial_count.count_remaining_trials() != 0:
                     self.study.set_user_attr(_STOPPED, self._name)
                 return
             # Trials may remain if another process was killed.
@@ -183,18 +183,18 @@ class OptunaSearch(backend.SearchBackend):
         import optuna
 
         trial.set_user_attr(studies.OWNER, process_identifier())
-        if self._count.is_surplus(trial.number):
+        if self._trial_count.is_surplus(trial.number):
             reason = "other processes started the last trials at the same time"
             trial.set_user_attr(studies.INTERRUPTED, reason)
             raise backend.TrialFailed(reason)
         is_distributed, shared_trial = trainer.args.world_size > 1, trial
         error: Exception | None = None
         if is_distributed:
-            from_main = trainer.accelerator.processes.from_main
-            from_main(lambda: (trial.number, None))
-            shared_trial = SharedTrial(trial, trial.number, from_main)
+            broadcast_from_main = trainer.accelerator.processes.broadcast_from_main
+            broadcast_from_main(lambda: (trial.number, None))
+            shared_trial = SharedTrial(trial, trial.number, broadcast_from_main)
         try:
-            objective = self.objective(trainer, shared_trial)
+            objective = self.train_and_evaluate(trainer, shared_trial)
         except optuna.TrialPruned as pruned:
             error = optuna.TrialPruned(str(pruned))
         except (KeyboardInterrupt, SystemExit) as interruption:
@@ -231,11 +231,11 @@ class OptunaSearch(backend.SearchBackend):
 
         try:
             with contextlib.suppress(optuna.TrialPruned):
-                self.objective(trainer, trial)
+                self.train_and_evaluate(trainer, trial)
         finally:
             self.components.runner.release_trial()
 
-    def _best(self) -> BestRun | list[BestRun]:
+    def _find_best_run(self) -> BestRun | list[BestRun]:
         from optuna.trial import TrialState
 
         trials = self.study.get_trials(deepcopy=False)
@@ -254,9 +254,9 @@ class OptunaSearch(backend.SearchBackend):
         return [BestRun(str(best.number), best.values, best.params) for best in self.study.best_trials]
 
 
-def train_in_worker(packed: PackedTrainer) -> None:
+def train_in_worker(packed_trainer: PackedTrainer) -> None:
     """Train trials of a pickled Trainer's study. Called in a worker of `n_jobs`."""
-    components = packed.unpack()
+    components = packed_trainer.unpack()
     assert isinstance(components.search, OptunaSearch)
     # With the same seed, the sampler would repeat the suggestions of the script's process.
     components.search.study.sampler.reseed_rng()
@@ -297,15 +297,15 @@ class SharedTrial:
     Args:
         trial: Optuna's trial in the main process; None in other processes.
         number: the trial's number in the study.
-        from_main: calls a function in the main process, and returns its result or raises its error in every process.
+        broadcast_from_main: calls a function in the main process, and returns or raises its outcome in every process.
 
     Attributes:
         params: the suggested values by name.
     """
 
-    def __init__(self, trial: Any, number: int, from_main: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, trial: Any, number: int, broadcast_from_main: Callable[[Callable[[], Any]], Any]) -> None:
         self._trial = trial
-        self._from_main = from_main
+        self._broadcast_from_main = broadcast_from_main
         self.number = number
         self.params: dict[str, Any] = {}
 
@@ -316,10 +316,10 @@ class SharedTrial:
         if name.startswith("_") or not callable(getattr(Trial, name, None)):
             raise AttributeError(f"A trial in several processes has number, params and methods, but not {name!r}.")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result, self.params = self._from_main(
+        def call_method(*args: Any, **kwargs: Any) -> Any:
+            result, self.params = self._broadcast_from_main(
                 lambda: (getattr(self._trial, name)(*args, **kwargs), self._trial.params)
             )
             return result
 
-        return call
+        return call_method

@@ -94,28 +94,28 @@ class TrialCount:
         self.n_trials = n_trials
         self._retry_marked_trials()
 
-    def remaining(self) -> int | None:
+    def count_remaining_trials(self) -> int | None:
         """The number of trials that no process has started; None for no limit.
 
         Waits until the owner of each running trial is known, before it returns 0.
         """
         while True:
-            has_unknown_owner = self._mark_interrupted()
+            has_unknown_owner = self._fail_interrupted_trials()
             if self.n_trials is None:
                 return None
-            remaining = max(0, self.n_trials - len(self._counted()))
-            if remaining or not has_unknown_owner:
-                return remaining
+            remaining_trials = max(0, self.n_trials - len(self._trials()))
+            if remaining_trials or not has_unknown_owner:
+                return remaining_trials
             time.sleep(0.1)
 
     def is_surplus(self, number: int) -> bool:
         """Whether a trial exceeds the limit, because other processes started the last trials at the same time."""
-        return self.n_trials is not None and sum(trial.number < number for trial in self._counted()) >= self.n_trials
+        return self.n_trials is not None and sum(trial.number < number for trial in self._trials()) >= self.n_trials
 
-    def _counted(self) -> list[FrozenTrial]:
+    def _trials(self) -> list[FrozenTrial]:
         return [trial for trial in self.study.get_trials(deepcopy=False) if _counts(trial)]
 
-    def _mark_interrupted(self) -> bool:
+    def _fail_interrupted_trials(self) -> bool:
         """Fail the running trials whose process has ended.
 
         Returns:

@@ -42,13 +42,13 @@ def check_names(args: Any, params: Any, *, allow_model_arguments: bool) -> None:
     if not isinstance(params, Mapping):
         raise InvalidArgument(f"hp_space returned {params!r}: it must return a dict of training arguments.")
     fields = _fields(args)
-    unknown = [name for name in params if name not in fields]
+    unknown_names = [name for name in params if name not in fields]
     cutoff = _TYPO_SIMILARITY if allow_model_arguments else 0.6
-    suggestions = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown}
-    if typos := [name for name in unknown if suggestions[name] or not allow_model_arguments]:
-        raise UnknownArgument("; ".join(_unknown(args, name, suggestions[name]) for name in typos))
-    if unknown:
-        logger.info("Not training arguments, so only model_init can use them: %s", ", ".join(unknown))
+    suggestions = {name: difflib.get_close_matches(str(name), fields, n=1, cutoff=cutoff) for name in unknown_names}
+    if typos := [name for name in unknown_names if suggestions[name] or not allow_model_arguments]:
+        raise UnknownArgument("; ".join(_describe_unknown_name(args, name, suggestions[name]) for name in typos))
+    if unknown_names:
+        logger.info("Not training arguments, so only model_init can use them: %s", ", ".join(unknown_names))
     if fixed_names := [name for name in _CONSTRUCTOR_ONLY if name in params]:
         raise InvalidArgument(f"hp_space: {', '.join(fixed_names)}: used when the Trainer is created, so set it there.")
 
@@ -80,7 +80,7 @@ def _fields(args: Any) -> dict[str, dataclasses.Field[Any]]:
     return {field.name: field for field in dataclasses.fields(args) if field.init}
 
 
-def _unknown(args: Any, name: str, suggestions: list[str]) -> str:
+def _describe_unknown_name(args: Any, name: str, suggestions: list[str]) -> str:
     hint = (
         f"; did you mean {suggestions[0]!r}?"
         if suggestions

@@ -92,7 +92,7 @@ class WandbSearch(SearchBackend):
             sweep_id = wandb.sweep(self._space(trainer, name), **owner)
         with _report_to_wandb(trainer):
             wandb.agent(sweep_id, functools.partial(self._train, trainer), **options, **owner)
-        return self._best(sweep_id)
+        return self._find_best_run(sweep_id)
 
     def run_id(self, trial: Any) -> str:
         """The id of the run."""
@@ -139,7 +139,7 @@ class WandbSearch(SearchBackend):
             run.name = trainer.hp_name(params)
         reason = None
         try:
-            objective = self.objective(trainer, params)
+            objective = self.train_and_evaluate(trainer, params)
         except Exception as error:
             logger.exception("The run %s failed.", run.id)
             reason = f"{type(error).__name__}: {error}"
@@ -164,7 +164,7 @@ class WandbSearch(SearchBackend):
         if self.best_run is None or sign * objective < sign * self.best_run.objective:  # type: ignore[operator]
             self.best_run = BestRun(run_id, objective, params)
 
-    def _best(self, sweep: str) -> BestRun:
+    def _find_best_run(self, sweep: str) -> BestRun:
         if self.best_run is None:
             raise SearchFailed(f"The sweep {sweep}: {no_trial_message(['failed'] * len(self.failures), self.failures)}")
         if self.failures:

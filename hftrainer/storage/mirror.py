@@ -61,7 +61,7 @@ class Mirror:
             StorageError: if the URL cannot be written or listed.
         """
         self.remote.check_access()
-        folder = self._name(run_dir)
+        folder = self._remote_name(run_dir)
         checkpoints = self._remote_checkpoints[folder] = self.remote.checkpoints(folder)
         if checkpoints and not resumes:
             logger.warning(
@@ -84,7 +84,7 @@ class Mirror:
             name, problem = next(iter(self._missing_reasons.items()))
             raise CheckpointNotWritten(f"{self.local / name} is written but not uploaded: {problem}")
 
-    def add(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
+    def add_checkpoint(self, checkpoint: str, limit: int | None, keep: Collection[str]) -> None:
         """Upload a checkpoint in the background, then delete older ones locally and at the URL.
 
         Args:
@@ -92,8 +92,8 @@ class Mirror:
             limit: number of checkpoints to keep at the URL; None for all.
             keep: other checkpoints to keep, such as the best; local folders.
         """
-        kept_names = {self._name(path) for path in (checkpoint, *keep)}
-        self._jobs.append(self._thread.submit(self._upload, self._name(checkpoint), limit, kept_names))
+        kept_names = {self._remote_name(path) for path in (checkpoint, *keep)}
+        self._jobs.append(self._thread.submit(self._upload, self._remote_name(checkpoint), limit, kept_names))
 
     def wait(self) -> None:
         """Wait until no upload is running."""
@@ -133,20 +133,20 @@ class Mirror:
                 logger.error("%s is not uploaded: %s", self.local / name, error)
                 return
 
-    def delete_others(self, best: str, run_dir: str) -> None:
+    def delete_other_checkpoints(self, best: str, run_dir: str) -> None:
         """Delete a run's other checkpoints; at the URL only if `best` is complete there."""
         delete_all_but_best(best, run_dir)
-        name, folder = self._name(best), self._name(run_dir)
+        name, folder = self._remote_name(best), self._remote_name(run_dir)
         try:
             if self._folder(name) == folder and self.remote.manifest(name) is not None:
                 self._delete_remote([other for other in self.remote.checkpoints(folder) if other != name])
         except StorageError as error:
             logger.warning("Checkpoints other than %s were not deleted: %s", name, error)
 
-    def discard(self, checkpoints: Iterable[str]) -> None:
+    def discard_checkpoints(self, checkpoints: Iterable[str]) -> None:
         """Delete the checkpoints of a failed attempt at training that is restarted."""
         self.wait()
-        self._delete_remote([self._name(path) for path in checkpoints])
+        self._delete_remote([self._remote_name(path) for path in checkpoints])
 
     def _upload(self, name: str, limit: int | None, kept_names: Collection[str]) -> None:
         """Upload a checkpoint and the missing ones, then delete those beyond the limits."""
@@ -171,7 +171,7 @@ class Mirror:
         path = self.local / name
         try:
             self.remote.upload(path, name)
-            self._note_uploaded(name)
+            self._record_upload(name)
         except FileNotFoundError:
             logger.warning("%s was deleted before it was uploaded to %s.", path, self.remote.url)
             self._forget(name)
@@ -202,7 +202,7 @@ class Mirror:
 
         Checkpoints that this mirror does not upload are kept.
         """
-        local = [self._name(path) for path in sort_checkpoints(str(self.local / folder))]
+        local = [self._remote_name(path) for path in sort_checkpoints(str(self.local / folder))]
         for name in [name for name in local[: -self._keep_local] if name not in kept_names]:
             if name in self._missing_reasons:
                 logger.error("%s is deleted, though it was not uploaded: keep_local=%s.", name, self._keep_local)
@@ -230,7 +230,7 @@ class Mirror:
             StorageError: if the URL cannot be read.
         """
         local = self._newest_local(run_dir)
-        for name in reversed(self.remote.checkpoints(self._name(run_dir))):
+        for name in reversed(self.remote.checkpoints(self._remote_name(run_dir))):
             if local is not None and (names.step_of(name) or 0) <= (names.step_of(local) or 0):
                 break
             try:
@@ -254,7 +254,7 @@ class Mirror:
     def _download(self, name: str) -> None:
         logger.info("Downloading %s/%s.", self.remote.url, name)
         self.remote.download(name, str(self.local / name))
-        self._note_uploaded(name)
+        self._record_upload(name)
 
     def _fetch_files(self) -> None:
         """Download the files to which a run appends, such as logs. Local ones are older."""
@@ -264,7 +264,7 @@ class Mirror:
 
     def holds(self, path: str) -> bool:
         """Whether the URL has a complete copy of a local checkpoint."""
-        name = self._name(path)
+        name = self._remote_name(path)
         return not name.startswith("..") and self.remote.manifest(name) is not None
 
     def is_uploaded(self, name: str) -> bool:
@@ -275,7 +275,7 @@ class Mirror:
     def _newest_local(self, run_dir: str) -> str | None:
         """The newest intact local checkpoint that was not deleted or replaced at the URL."""
         for path in checkpoints_newest_first(run_dir) if os.path.isdir(run_dir) else ():
-            name = self._name(path)
+            name = self._remote_name(path)
             if (reason := CheckpointFolder(path).inspect().skip_reason) is not None:
                 logger.warning("%s is damaged and is skipped: %s.", path, reason)
             elif self.is_uploaded(name) and not self._is_unchanged(name):
@@ -293,7 +293,7 @@ class Mirror:
 
     # ---- Names -------------------------------------------------------------------------------------------------
 
-    def _name(self, path: str) -> str:
+    def _remote_name(self, path: str) -> str:
         """The name of a local path at the URL; '../…' outside of the output folder."""
         name = Path(os.path.relpath(path, self.local)).as_posix()
         return "" if name == "." else name
@@ -313,7 +313,7 @@ class Mirror:
             for name in sorted(files):
                 path = os.path.join(root, name)
                 if name != _UPLOADS_FILE and not name.startswith("_tmp_") and os.path.isfile(path):
-                    yield self._name(path)
+                    yield self._remote_name(path)
 
     def _read_uploads(self) -> dict[str, dict[str, int]]:
         try:
@@ -323,12 +323,8 @@ class Mirror:
             return {}
         return uploads
 
-    def _note_uploaded(self, name: str) -> None:
+    def _record_upload(self, name: str) -> None:
         uploads = self._read_uploads()
-        digests = {
-            other: checksum
-            for other, checksum in uploads.get(self.remote.url, {}).items()
-            if (self.local / other).is_dir()
-        }
+        digests = {path: crc for path, crc in uploads.get(self.remote.url, {}).items() if (self.local / path).is_dir()}
         uploads[self.remote.url] = {**digests, name: digest(read_manifest(self.local / name)) or 0}
         (self.local / _UPLOADS_FILE).write_text(json.dumps(uploads), encoding="utf-8")

@@ -23,7 +23,7 @@ from hftrainer.checkpointing import names
 from hftrainer.checkpointing.files import Entry, crc32_of_file, crc32_of_list, parse_manifest
 from hftrainer.checkpointing.folder import CheckpointFolder
 from hftrainer.errors import DamagedCheckpoint, InvalidArgument, MissingPackage, StorageError
-from hftrainer.hub.failures import remove_tokens, with_retries
+from hftrainer.hub.failures import call_with_retries, remove_tokens
 
 T = TypeVar("T")
 
@@ -85,14 +85,14 @@ class RemoteFolder:
 
     def checkpoints(self, folder: str = "") -> list[str]:
         """The names of the checkpoints in a folder, complete or not, sorted by step."""
-        checkpoints = [(step, name) for name in self._list(folder) if (step := names.step_of(name)) is not None]
+        checkpoints = [(step, name) for name in self._list_names(folder) if (step := names.step_of(name)) is not None]
         return [name for _, name in sorted(checkpoints)]
 
     def manifest(self, checkpoint: str) -> dict[str, Entry] | None:
         """The entries of a checkpoint's manifest; None if the checkpoint is incomplete."""
         path = f"{checkpoint}/{names.MANIFEST_NAME}"
         try:
-            content = self._call_on_existing(
+            content = self._call_on_existing_file(
                 lambda: self._filesystem.cat_file(path), f"{self.url}/{path} cannot be read"
             )
             return parse_manifest(content, f"{self.url}/{path}")
@@ -114,7 +114,7 @@ class RemoteFolder:
         manifest = f"{checkpoint}/{names.MANIFEST_NAME}"
         entries = parse_manifest((local / names.MANIFEST_NAME).read_bytes(), str(local))
         self.delete_files([manifest])
-        self.delete_files(set(self._find(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
+        self.delete_files(set(self._find_files(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
         for name in entries:
             self.upload_file(local / name, f"{checkpoint}/{name}")
         self.upload_file(local / names.MANIFEST_NAME, manifest)
@@ -149,7 +149,7 @@ class RemoteFolder:
     def delete_checkpoint(self, checkpoint: str) -> None:
         """Delete a checkpoint, its manifest first."""
         self.delete_files([f"{checkpoint}/{names.MANIFEST_NAME}"])
-        self.delete_files(self._find(checkpoint))
+        self.delete_files(self._find_files(checkpoint))
         failure = f"{self.url}/{checkpoint} cannot be deleted"
         # In object stores, folders are only parts of names.
         if self._call(lambda: self._filesystem.isdir(checkpoint), failure):
@@ -159,7 +159,8 @@ class RemoteFolder:
 
     def files(self) -> list[str]:
         """The names of all files outside of checkpoints."""
-        return [name for name in self._find("") if all(names.step_of(part) is None for part in name.split("/")[:-1])]
+        file_names = self._find_files("")
+        return [name for name in file_names if all(names.step_of(part) is None for part in name.split("/")[:-1])]
 
     def upload_file(self, local: Path, name: str) -> None:
         """Upload one file. Raises FileNotFoundError if it does not exist locally."""
@@ -170,7 +171,7 @@ class RemoteFolder:
         """Download one file atomically. Raises FileNotFoundError if it does not exist."""
         local.parent.mkdir(parents=True, exist_ok=True)
         temporary = local.with_name(f"_tmp_{local.name}")
-        self._call_on_existing(
+        self._call_on_existing_file(
             lambda: self._filesystem.get_file(name, str(temporary)), f"{self.url}/{name} cannot be read"
         )
         temporary.replace(local)
@@ -181,25 +182,25 @@ class RemoteFolder:
             failure = f"{self.url}/{name} cannot be deleted"
             try:
                 if self._call(functools.partial(self._filesystem.exists, name), failure):
-                    self._call_on_existing(functools.partial(self._filesystem.rm_file, name), failure)
+                    self._call_on_existing_file(functools.partial(self._filesystem.rm_file, name), failure)
             except FileNotFoundError:
                 continue
 
-    def _list(self, folder: str) -> list[str]:
+    def _list_names(self, folder: str) -> list[str]:
         """The names in a folder; empty if the folder does not exist."""
         self._filesystem.invalidate_cache()
         try:
-            return self._call_on_existing(
+            return self._call_on_existing_file(
                 lambda: self._filesystem.ls(folder, detail=False), f"{self.url} cannot be listed"
             )
         except FileNotFoundError:
             return []
 
-    def _find(self, folder: str) -> list[str]:
+    def _find_files(self, folder: str) -> list[str]:
         """The names of all files below a folder."""
         self._filesystem.invalidate_cache()
         try:
-            return self._call_on_existing(lambda: self._filesystem.find(folder), f"{self.url} cannot be listed")
+            return self._call_on_existing_file(lambda: self._filesystem.find(folder), f"{self.url} cannot be listed")
         except FileNotFoundError:
             return []
 
@@ -211,14 +212,14 @@ class RemoteFolder:
             StorageError: for all other errors, without their causes, which may show credentials.
         """
         try:
-            return self._call_on_existing(operation, failure)
+            return self._call_on_existing_file(operation, failure)
         except FileNotFoundError as error:
             raise StorageError(f"{failure}: {reason(error)}.") from None
 
-    def _call_on_existing(self, operation: Callable[[], T], failure: str) -> T:
+    def _call_on_existing_file(self, operation: Callable[[], T], failure: str) -> T:
         """Call `operation` as `_call` does, but raise FileNotFoundError for a missing file."""
         try:
-            return with_retries(operation, WAITS, _is_transient)
+            return call_with_retries(operation, WAITS, _is_transient)
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -228,9 +229,9 @@ class RemoteFolder:
 
     def _hint(self, error: Exception) -> str:
         """Where the credentials are expected, if they are missing or refused."""
-        where = _CREDENTIALS.get(self.url.partition("://")[0])
+        source = _CREDENTIALS.get(self.url.partition("://")[0])
         is_refused = isinstance(error, PermissionError) or "Credential" in type(error).__name__
-        return f" The credentials are those of {where}." if where and is_refused else ""
+        return f" The credentials are those of {source}." if source and is_refused else ""
 
 
 def digest(entries: dict[str, Entry] | None) -> int | None:

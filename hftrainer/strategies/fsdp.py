@@ -32,7 +32,7 @@ class FsdpStrategy(Strategy):
     argument = "fsdp"
     flags: tuple[str, ...] = ("is_fsdp_enabled",)
     card = "FSDP"
-    shards = True
+    shards_model = True
     needs_single_process_group = True
 
     def __init__(self, plan: LightningPlan) -> None:
@@ -40,7 +40,7 @@ class FsdpStrategy(Strategy):
         self.plugin = None if plan.sharding is None else FsdpPlugin(plan.sharding)
         if self.plugin is None:
             self.argument, self.card, self.flags = "tensor parallelism", "", ()
-        self._prepared: nn.Module | None = None
+        self._prepared_model: nn.Module | None = None
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -53,17 +53,17 @@ class FsdpStrategy(Strategy):
 
     def lightning_strategy(self, settings: Any) -> Any:
         """Lightning's strategy for FSDP1 or FSDP2."""
-        return load("lightning", "fsdp").build(self.plan, settings)
+        return load("lightning", "fsdp").build_strategy(self.plan, settings)
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scaler. With FSDP1, it checks the gradient shards of all ranks for infinity."""
         is_v1 = self.plugin is not None and self.plugin.fsdp_version == 1
         return ShardedScaler(self.device.type) if is_v1 and self.plan.precision == "16-mixed" else super().make_scaler()
 
-    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+    def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Shard the model before the optimizer is made, then load this process's weights."""
-        trainer.model = trainer.model_wrapped = self._prepared = sharding.shard(trainer.model, self.plan)
-        load()
+        trainer.model = trainer.model_wrapped = self._prepared_model = sharding.shard(trainer.model, self.plan)
+        load_checkpoint()
 
     def prepare_evaluation(self, trainer: Any) -> None:
         """Shard the model and broadcast the buffers of rank 0, as with replicas."""
@@ -80,9 +80,9 @@ class FsdpStrategy(Strategy):
 
     def summon_full_parameters(self) -> contextlib.AbstractContextManager[None]:
         """Gather the parameters for the block, unless the model's methods gather them."""
-        if self._prepared is None:
+        if self._prepared_model is None:
             return super().summon_full_parameters()
-        return sharding.summon_full_parameters(self._prepared)
+        return sharding.summon_full_parameters(self._prepared_model)
 
     @property
     def needs_all_ranks_in_forward(self) -> bool:  # type: ignore[override]
@@ -91,17 +91,17 @@ class FsdpStrategy(Strategy):
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the sharded model, ignoring `parameters`."""
-        if self._prepared is None:
+        if self._prepared_model is None:
             return super().clip_grad_norm(parameters, max_norm, norm_type)
-        return sharding.clip_grad_norm(self._prepared, max_norm, norm_type)
+        return sharding.clip_grad_norm(self._prepared_model, max_norm, norm_type)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None] | None:
         """A context in which backward passes do not reduce gradients."""
-        return None if self._prepared is None else sharding.without_sync(self._prepared)
+        return None if self._prepared_model is None else sharding.without_sync(self._prepared_model)
 
     def release(self) -> None:
         """Release the sharded model."""
-        self._prepared = None
+        self._prepared_model = None
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -116,30 +116,30 @@ class FsdpStrategy(Strategy):
         """Gather the weights and, unless `optimizer` is None, the optimizer's state."""
         sharded.broadcast_buffers(model)
         if self.plan.saves_dcp:
-            self._gathered = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
+            self._gathered_states = sharded.states_for_dcp(model, None if optimizer is None else optimizer())
             return
         is_full = not self.writes_parts
         only_trainable = peers.is_peft(getattr(model, "_fsdp_wrapped_module", model))
-        self._gathered = {"model": sharded.model_state(model, full=is_full, only_trainable=only_trainable)}
+        self._gathered_states = {"model": sharded.model_state(model, full=is_full, only_trainable=only_trainable)}
         if optimizer is not None:
-            self._gathered["optimizer"] = sharded.optimizer_state(model, optimizer(), full=is_full)
+            self._gathered_states["optimizer"] = sharded.optimizer_state(model, optimizer(), full=is_full)
 
     def weights_to_save(self, model: nn.Module) -> dict[str, Any]:
         """The weights gathered for the current checkpoint, or weights gathered now."""
-        gathered = None if self.writes_parts else self._gathered.get("model")
+        gathered = None if self.writes_parts else self._gathered_states.get("model")
         # Copy the mapping, since transformers empties the one that it writes.
         return dict(gathered) if gathered is not None else sharded.model_state(model, full=True)
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the contents of each full state that was gathered."""
-        for kind, state in self._gathered.items():
+        for kind, state in self._gathered_states.items():
             if not (self.writes_parts or (kind == "model" and self.plugin is None)):
                 yield names.FULL_STATES[kind], state
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
         save = sharded.save_dcp if self.plan.saves_dcp else sharded.save_parts
         group = cpu_group(self.plan.processes.timeout, is_separate=True) if self.plan.async_checkpoint else None
-        write(functools.partial(save, folder=folder, group=group), self._gathered)
+        write(functools.partial(save, folder=folder, group=group), self._gathered_states)
 
     def load_weights(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load this process's part of the weights of any checkpoint."""
@@ -149,7 +149,7 @@ class FsdpStrategy(Strategy):
         self, folder: str, model: nn.Module, optimizer: MakeOptimizer, scheduler: Any
     ) -> None:
         """Load this process's part of the states of any checkpoint."""
-        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, sharded=True)
+        resume.load_optimizer_and_scheduler(folder, model, optimizer(), scheduler, is_sharded=True)
 
 
 class ShardedScaler(ShardedGradScaler):

@@ -51,7 +51,7 @@ class Strategy(ABC):
         argument: the argument that selects the strategy, for error messages.
         flags: the Trainer attributes that are True with this strategy, as in transformers.
         card: name of the strategy on a model card; empty for no entry.
-        shards: whether each process has only a part of the model or of the optimizer's state.
+        shards_model: whether each process has only a part of the model or of the optimizer's state.
         writes_parts: whether each process writes its own part of a checkpoint.
         saves_only_parts: whether checkpoints hold the model only in these parts, so that no other weights are saved.
         owns_scheduler: whether the schedule's state is saved and loaded with the optimizer's.
@@ -65,7 +65,7 @@ class Strategy(ABC):
     argument = ""
     flags: tuple[str, ...] = ()
     card = ""
-    shards = False
+    shards_model = False
     writes_parts = False
     saves_only_parts = False
     owns_scheduler = False
@@ -76,7 +76,7 @@ class Strategy(ABC):
 
     def __init__(self, plan: LightningPlan) -> None:
         self.plan = plan
-        self._gathered: dict[str, Any] = {}
+        self._gathered_states: dict[str, Any] = {}
         self._has_waited = False
 
     @property
@@ -87,7 +87,7 @@ class Strategy(ABC):
     @property
     def distributed_type(self) -> DistributedType:
         """Accelerate's name for this strategy."""
-        return DistributedType.of(self.device.type, several=self.plan.processes.several)
+        return DistributedType.from_device(self.device.type, is_distributed=self.plan.processes.is_distributed)
 
     def plugins(self) -> dict[str, Any]:
         """Accelerate's plugins, by their names in `accelerator.state`."""
@@ -133,18 +133,18 @@ class Strategy(ABC):
         """Move a model to the device."""
         model.to(device)
 
-    def prepare_model(self, trainer: Any, load: Callable[[], None]) -> None:
+    def prepare_model(self, trainer: Any, load_checkpoint: Callable[[], None]) -> None:
         """Shard the Trainer's model and load a checkpoint, in the order that the strategy needs.
 
         Args:
             trainer: the Trainer, whose model is replaced by the sharded one.
-            load: loads the weights of the checkpoint that the run resumes from, if any. Only strategies that shard
-                call it: for the others, the model already has these weights.
+            load_checkpoint: loads the weights of the checkpoint that the run resumes from, if any. Only strategies that
+                shard call it: for the others, the model already has these weights.
         """
 
     def prepare_evaluation(self, trainer: Any) -> None:
         """Prepare the Trainer's model for an evaluation."""
-        self.prepare_model(trainer, load=lambda: None)
+        self.prepare_model(trainer, load_checkpoint=lambda: None)
 
     def prepare_optimizer(self, trainer: Any, max_steps: int, folder: str | None, *, makes_both: bool) -> None:
         """Make the optimizer, let the accelerator prepare it with the model, then make the schedule.
@@ -252,7 +252,7 @@ class Strategy(ABC):
         """
         if self.writes_parts:
             self._has_waited = True
-            if self.plan.processes.from_main(lambda: True):
+            if self.plan.processes.broadcast_from_main(lambda: True):
                 self._write_parts(folder, write)
 
     def _write_parts(self, folder: str, write: CallWrite) -> None:
@@ -261,15 +261,15 @@ class Strategy(ABC):
     def write_full_states(self, folder: str, write: CallWrite) -> None:
         """Write the states that a single process writes in DCP format; see `write_parts`."""
 
-    def save_parts_beside_model(self, folder: str) -> None:
+    def save_remaining_parts(self, folder: str) -> None:
         """Write the parts that `save_model()` has not written."""
 
     def finish(self) -> None:
         """Release the gathered states. If the folder could not be created, notify the ranks that wait for it."""
         if self.writes_parts and not self._has_waited:
-            self.plan.processes.from_main(lambda: False)
+            self.plan.processes.broadcast_from_main(lambda: False)
         self._has_waited = False
-        self._gathered = {}
+        self._gathered_states = {}
 
     # ---- Loading -----------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Strategy(ABC):
             only_trainable: do not load frozen weights, as with adapters.
         """
 
-    def load_best(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
+    def load_best_model(self, model: nn.Module, folder: str, *, only_trainable: bool) -> Any:
         """Load the best checkpoint of a run at its end, as `load_weights` does."""
         return self.load_weights(model, folder, only_trainable=only_trainable)
 
@@ -308,7 +308,7 @@ class ReplicasStrategy(Strategy):
 
     def gather(self, model: nn.Module, optimizer: MakeOptimizer | None) -> None:
         """Keep model and optimizer, since only the process that writes needs their states."""
-        self._gathered = {"model": model, "optimizer": optimizer}
+        self._gathered_states = {"model": model, "optimizer": optimizer}
 
     def files(self, optimizer: MakeOptimizer | None) -> Iterator[tuple[str, Any]]:
         """Yields the file name and the state of the optimizer."""
@@ -321,7 +321,7 @@ class ReplicasStrategy(Strategy):
             # Import lazily, since this imports torch's FSDP.
             from hftrainer.checkpointing import sharded
 
-            model, optimizer = self._gathered["model"], self._gathered["optimizer"]
+            model, optimizer = self._gathered_states["model"], self._gathered_states["optimizer"]
             states = sharded.states_for_dcp(model, None if optimizer is None else optimizer(), shards=False)
             write(functools.partial(sharded.save_dcp, folder=folder, is_only_writer=True), states)
 

@@ -89,7 +89,7 @@ class EngineAccelerator(ProcessState):
         self.processes: Processes = processes
         self.scaler = engine.scaler
         self.optimizer_step_was_skipped = False
-        self.multi_device = processes.several
+        self.multi_device = processes.is_distributed
         accumulation = {**(config["gradient_accumulation_kwargs"] or {}), "num_steps": num_steps}
         self.gradient_state = GradientState(self._loaders, processes.data_world_size, accumulation)
 
@@ -158,7 +158,7 @@ class EngineAccelerator(ProcessState):
         if device_placement is not False:
             self._strategy.move(model, self.device)
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation_mode or not is_trainable or not self.processes.several:
+        if evaluation_mode or not is_trainable or not self.processes.is_distributed:
             return model
         return self._strategy.prepare_extra_model(model)
 

@@ -174,7 +174,7 @@ def check_consistency(args: Any, processes: Processes) -> None:
     Raises:
         InvalidArgument: on every rank, with each argument that differs and the ranks that have each value.
     """
-    if not processes.several:
+    if not processes.is_distributed:
         return
     names = Seq2SeqTrainingArguments.__dataclass_fields__.keys() - PER_RANK
     texts = {}

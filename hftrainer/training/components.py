@@ -124,7 +124,7 @@ class Components:
         self.trainer.create_accelerator_and_postprocess()
         self.storage_sync.open()
         if self.trainer.args.push_to_hub:
-            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
+            self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
 
     @property
     def unwrapped_model(self) -> Any:
@@ -137,7 +137,7 @@ class Components:
         is_replaced = is_overridden(self.trainer.accelerator, "clip_grad_norm_", "unscale_gradients")
         return self.trainer.accelerator.clip_grad_norm_ if is_replaced else self.strategy.clip_grad_norm
 
-    def announce(self, event: str, *payload: Any, **kwargs: Any) -> None:
+    def call_callbacks(self, event: str, *payload: Any, **kwargs: Any) -> None:
         """Call an event of all callbacks through the handler, and keep the control that they return."""
         handle = getattr(self.trainer.callback_handler, event)
         self.trainer.control = handle(self.trainer.args, self.trainer.state, self.trainer.control, *payload, **kwargs)
@@ -154,7 +154,7 @@ class Components:
         trainer = self.trainer
         return [each for each in [*trainer.callback_handler.callbacks, trainer.control] if is_exportable(each)]
 
-    def loggers(self) -> list[Any]:
+    def open_loggers(self) -> list[Any]:
         """The Lightning loggers that this process writes to. The call opens their runs."""
         if self.trainer.args.process_index:
             return []

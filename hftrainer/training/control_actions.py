@@ -24,7 +24,7 @@ from hftrainer.training.component import Component
 class ControlActions(Component):
     """Logs, evaluates and saves as the control flags request."""
 
-    def run_requested(
+    def run_requested_actions(
         self,
         tr_loss: torch.Tensor,
         grad_norm: Any,
@@ -105,7 +105,7 @@ class ControlActions(Component):
         try:
             with self.components.engine.evaluation_group() as lightning_metrics:
                 if isinstance(trainer.eval_dataset, Mapping):
-                    metrics = self._evaluate_each(trainer.eval_dataset, ignore_keys)
+                    metrics = self._evaluate_sets(trainer.eval_dataset, ignore_keys)
                 else:
                     metrics = trainer.evaluate(ignore_keys=ignore_keys)
                 lightning_metrics |= metrics
@@ -121,13 +121,13 @@ class ControlActions(Component):
         if trainer.args.metric_for_best_model is not None or needs_metric(trainer.lr_scheduler):
             # Metrics may differ between ranks, if they are random or computed from a part of the data.
             rank_metrics = metrics
-            metrics = trainer.accelerator.processes.from_main(lambda: rank_metrics)
+            metrics = trainer.accelerator.processes.broadcast_from_main(lambda: rank_metrics)
         trainer._report_to_hp_search(trial, trainer.state.global_step, metrics)
         if needs_metric(trainer.lr_scheduler) and steps_schedule:
             trainer.lr_scheduler.step(get_metric(metrics, trainer.args.metric_for_best_model or "loss"))
         return metrics
 
-    def _evaluate_each(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
+    def _evaluate_sets(self, sets: Mapping[str, Any], ignore_keys: list[str] | None) -> dict[str, float]:
         """Evaluate several sets. Early stopping may monitor a metric of one set, or the mean loss."""
         stoppers = [each for each in self.trainer.callback_handler.callbacks if isinstance(each, EarlyStoppingCallback)]
         for callback in stoppers:

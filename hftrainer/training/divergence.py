@@ -113,7 +113,7 @@ class DivergenceWatch(Component):
         self.loop.is_between_steps = True
         return True
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch to the loss of the step."""
         if not self.is_enabled:
             return
@@ -140,7 +140,7 @@ class DivergenceWatch(Component):
         loss, norm = torch.stack([self._loss.float(), norm.float()]).tolist()
         reason, value = self._judge(loss, 0.0 if has_scaler else norm)
         processes = self.trainer.accelerator.processes
-        if processes.start_max_over_ranks([int(reason)])()[0] if processes.several else reason:
+        if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
             step = self.trainer.state.global_step + 1
             raise Diverged(Finding(step, reason, value, self._spans, self._samples()))
         self.recent_losses.append(loss)
@@ -182,7 +182,7 @@ class SkippedSamples:
     def __init__(self, trainer: Trainer, trial: Any, checkpoint: str | None) -> None:
         self.trainer = trainer
         self.path = os.path.join(run_folder(trainer, trial), SKIPPED_NAME)
-        self.entries: list[dict[str, Any]] = trainer.accelerator.processes.from_main(
+        self.entries: list[dict[str, Any]] = trainer.accelerator.processes.broadcast_from_main(
             lambda: self._load_entries(checkpoint)
         )
         self.windows: dict[tuple[int, int], int] = {}
@@ -257,7 +257,7 @@ class SkippedSamples:
             epochs += 1
         return schedule._replace(num_train_epochs=epochs)
 
-    def add(self, finding: Finding, folder: str | None) -> str:
+    def add_finding(self, finding: Finding, folder: str | None) -> str:
         """Add the step of a finding before the rollback to `folder`, and return a message.
 
         A collective operation.
@@ -274,7 +274,7 @@ class SkippedSamples:
         place = f" on rank {', '.join(map(str, ranks))}" if len(findings) > 1 else ""
         message = f"Step {finding.step} diverged: {_DESCRIPTIONS[reason]} ({value:g}{place})"
         if len(self.entries) >= args.max_rollbacks or args.on_divergence == "stop":
-            raise TrainingDiverged(self._make_error(message, worst_finding, samples))
+            raise TrainingDiverged(self._make_error_message(message, worst_finding, samples))
         entry = {
             "step": finding.step,
             "reason": _DESCRIPTIONS[reason],
@@ -287,12 +287,12 @@ class SkippedSamples:
         }
         self.entries.append(entry)
         self._apply(entry)
-        processes.from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
+        processes.broadcast_from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
         return (
             f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"
         )
 
-    def _make_error(self, message: str, finding: Finding, samples: list[Any]) -> str:
+    def _make_error_message(self, message: str, finding: Finding, samples: list[Any]) -> str:
         if self.trainer.args.on_divergence == "stop":
             reason = "on_divergence='stop'"
         else:
@@ -312,7 +312,7 @@ class SkippedSamples:
 
 def _describe_samples(samples: list[Any]) -> str:
     """Describe samples in a message by their indices on all ranks."""
-    indices = [index for of_rank in samples if of_rank for batch in of_rank for index in batch]
+    indices = [index for rank_batches in samples if rank_batches for batch in rank_batches for index in batch]
     if not indices:
         return "samples whose indices are not known"
     shortener = reprlib.Repr()

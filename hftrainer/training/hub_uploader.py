@@ -43,7 +43,7 @@ class HubUploader(Component):
     ) -> Any:
         """Implements `Trainer.push_to_hub`: saves the model, writes its card, and uploads the folder."""
         trainer = self.trainer
-        self.components.announce("on_push_begin")
+        self.components.call_callbacks("on_push_begin")
         trainer.save_model(_internal_call=True)
         if self.components.uploads is None:
             trainer.init_hf_repo(token=token, private=private)
@@ -69,15 +69,15 @@ class HubUploader(Component):
             return
         from hftrainer.hub.uploads import PushInProgress
 
-        by_steps = trainer.args.save_strategy == SaveStrategy.STEPS
-        commits = uploads.make_commits(folder, trainer.args.hub_strategy, by_steps=by_steps)
+        names_step = trainer.args.save_strategy == SaveStrategy.STEPS
+        commits = uploads.make_commits(folder, trainer.args.hub_strategy, names_step=names_step)
         if not commits:
             return
         is_done = trainer.push_in_progress is None or trainer.push_in_progress.is_done()
         if not is_done and not trainer.args.hub_always_push:
             uploads.skip(commits)
             return
-        self.components.announce("on_push_begin")
+        self.components.call_callbacks("on_push_begin")
         jobs = uploads.push(commits)
         trainer.push_in_progress = PushInProgress(jobs if is_done else [*trainer.push_in_progress.jobs, *jobs])
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.resume import explain_other_kind
+from hftrainer.checkpointing.resume import explain_incompatible_state
 from hftrainer.compat import overrides
 from hftrainer.compat.safe_loading import as_bytes
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
@@ -106,7 +106,7 @@ class TrainingLoop:
             try:
                 self.trainer._load_optimizer_and_scheduler(self.resume_folder)
             except (DamagedCheckpoint, InvalidSetup) as error:
-                explain_other_kind(str(self.resume_folder), self.trainer.args, error)
+                explain_incompatible_state(str(self.resume_folder), self.trainer.args, error)
                 raise
 
     @property
@@ -119,7 +119,7 @@ class TrainingLoop:
         """Call `on_train_begin`, evaluate with `eval_on_start`, and complete an interrupted evaluation or epoch."""
         self.trainer.model_wrapped.zero_grad()
         self.components.strategy.run_recorded_operations()
-        self.components.announce("on_train_begin")
+        self.components.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
             with self.control_sync.abort_evaluation_on_signal(), self.watch.phase("evaluation"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
@@ -142,7 +142,7 @@ class TrainingLoop:
         self.epoch = progress.epoch
         self.grad_norm = progress.grad_norm
         self.learning_rate = progress.learning_rate
-        self.micro_batches.restore_rng_now()
+        self.micro_batches.restore_rng_before_reading()
         self._close_epoch()
 
     def call_run_epoch(self, lightning_epoch: Callable[[], None]) -> None:
@@ -206,7 +206,7 @@ class TrainingLoop:
         self.micro_batches.window = AccumulationWindow()
         add_missing_groups(self.trainer.lr_scheduler, self.components.require_optimizer())
         self.run.past = None
-        self.components.announce("on_epoch_begin")
+        self.components.call_callbacks("on_epoch_begin")
 
     def end_epoch(self) -> None:
         """Call `on_epoch_end`, then log, evaluate and save as requested."""
@@ -221,7 +221,7 @@ class TrainingLoop:
 
     def _close_epoch(self) -> None:
         self.epoch_ended = True
-        self.components.announce("on_epoch_end")
+        self.components.call_callbacks("on_epoch_end")
         self.components.print_xla_metrics()
         self.control_sync.sync_control_flags()
         self._log_save_evaluate()
@@ -235,7 +235,7 @@ class TrainingLoop:
         self.trainer.accelerator.sync_gradients = window.is_last
         self.watch.begin_micro_batch()
         if window.is_first:
-            self.components.announce("on_step_begin")
+            self.components.call_callbacks("on_step_begin")
 
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of a micro-batch, of which Lightning then runs backward."""
@@ -267,9 +267,9 @@ class TrainingLoop:
         assert self._micro_batch is not None
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
-        self.divergence.add(loss)
+        self.divergence.add_loss(loss)
         self.watch.end_micro_batch(self.loss_sum.add(loss), inputs)
-        self.step_details.add(loss, inputs)
+        self.step_details.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
         self.trainer._track_num_input_tokens(inputs)
@@ -277,7 +277,7 @@ class TrainingLoop:
     def end_substep(self) -> None:
         """Call `on_substep_end`, after a micro-batch without an optimizer step."""
         self.components.strategy.run_recorded_operations()
-        self.components.announce("on_substep_end")
+        self.components.call_callbacks("on_substep_end")
 
     # ---- Optimizer steps ---------------------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class TrainingLoop:
         needs_norm = norm is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
         self.divergence.check(model)
-        self.components.announce("on_pre_optimizer_step")
+        self.components.call_callbacks("on_pre_optimizer_step")
 
     def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:
         """Call `on_optimizer_step`, and step the learning-rate schedule.
@@ -303,7 +303,7 @@ class TrainingLoop:
         trainer = self.trainer
         trainer.accelerator.optimizer_step_was_skipped = is_skipped
         self._has_uncounted_step = True
-        self.components.announce("on_optimizer_step")
+        self.components.call_callbacks("on_optimizer_step")
         if is_schedule_replaced:
             self.learning_rate = float(trainer.get_learning_rates()[0])
             return
@@ -324,7 +324,7 @@ class TrainingLoop:
         state.epoch = self._epoch_after_step()
         self._is_stepping = self._has_uncounted_step = False
         self.is_between_steps = True
-        self.components.announce("on_step_end", **self.step_details.pop())
+        self.components.call_callbacks("on_step_end", **self.step_details.pop())
         self.watch.grant_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
@@ -348,7 +348,7 @@ class TrainingLoop:
                 "scheduler": self.trainer.lr_scheduler.state_dict(),
                 "scaler": None if scaler is None else scaler.state_dict(),
                 "rng": rng_state(),
-                "progress": vars(self.saver.progress_of(self)),
+                "progress": vars(self.saver.make_progress(self)),
             }
         )
 

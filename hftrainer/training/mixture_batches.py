@@ -60,7 +60,7 @@ def plan_stream(components: Components, stream: MixtureStream) -> MixtureStream:
         logger.warning(
             "dataloader_num_workers=%d is reduced to 1: only one worker can read the streams of a mixture.", workers
         )
-    return stream.planned(plan, components.run.train_batch_size, _find_order_seed(components, plan))
+    return stream.copy_with_plan(plan, components.run.train_batch_size, _find_order_seed(components, plan))
 
 
 def _find_order_seed(components: Components, plan: MixturePlan) -> int | None:

@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.checkpointing.regrouping import NAMES_WITHOUT_GROUPS
 from hftrainer.compat import peers
 from hftrainer.compat.messages import tell
-from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled
+from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
 from hftrainer.compat.peers import bare_name
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -122,12 +122,12 @@ class ModelSetup(Component):
             raise InvalidArgument(reason)
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
-        self.set_inferred(self._inspect(model))
+        self.set_inferred_attributes(self._inspect(model))
         is_sharded = self.trainer.is_distributed_loading_by_transformers
         sharding_methods = (
             ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
         )
-        refuse_uncalled(type(self.trainer), "_build_accelerator_args", *sharding_methods)
+        refuse_uncalled_methods(type(self.trainer), "_build_accelerator_args", *sharding_methods)
         if self.trainer.place_model_on_device:
             self._check_script_optimizer()
             self.trainer._move_model_to_device(model, self.trainer.args.device)
@@ -139,11 +139,11 @@ class ModelSetup(Component):
 
     def _inspect(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
-        args = self.trainer.args
+        args, shards_model = self.trainer.args, self.components.strategy.shards_model
         inspected = type(inspection.called_model(model))
         names = args.label_names
         return {
-            "place_model_on_device": args.place_model_on_device is not False and not self.components.strategy.shards,
+            "place_model_on_device": args.place_model_on_device is not False and not shards_model,
             "is_model_parallel": len({d for d in getattr(model, "hf_device_map", {}).values() if d != "cpu"}) > 1,
             "is_distributed_loading_by_transformers": getattr(model, "is_distributed_loading_by_transformers", False),
             "model_accepts_loss_kwargs": inspection.accepts_loss_kwargs(model),
@@ -160,7 +160,7 @@ class ModelSetup(Component):
             return False
         return inspection.smoothing_shifts_labels(model)
 
-    def set_inferred(self, values: dict[str, Any]) -> None:
+    def set_inferred_attributes(self, values: dict[str, Any]) -> None:
         """Set attributes by name, except those that a subclass or the script has changed."""
         attributes = vars(self.trainer)
         for name, value in values.items():
@@ -330,12 +330,12 @@ class ModelSetup(Component):
             trainer.lr_scheduler = None
             self.run.has_created_scheduler = False
 
-        def load() -> None:
+        def load_checkpoint() -> None:
             if folder is not None:
                 trainer._load_from_checkpoint(folder)
 
         with self._preserve_flos_count():
-            self.components.strategy.prepare_model(trainer, load)
+            self.components.strategy.prepare_model(trainer, load_checkpoint)
         freezes = self.components.engine.freeze_before_training(trainer.model)
         # v4 calls create_optimizer_and_scheduler. v5 calls only the two others, so scripts for v5 override those.
         calls_separately = self.components.policy.calls_create_scheduler
@@ -365,7 +365,7 @@ class ModelSetup(Component):
     @contextlib.contextmanager
     def _preserve_flos_count(self) -> Iterator[None]:
         """Count the model's operations before the block shards it, and keep that count afterwards."""
-        if not self.components.strategy.shards:
+        if not self.components.strategy.shards_model:
             yield
             return
         per_token = self.components.steps.count_flos_per_token()

@@ -79,7 +79,7 @@ class RunWatch(Component):
         with block, self.run.heartbeat.in_phase(name), self.run.measure_time(name):
             yield
         if self.requests is not None:
-            self.requests.note(name)
+            self.requests.record_phase_end(name)
 
     def values(self, steps: int) -> dict[str, float]:
         """The values for a log line over the last `steps` steps. A collective operation."""

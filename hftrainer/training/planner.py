@@ -12,7 +12,7 @@ from hftrainer.arguments.choices import IntervalStrategy
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.messages import log_facts, tell
-from hftrainer.compat.overrides import has_length, make_scheduler, positional_count
+from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
@@ -33,7 +33,7 @@ class Planner(Component):
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
-        count = positional_count(self.trainer.set_initial_training_values)
+        count = count_positional_arguments(self.trainer.set_initial_training_values)
         needs_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
         values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
         return read_schedule(values, args, total_train_batch_size=size)
@@ -44,13 +44,13 @@ class Planner(Component):
         # Batches differ in size, so use the mean.
         if is_sized and args.tokens_per_batch is not None and len(dataloader):
             examples = self.trainer.num_examples(dataloader) / len(dataloader)
-            size = max(1, round(examples * self.components.engine.accumulation_at(0)))
+            size = max(1, round(examples * self.components.engine.accumulation_steps_of(0)))
         schedule = plan_schedule(
             args,
             len(dataloader) * self.trainer.get_sp_size() if is_sized else None,
             self.trainer.num_examples(dataloader) if is_sized else None,
             self.trainer.get_total_train_batch_size(args) if size is None else size,
-            self.components.engine.accumulation_at,
+            self.components.engine.accumulation_steps_of,
             self.components.policy.steps_of_epoch,
         )
         if self.components.policy.returns_steps_in_epoch:
@@ -85,7 +85,7 @@ class Planner(Component):
             first_epoch, position = position_of_progress or position_at_step(
                 trainer.state.global_step,
                 schedule.steps_in_epoch,
-                self.components.engine.accumulation_at,
+                self.components.engine.accumulation_steps_of,
                 () if self.run.skipped_samples is None else self.run.skipped_samples.windows,
             )
             position = 0 if trainer.args.ignore_data_skip else position
@@ -116,7 +116,7 @@ class Planner(Component):
             "Optimizer steps per epoch": schedule.num_update_steps_per_epoch,
             size_label: tokens or self.run.train_batch_size,
             "Batch size of an optimizer step, over all devices": schedule.total_train_batch_size,
-            "Gradient accumulation steps": self.components.engine.accumulation_at(0),
+            "Gradient accumulation steps": self.components.engine.accumulation_steps_of(0),
             "Optimizer steps": steps,
             "Trainable parameters": self.trainer.get_num_trainable_parameters(),
         }
@@ -224,7 +224,7 @@ class TrialSteps:
     def loss(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """The loss of one batch, which makes up a complete optimizer step."""
         run = self.components.run
-        run.accumulation = 1
+        run.accumulation_steps = 1
         items = self.trainer._get_num_items_in_batch([inputs], self.trainer.args.device)
         loss = self.components.steps.loss(model, inputs, items)
         run.logged_metrics = LoggedMetrics()

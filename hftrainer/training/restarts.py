@@ -101,10 +101,9 @@ class Restarts(Component):
         args = self.trainer.args
         self.run.has_rolled_back = False
         self.run.skipped_samples = None if args.on_divergence is None else SkippedSamples(self.trainer, trial, folder)
-        needs_start = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards
-        self.run.initial_state = (
-            InitialStateSnapshot(self.trainer) if args.auto_find_batch_size or needs_start else None
-        )
+        needs_start = args.on_divergence == "rollback" and folder is None and not self.components.strategy.shards_model
+        needs_start |= args.auto_find_batch_size
+        self.run.initial_state = InitialStateSnapshot(self.trainer) if needs_start else None
 
     def roll_back(self, finding: Finding, optimizers: tuple[Any, Any]) -> str | None:
         """Return to the last checkpoint, or else to the initial state, after a step diverged.
@@ -115,12 +114,13 @@ class Restarts(Component):
         assert self.run.skipped_samples is not None
         initial_state, self.run.has_rolled_back = self.run.initial_state, True
         self.components.saver.wait()
-        if (mirror := self.components.storage_sync.mirror) is not None:
-            self.trainer.accelerator.processes.run_on_main(mirror.wait)
-        folder: str | None = self.trainer.accelerator.processes.from_main(self.components.saver.last_checkpoint)
-        message = self.run.skipped_samples.add(finding, folder)
+        processes, mirror = self.trainer.accelerator.processes, self.components.storage_sync.mirror
         if mirror is not None:
-            self.trainer.accelerator.processes.run_on_main(mirror.upload_files)
+            processes.run_on_main(mirror.wait)
+        folder: str | None = processes.broadcast_from_main(self.components.saver.last_checkpoint)
+        message = self.run.skipped_samples.add_finding(finding, folder)
+        if mirror is not None:
+            processes.run_on_main(mirror.upload_files)
         if folder is None and initial_state is None:
             raise TrainingDiverged(
                 f"{message}, but no checkpoint exists yet, and the initial state of a sharded model is not copied: "

@@ -30,7 +30,7 @@ class Run:
 
     Attributes:
         train_batch_size: samples in a training micro-batch of this process.
-        accumulation: micro-batches in the current optimizer step.
+        accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
         loop: the training loop while it runs.
@@ -58,7 +58,7 @@ class Run:
     """
 
     train_batch_size: int = 0
-    accumulation: int = 1
+    accumulation_steps: int = 1
     has_created_scheduler: bool = False
     trial: Any = None
     loop: TrainingLoop | None = None
@@ -108,7 +108,7 @@ class Run:
         self.checkpoints_written = []
         self.flos, self.is_probed = 0.0, False
 
-    def start_at(self, state: TrainerState) -> None:
+    def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""
         self.total_loss, self.tokens, self.seconds = 0.0, 0, {}
         self.last_saved_step = self.initial_step = self.last_logged = state.global_step

@@ -33,16 +33,16 @@ class RunBatches(MicroBatchIterator):
 
     # ---- Accumulation ------------------------------------------------------------------------------------------
 
-    def planned_accumulation(self) -> int:
+    def planned_accumulation_steps(self) -> int:
         """The value of Lightning's `GradientAccumulationScheduler` for the epoch, or else of the argument."""
-        steps: int = self.components.engine.accumulation_at(self.loop.epoch)
+        steps: int = self.components.engine.accumulation_steps_of(self.loop.epoch)
         return steps
 
-    def accumulation(self) -> int:
+    def accumulation_steps(self) -> int:
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
         self.components.model_setup.check_accumulation(argument)
-        steps: int = self.components.engine.accumulation_at(self.loop.epoch, argument)
+        steps: int = self.components.engine.accumulation_steps_of(self.loop.epoch, argument)
         return steps
 
     def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
@@ -50,7 +50,7 @@ class RunBatches(MicroBatchIterator):
         self.loop.is_between_steps = False
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
         samples, num_items = overrides.call_with_accepted(read, iterator, count, device=device)
-        self.run.accumulation = len(samples)
+        self.run.accumulation_steps = len(samples)
         return samples, num_items
 
     def should_skip(self, start: int) -> bool:
@@ -85,7 +85,7 @@ class RunBatches(MicroBatchIterator):
         if not self._has_restored_rng:
             self._restore_rng_states()
 
-    def restore_rng_now(self) -> None:
+    def restore_rng_before_reading(self) -> None:
         """Restore the random states of the checkpoint before any data is read."""
         self._restore_rng_states()
         self._has_restored_rng = True
@@ -93,4 +93,4 @@ class RunBatches(MicroBatchIterator):
     def _restore_rng_states(self) -> None:
         self.trainer._load_rng_state(self.loop.resume_folder)
         if self._data_state is not None:
-            self.reader.restore_held(self._data_state)
+            self.reader.restore_generators(self._data_state)

@@ -17,7 +17,7 @@ from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
-from hftrainer.checkpointing.run_progress import read_global_batch
+from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
@@ -74,7 +74,7 @@ class TrainingRunner(Component):
     def begin(self, resume_from_checkpoint: str | bool | None, trial: Any) -> str | None:
         """Make the model, apply the arguments of this `train()`, and return the checkpoint to resume from."""
         model_setup = self.components.model_setup
-        resume.warn_about_unused(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
+        resume.warn_about_unused_argument(self.trainer.args.resume_from_checkpoint, resume_from_checkpoint)
         self.components.checkpoint_writer.close_ignoring_errors()
         folder = self._find_folder(resume_from_checkpoint)
         if self.components.policy.makes_model_before_trial:
@@ -106,14 +106,14 @@ class TrainingRunner(Component):
 
     def _find_folder(self, resume_from_checkpoint: str | bool | None) -> str | None:
         """Find the checkpoint that all ranks resume from, after completing or removing incomplete folders."""
-        processes = self.trainer.accelerator.processes
-        if self.trainer.args.should_save:
-            clear_stale(str(self.trainer.args.output_dir))
+        processes, args = self.trainer.accelerator.processes, self.trainer.args
+        if args.should_save:
+            clear_stale(str(args.output_dir))
         processes.barrier()
         folder: str | None
         resume_from_checkpoint = self.components.storage_sync.fetch(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
-            folder = processes.from_main(lambda: resume.find_folder(resume_from_checkpoint, self.trainer.args))
+            folder = processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
             return folder
         from hftrainer.hub.download import download_checkpoint
 
@@ -121,23 +121,23 @@ class TrainingRunner(Component):
         with processes.run_in_order(first=self.trainer.is_local_process_zero()):
             folder = download_checkpoint(
                 resume_from_checkpoint,
-                self.trainer.args.hub_token,
-                hub_model_id=self.trainer.args.hub_model_id,
-                hub_revision=self.trainer.args.hub_revision,
+                args.hub_token,
+                hub_model_id=args.hub_model_id,
+                hub_revision=args.hub_revision,
             )
-        processes.from_main(lambda: resume.find_folder(folder, self.trainer.args))
+        processes.broadcast_from_main(lambda: resume.find_folder(folder, args))
         return folder
 
     def _keep_global_batch(self, folder: str) -> None:
         """Keep the checkpoint's number of samples per optimizer step by setting the accumulation steps."""
         processes = self.trainer.accelerator.processes
-        global_batch = processes.from_main(lambda: read_global_batch(folder))
-        if global_batch is None:
+        global_batch_size = processes.broadcast_from_main(lambda: read_global_batch_size(folder))
+        if global_batch_size is None:
             logger.warning("elastic=True: %s does not record the samples per step; the current number is used.", folder)
             return
-        steps = accumulation_steps(global_batch, self.run.train_batch_size, processes.data_world_size)
+        steps = accumulation_steps(global_batch_size, self.run.train_batch_size, processes.data_world_size)
         if steps != self.trainer.args.gradient_accumulation_steps and self.trainer.is_world_process_zero():
-            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch} samples of a step (elastic=True).")
+            tell(f"gradient_accumulation_steps={steps} keeps the {global_batch_size} samples of a step (elastic=True).")
         self.trainer.args.gradient_accumulation_steps = steps
         self.components.setup.apply_changes()
 
@@ -188,7 +188,7 @@ class TrainingRunner(Component):
         trainer.is_in_train = True
         error_name = ""
         saves = components.saver.should_save_on_interrupt()
-        self.run.signal_listener = SignalListener(saves, self._describe_saved, has_launcher=trainer.args.world_size > 1)
+        self.run.signal_listener = SignalListener(saves, self._describe_saves, has_launcher=trainer.args.world_size > 1)
         try:
             with (
                 health.serve_health(
@@ -218,7 +218,7 @@ class TrainingRunner(Component):
         components = self.components
         close_bars(self.trainer.callback_handler.callbacks)
         components.checkpoint_writer.close_ignoring_errors()
-        if text := self._describe_saved():
+        if text := self._describe_saves():
             if isinstance(error, KeyboardInterrupt):
                 add_note(error, wrap_text(f"[hftrainer] {text}", sys.stderr))
             elif self.run.signal_listener.signal_number is not None:
@@ -237,7 +237,7 @@ class TrainingRunner(Component):
         self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
         self.trainer.is_in_train = False
 
-    def _describe_saved(self) -> str:
+    def _describe_saves(self) -> str:
         """What an interrupted run has saved; empty in all but the main process, and in runs that save nothing."""
         run, step = self.run, self.trainer.state.global_step
         if not (self.trainer.is_world_process_zero() and self.components.saver.should_save_on_interrupt()):
@@ -253,7 +253,7 @@ class TrainingRunner(Component):
         """Implements `Trainer._inner_training_loop`: plan, prepare, run Lightning's loop, and finish."""
         trainer = self.trainer
         # An override may pass other arguments.
-        self.components.setup.apply_changes_from(args)
+        self.components.setup.apply_changed_arguments(args)
         trainer.accelerator.free_memory()
         if args.auto_find_batch_size and batch_size is not None:
             trainer._update_auto_batch_size(batch_size)
@@ -263,7 +263,7 @@ class TrainingRunner(Component):
             self.planner.find_batch_size()
         loop, model = self._make_loop(args, folder, trial, ignore_keys)
         self._announce_run(trial, loop)
-        self.run.start_at(trainer.state)
+        self.run.set_start_values(trainer.state)
         if loop.progress is not None:
             loop.loss_sum.restore(loop.progress)
         if loop.is_finished:
@@ -367,7 +367,7 @@ class TrainingRunner(Component):
         )
         if trainer.args.should_save and should_keep_only_best and self.components.storage_sync.mirror is None:
             delete_all_but_best(str(best_checkpoint), run_dir)
-        self.components.announce("on_train_end")
+        self.components.call_callbacks("on_train_end")
         if trainer.args.push_to_hub:
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:

@@ -21,7 +21,7 @@ from hftrainer.checkpointing.folder import final_folder, rotate_checkpoints, sta
 from hftrainer.checkpointing.run_progress import POSITION_SETTINGS, RunProgress, load_progress
 from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_weights
 from hftrainer.compat import peers
-from hftrainer.compat.overrides import accepted_by, is_overridden
+from hftrainer.compat.overrides import accepted_args, is_overridden
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
@@ -51,7 +51,7 @@ class CheckpointSaver(Component):
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
         if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(self.progress_of(self.run.loop))
+            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.loop))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -70,8 +70,8 @@ class CheckpointSaver(Component):
         if uses_thread:
             with components.checkpoint_writer.write_in_thread():
                 trainer._save_optimizer_and_scheduler(folder)
-        with components.engine.saving(trainer.model) as (_, callback_state):
-            trainer.save_model(folder, **accepted_by(trainer.save_model, {"_internal_call": True}))
+        with components.engine.apply_callback_weights(trainer.model) as (_, callback_state):
+            trainer.save_model(folder, **accepted_args(trainer.save_model, {"_internal_call": True}))
         if not trainer.args.save_only_model:
             if not uses_thread:
                 trainer._save_optimizer_and_scheduler(folder)
@@ -83,7 +83,7 @@ class CheckpointSaver(Component):
             if callback_state:
                 components.checkpoint_writer.save(callback_state, os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME))
         # The sharded formats cannot load adapters alone.
-        elif components.strategy.shards and peers.is_peft(components.unwrapped_model):
+        elif components.strategy.shards_model and peers.is_peft(components.unwrapped_model):
             self.save_state_files(None, folder)
         trainer.state.stateful_callbacks = export_states(self.components.stateful_callbacks())
         self.write_state(folder)
@@ -111,17 +111,17 @@ class CheckpointSaver(Component):
 
     def load_best_at_end(self) -> None:
         """Load the best model with `load_best_model_at_end`, if its checkpoint is complete."""
-        best = self.trainer.state.best_model_checkpoint
+        best_folder = self.trainer.state.best_model_checkpoint
         if not self.trainer.args.load_best_model_at_end:
             return
-        if best is None:
+        if best_folder is None:
             logger.warning(
                 "load_best_model_at_end has no effect: no evaluation returned a number for "
                 "metric_for_best_model=%r. The Trainer keeps the last model.",
                 self.trainer.args.metric_for_best_model,
             )
             return
-        reason = self.trainer.accelerator.processes.from_main(lambda: resume.unloadable_reason(best))
+        reason = self.trainer.accelerator.processes.broadcast_from_main(lambda: resume.unloadable_reason(best_folder))
         if reason is None:
             self.trainer._load_best_model()
         else:
@@ -130,11 +130,11 @@ class CheckpointSaver(Component):
     def wait(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.components.checkpoint_writer
-        from_main = self.trainer.accelerator.processes.from_main
-        if writer.in_background:
+        broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
+        if writer.is_async:
             writer.wait_for_part()
-            from_main(writer.wait)
-            writer.has_failed, state.best_model_checkpoint = from_main(
+            broadcast_from_main(writer.wait)
+            writer.has_failed, state.best_model_checkpoint = broadcast_from_main(
                 lambda: (writer.has_failed, state.best_model_checkpoint)
             )
 
@@ -153,24 +153,22 @@ class CheckpointSaver(Component):
 
     def should_save_on_interrupt(self) -> bool:
         """Whether a signal or an error saves a checkpoint before the run ends."""
-        is_enabled = self.trainer.args.save_on_interrupt or self.trainer.args.enable_jit_checkpoint
-        return is_enabled and (
-            self.trainer.args.save_strategy != SaveStrategy.NO or self.trainer.args.enable_jit_checkpoint
-        )
+        args = self.trainer.args
+        return args.enable_jit_checkpoint or (args.save_on_interrupt and args.save_strategy != SaveStrategy.NO)
 
     def call_on_save(self) -> None:
         """Call `on_save` once the checkpoint is written, with the state that it holds."""
         trainer = self.trainer
-        state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.in_background else trainer.state
+        state = dataclasses.replace(trainer.state) if self.components.checkpoint_writer.is_async else trainer.state
 
-        def announce() -> None:
+        def call_callbacks() -> None:
             # If this checkpoint was written in the background, the next one may be due already.
             should_save = trainer.control.should_save
             trainer.control = trainer.callback_handler.on_save(trainer.args, state, trainer.control)
             trainer.control.should_save |= should_save
 
         trainer.control.should_save = False
-        self.components.checkpoint_writer.call_when_complete(announce)
+        self.components.checkpoint_writer.call_when_complete(call_callbacks)
 
     def save_state_files(self, optimizer: MakeOptimizer | None, output_dir: str) -> None:
         """Write the optimizer's state, unless it is None, and the other state files of one process."""
@@ -182,20 +180,20 @@ class CheckpointSaver(Component):
         # A checkpoint within a step resumes from the step count alone.
         if self.run.loop is not None and self.run.loop.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.progress_of(self.run.loop)), os.path.join(output_dir, name))
+            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
 
-    def load_weights(self, model: nn.Module, folder: str, *, best: bool = False) -> None:
-        """Load a checkpoint's weights into the model, sharded or not; with `best`, at the end of a run."""
-        load = self.components.strategy.load_best if best else self.components.strategy.load_weights
+    def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
+        """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
+        load = self.components.strategy.load_best_model if is_best else self.components.strategy.load_weights
         has_adapters = peers.is_peft(self.components.unwrapped_model)
-        incompatible = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
-        if incompatible is not None:
-            self.trainer._issue_warnings_after_load(incompatible)
+        incompatible_keys = load(peers.unwrap_compiled(model), folder, only_trainable=has_adapters)
+        if incompatible_keys is not None:
+            self.trainer._issue_warnings_after_load(incompatible_keys)
 
     def load_weights_and_batch_size(self, folder: str) -> None:
         """Load the weights of an unsharded model, and the batch size, from a checkpoint."""
         # A sharded model loads its shards later.
-        if not self.components.strategy.shards:
+        if not self.components.strategy.shards_model:
             try:
                 self.trainer._load_from_checkpoint(folder)
             # torch raises this for weights of different shapes.
@@ -231,7 +229,7 @@ class CheckpointSaver(Component):
             "mixture": mixture_batches.collect_settings(self.components),
         }
 
-    def progress_of(self, loop: TrainingLoop) -> RunProgress:
+    def make_progress(self, loop: TrainingLoop) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
         window = loop.micro_batches.window
         return RunProgress(
@@ -270,15 +268,14 @@ class CheckpointSaver(Component):
         weights = strategy.weights_to_save(model)
         if self.trainer.args.should_save:
             # Callbacks such as ModelPruning may rename the model's weights.
-            saved_weights = (
-                self.components.engine.saving(model) if weights is None else contextlib.nullcontext((weights, None))
-            )
+            apply_weights = self.components.engine.apply_callback_weights
+            saved_weights = apply_weights(model) if weights is None else contextlib.nullcontext((weights, None))
             with saved_weights as (weights, _):
                 yield {} if weights is None else {"state_dict": weights}
         else:
             yield None
         if not internal:
-            strategy.save_parts_beside_model(folder)
+            strategy.save_remaining_parts(folder)
 
     def save_model_files(self, folder: str, weights: dict[str, Any] | None) -> None:
         """Write the files of a model; see `Trainer._save`.
@@ -332,7 +329,7 @@ class CheckpointSaver(Component):
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
         best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        is_best_on_disk = self.trainer.accelerator.processes.from_main(lambda: os.path.isdir(best))
+        is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best))
         if state.best_global_step == state.global_step or is_best_on_disk:
             state.best_model_checkpoint = best
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -391,7 +388,7 @@ class CheckpointSaver(Component):
             else:
                 staging_path = next(filter(None, folders[processes.rank :: -1]))
                 # Overrides may gather weights on all ranks.
-                trainer.save_model(staging_path, **accepted_by(trainer.save_model, {"_internal_call": True}))
+                trainer.save_model(staging_path, **accepted_args(trainer.save_model, {"_internal_call": True}))
                 with writer.report_part_errors(path):
                     strategy.write_parts(staging_path, writer.write_part)
                 yield lambda: None
@@ -405,8 +402,8 @@ class CheckpointSaver(Component):
         needed_checkpoints = (
             [self.run.resumed_from] if self.run.resumed_from and self.trainer.args.auto_find_batch_size else []
         )
-        best = self.trainer.state.best_model_checkpoint
-        upload = self.components.storage_sync.make_upload(path, [best, *needed_checkpoints])
+        best_folder = self.trainer.state.best_model_checkpoint
+        upload = self.components.storage_sync.make_upload(path, [best_folder, *needed_checkpoints])
 
         def rotate_as_overridden() -> None:
             self.trainer._rotate_checkpoints(use_mtime=True, output_dir=run_dir)
@@ -416,4 +413,4 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "_rotate_checkpoints", "_sorted_checkpoints"):
             return rotate_as_overridden
         limit = self.trainer.args.save_total_limit
-        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best, [path, *needed_checkpoints])
+        return upload or functools.partial(rotate_checkpoints, run_dir, limit, best_folder, [path, *needed_checkpoints])

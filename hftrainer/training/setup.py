@@ -28,7 +28,7 @@ from hftrainer.callbacks.state import TrainerControl, TrainerState
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import check_lightning_methods, is_overridden, recorded, refuse_rewritten
+from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
@@ -100,7 +100,7 @@ class TrainerSetup(Component):
         """Open the repository, create the output folder, and call `on_init_end`."""
         args = self.trainer.args
         if args.push_to_hub:
-            self.trainer.accelerator.processes.from_main(self.trainer.init_hf_repo)
+            self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
         self.components.storage_sync.open()
         if args.should_save:
             try:
@@ -110,7 +110,7 @@ class TrainerSetup(Component):
                     f"output_dir={args.output_dir!r}: this path, or one of its parents, is a file. Pass the path of "
                     "a folder, which need not exist."
                 ) from None
-        self.components.announce("on_init_end")
+        self.components.call_callbacks("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):
             config.use_cache = args.use_cache
@@ -171,19 +171,19 @@ class TrainerSetup(Component):
         trainer = self.trainer
         components = self.components
         refuse_rewritten(trainer)
-        self._check_supported()
+        self._check_supported_arguments()
         components.strategy = strategy = self._connect_processes()
         plan = strategy.plan
         components.checkpoint_writer = CheckpointWriter(
-            in_background=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
+            is_async=plan.async_checkpoint, stop_on_error=plan.stop_on_save_error, to_cpu=strategy.to_cpu
         )
         components.engine = lightning_adapter().LightningEngine(
             strategy,
             components.lightning_callbacks,
-            loggers=components.loggers,
-            receive=lambda values: components.run.logged_metrics.set(values),
+            get_loggers=components.open_loggers,
+            log_values=lambda values: components.run.logged_metrics.set(values),
         )
-        recorded(EngineAccelerator)
+        record_methods(EngineAccelerator)
         trainer.accelerator = EngineAccelerator(
             components.engine,
             strategy.device,
@@ -216,7 +216,7 @@ class TrainerSetup(Component):
 
     def apply_arguments(self) -> None:
         """Set everything that depends on the arguments; called again for each trial."""
-        self.run.accumulation = self.trainer.args.gradient_accumulation_steps
+        self.run.accumulation_steps = self.trainer.args.gradient_accumulation_steps
         self.run.train_batch_size = self.trainer.args.train_batch_size
         self.trainer.neftune_noise_alpha = self.trainer.args.neftune_noise_alpha
         self.trainer._eval_dataloaders = {}
@@ -228,7 +228,7 @@ class TrainerSetup(Component):
         self.components.past_index = legacy.value(args, "past_index")
         self.components.averages_tokens = args.average_tokens_across_devices and args.world_size > 1
 
-    def apply_changes_from(self, args: TrainingArguments) -> None:
+    def apply_changed_arguments(self, args: TrainingArguments) -> None:
         """Apply the values of `args`, which may be a different object from the Trainer's arguments."""
         components, is_custom = self.components, is_overridden(self.trainer, "get_train_dataloader")
         apply_argument_changes(components.engine, args, components.policy, has_custom_loader=is_custom)
@@ -239,17 +239,17 @@ class TrainerSetup(Component):
         refuse_rewritten(trainer)
         if not self.components.policy.reads_batch_size_once:
             self.run.train_batch_size = trainer.args.train_batch_size
-        self.apply_changes_from(trainer.args)
+        self.apply_changed_arguments(trainer.args)
         # Another Trainer may have replaced accelerate's state.
         copy_accelerator_settings(self.components.resolved, trainer.accelerator)
         self._apply_changeable_arguments()
         # The script may have set push_to_hub after it created the Trainer.
         if trainer.args.push_to_hub:
-            trainer.accelerator.processes.from_main(
+            trainer.accelerator.processes.broadcast_from_main(
                 lambda: trainer.init_hf_repo() if self.components.uploads is None else None
             )
 
-    def _check_supported(self) -> None:
+    def _check_supported_arguments(self) -> None:
         """Raise for unsupported arguments, and warn about those that have no effect."""
         resolved = self.components.resolved
         resolved.model = self.trainer.model
@@ -300,7 +300,7 @@ class TrainerSetup(Component):
                 "eval_strategy='no'."
             )
         check_optimizer(self.trainer)
-        as_metrics(self.trainer.compute_metrics, by_batch=args.batch_eval_metrics)
+        as_metrics(self.trainer.compute_metrics, is_batchwise=args.batch_eval_metrics)
         check_memmap(args)
         check_data(self.trainer)
 

@@ -15,7 +15,7 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.choices import token_counting_mode
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
-from hftrainer.compat.overrides import accepted_by, accepts, call_with_accepted, ignores_other_keywords, is_overridden
+from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.compat.tracebacks import describe_type, note_batch
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
@@ -134,7 +134,7 @@ class TrainingSteps(Component):
             self._probe(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
             self.run.is_probed = num_items_in_batch is not None or not trainer.args.elastic
-        kwargs = accepted_by(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
+        kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(model, inputs, **kwargs)
@@ -148,8 +148,8 @@ class TrainingSteps(Component):
             devices.empty_cache()
         loss, parts = split_losses(loss)
         loss = check_loss(loss, self._remedy)
-        divisor = self.components.policy.loss_divisor(self.run.accumulation, trainer.args)
-        if divisor > 1 and self._loss_is_scaled(num_items_in_batch):
+        divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
+        if divisor > 1 and self._is_loss_scaled(num_items_in_batch):
             divisor = 1
         for name, part in parts.items():
             if part is not None:
@@ -211,7 +211,7 @@ class TrainingSteps(Component):
                 "that does, such as attn_implementation='flash_attention_2'."
             )
 
-    def _loss_is_scaled(self, num_items_in_batch: Any) -> bool:
+    def _is_loss_scaled(self, num_items_in_batch: Any) -> bool:
         """Whether the loss is divided by the window's items, rather than a micro-batch's mean."""
         if self.trainer.loss_is_scaled_for_ga is not None:
             return self.trainer.loss_is_scaled_for_ga
@@ -227,7 +227,7 @@ class TrainingSteps(Component):
         function = self.trainer.compute_loss_func
         return function is not None and _accepts_items(function)
 
-    def loss_and_outputs(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
+    def compute_loss_and_outputs(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
         """Implements `Trainer.compute_loss` with `compute_loss_func`, the label smoother, or the model itself."""
         trainer = self.trainer
         if not isinstance(inputs, Mapping):

@@ -181,10 +181,10 @@ class ControlSync(Component):
             return
         has_idle_rank, *common_requests = self._pending_all_reduce()
         if has_idle_rank:
-            self._act_on([0] * len(common_requests))
+            self._apply_requests([0] * len(common_requests))
         else:
             self._pending_all_reduce = None
-            self._act_on(common_requests)
+            self._apply_requests(common_requests)
 
     def sync_control_flags(self) -> None:
         """Synchronize immediately. For use after epochs and long operations, when ranks wait for each other anyway."""
@@ -192,26 +192,26 @@ class ControlSync(Component):
             return
         wait_for_votes = self._start_all_reduce(self._requests())
         self._pending_all_reduce = None
-        self._act_on(wait_for_votes()[1:])
+        self._apply_requests(wait_for_votes()[1:])
 
     def _requests(self) -> list[int]:
         """The signal and flags of this rank, merged with the pending requests of all ranks."""
         flags = [getattr(self.trainer.control, name) for name in _FLAGS]
-        rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.stops)]
-        pending = [0] * len(rank_requests) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
-        return [max(each) for each in zip(rank_requests, pending, strict=True)]
+        rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.should_stop)]
+        requests = [0] * len(rank_requests) if self._pending_all_reduce is None else self._pending_all_reduce()[1:]
+        return [max(each) for each in zip(rank_requests, requests, strict=True)]
 
     def _start_all_reduce(self, requests: list[int]) -> Callable[[], list[int]]:
         """Start the all-reduce of requests. Its first number is 1 if some rank has no request."""
         processes: Processes = self.engine.plan.processes
         return processes.start_max_over_ranks([int(not any(requests)), *requests])
 
-    def _act_on(self, requests: list[int]) -> None:
+    def _apply_requests(self, requests: list[int]) -> None:
         control = self.trainer.control
-        self._signal, *flags, stops = requests
+        self._signal, *flags, should_stop = requests
         for name, flag in zip(_FLAGS, flags, strict=True):
             setattr(control, name, bool(flag))
-        self.engine.stops = bool(stops)
+        self.engine.should_stop = bool(should_stop)
         self._has_stop_flag = control.should_training_stop or control.should_epoch_stop
 
     @property
@@ -221,9 +221,8 @@ class ControlSync(Component):
 
     def abort_evaluation_on_signal(self) -> contextlib.AbstractContextManager[Any]:
         """Abort evaluations when a signal arrives, except in distributed runs, where other ranks would wait."""
-        return (
-            contextlib.nullcontext() if self.is_distributed else self.run.signal_listener.abort_evaluation_on_signal()
-        )
+        listener = self.run.signal_listener
+        return contextlib.nullcontext() if self.is_distributed else listener.abort_evaluation_on_signal()
 
     def stop_if_signalled(self) -> None:
         """Save and stop, if a signal has arrived."""

@@ -145,18 +145,18 @@ class StorageSync(Component):
         def begin() -> None:
             if mirror is self.mirror and not mirror.is_uploaded(name):
                 # A process that was killed wrote the checkpoint, but did not upload it.
-                mirror.add(folder, None, [])
+                mirror.add_checkpoint(folder, None, [])
                 # Other nodes may need it.
                 if trainer.args.world_size > 1:
                     mirror.wait()
-            self._fetch_best(mirror, name)
+            self._fetch_best_checkpoint(mirror, name)
 
         self._run_on_main(begin)
         message = None
         if trainer.is_local_process_zero() and not trainer.is_world_process_zero():
             try:
                 mirror.fetch(name)
-                self._fetch_best(mirror, name)
+                self._fetch_best_checkpoint(mirror, name)
             # All ranks must raise it, since the others would wait.
             except Exception as error:
                 message = f"{type(error).__name__}: {error}"
@@ -165,7 +165,7 @@ class StorageSync(Component):
         return folder
 
     @staticmethod
-    def _fetch_best(mirror: Mirror, name: str) -> None:
+    def _fetch_best_checkpoint(mirror: Mirror, name: str) -> None:
         """Fetch the best checkpoint that another one names, if it is at the URL and intact."""
         state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
         best = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
@@ -182,7 +182,7 @@ class StorageSync(Component):
         results: list[T] = []
         processes = self.trainer.accelerator.processes
         processes.run_on_main(lambda: results.append(action()))
-        result: T = processes.from_main(lambda: results[0])
+        result: T = processes.broadcast_from_main(lambda: results[0])
         return result
 
     def wait_for_space(self) -> None:
@@ -196,12 +196,12 @@ class StorageSync(Component):
         if mirror is None or not self.trainer.is_world_process_zero():
             return None
         paths_to_keep = [path for path in keep if path is not None]
-        return lambda: mirror.add(checkpoint, limit, paths_to_keep)
+        return lambda: mirror.add_checkpoint(checkpoint, limit, paths_to_keep)
 
     def discard(self, checkpoints: Sequence[str]) -> None:
         """Delete the checkpoints of an attempt that restarts with smaller batches."""
         if self.mirror is not None:
-            self.mirror.discard(checkpoints)
+            self.mirror.discard_checkpoints(checkpoints)
         # Rotation may have deleted some checkpoints.
         for folder in filter(os.path.isdir, checkpoints):
             shutil.rmtree(folder)
@@ -220,7 +220,7 @@ class StorageSync(Component):
             if mirror.finish():
                 tell(f"Uploaded to {mirror.remote.url}.")
             if best is not None:
-                mirror.delete_others(best, run_dir)
+                mirror.delete_other_checkpoints(best, run_dir)
 
         self.trainer.accelerator.processes.run_on_main(finish)
 

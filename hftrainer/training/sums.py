@@ -28,11 +28,11 @@ class LoggedMetrics:
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._counts: dict[str, int] = {}
-        self._last: dict[str, float] = {}
+        self._last_values: dict[str, float] = {}
 
     def set(self, values: Mapping[str, float]) -> None:
         """Set values that are logged without averaging."""
-        self._last |= values
+        self._last_values |= values
 
     def add(self, name: str, value: Any, count: int = 1) -> None:
         """Add a number or a tensor of shape `()`, which counts as `count` values in the mean.
@@ -66,16 +66,16 @@ class LoggedMetrics:
             loss: the loss summed so far, shape `()`.
             steps: optimizer steps since the last call; values without their own count are divided by it.
         """
-        last, self._last = self._last, {}
+        last_values, self._last_values = self._last_values, {}
         if not self._sums:
-            return loss.item(), last
+            return loss.item(), last_values
         numbers = torch.stack([loss.float(), *(value.to(loss.device) for value in self._sums.values())]).tolist()
         means = {
-            name: number / (self._counts[name] or steps) for name, number in zip(self._sums, numbers[1:], strict=True)
+            name: value / (self._counts[name] or steps) for name, value in zip(self._sums, numbers[1:], strict=True)
         }
         self._sums.clear()
         self._counts.clear()
-        return numbers[0], means | last
+        return numbers[0], means | last_values
 
 
 class LossSum:
@@ -193,7 +193,7 @@ class StepDetails:
             hook.remove()
             self._values.clear()
 
-    def add(self, loss: torch.Tensor, inputs: Any) -> None:
+    def add_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
         """Add a micro-batch: sum the step's scaled losses, and keep the last inputs."""
         if "loss" in self.requested_names:
             self._values["loss"] = self._values["loss"] + loss if "loss" in self._values else loss

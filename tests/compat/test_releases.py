@@ -418,17 +418,18 @@ def test_as_the_installed_release(observe, name):
 
 
 def test_every_difference_has_its_case():
-    expected = {str(kind.until): set(kind.changes) for kind in POLICIES[:-1]}
+    expected = {str(kind.last_release): set(kind.changes) for kind in POLICIES[:-1]}
     assert {release: set(names) for release, names in SHOWN_BY.items()} == expected
 
 
 @pytest.mark.newest_peer
 @pytest.mark.parametrize(
-    ("kind", "decision"), [(kind, name) for kind in reversed(POLICIES[:-1]) for name in SHOWN_BY[str(kind.until)]]
+    ("kind", "decision"),
+    [(kind, name) for kind in reversed(POLICIES[:-1]) for name in SHOWN_BY[str(kind.last_release)]],
 )
 def test_the_case_of_a_difference_shows_it(observe, monkeypatch, kind, decision):
     """In the last release with it, it makes a difference."""
-    name = SHOWN_BY[str(kind.until)][decision]
+    name = SHOWN_BY[str(kind.last_release)][decision]
     if name not in CASES:
         assert Path(__file__).parents[2].joinpath(name).is_file()
         return
@@ -437,7 +438,7 @@ def test_the_case_of_a_difference_shows_it(observe, monkeypatch, kind, decision)
         observe(name, "theirs")  # which writes what is resumed from
     found = []
     for policy in (kind, later):
-        monkeypatch.setattr(followed, "make_policy", lambda release, policy=policy: policy(kind.until))
+        monkeypatch.setattr(followed, "make_policy", lambda release, policy=policy: policy(kind.last_release))
         with installed():
             found.append(observe(name, str(len(found))))
     with pytest.raises(AssertionError):

@@ -199,7 +199,7 @@ get_logger("late").info("said")
 
 
 def test_without_accelerate(monkeypatch):
-    monkeypatch.setattr(accelerate_arguments, "_library", lambda: None)
+    monkeypatch.setattr(accelerate_arguments, "_import_state_module", lambda: None)
     args = arguments()
     state = args.distributed_state
     assert (state.distributed_type, state.num_processes, state.is_last_process) == ("NO", 1, True)

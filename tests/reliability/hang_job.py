@@ -65,7 +65,7 @@ ALONE = {
     "connecting": lambda processes: processes.barrier(),  # they have connected before the other stopped
     "barrier": lambda processes: processes.barrier(),
     "vote": lambda processes: processes.start_max_over_ranks([1])(),
-    "decision": lambda processes: processes.from_main(lambda: 1),
+    "decision": lambda processes: processes.broadcast_from_main(lambda: 1),
     "scatter": lambda processes: processes.scatter(lambda: [1, 2]),
     "rows": lambda processes: processes.gather(torch.ones(2)),
     "numbers": lambda processes: processes.gather_numbers(torch.ones(1)),
@@ -84,7 +84,7 @@ def main(folder, settings):
     if kind in TOGETHER:
         TOGETHER[kind](folder, victim)
         return
-    processes = Processes.at(find_rank_info({}, lambda: 0), timeout=TIMEOUT)
+    processes = Processes.from_ranks(find_rank_info({}, lambda: 0), timeout=TIMEOUT)
     if kind == "meeting" and processes.rank == victim:
         stop()
     if kind == "connecting" and processes.rank == victim:

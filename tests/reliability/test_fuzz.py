@@ -241,7 +241,7 @@ def parsed(path):
 def completed(path):
     args = TrainingArguments("out", use_cpu=True, report_to="none")
     args.deepspeed = str(path)  # afterwards: nobody asks whether DeepSpeed is installed
-    build_config(args).with_run_values(args, make_bert(), 10)
+    build_config(args).complete_with_run_values(args, make_bert(), 10)
 
 
 #: Kind of file → its contents, and what reads it.

@@ -298,7 +298,7 @@ def test_a_storage_that_fails(hub, tmp_path, caplog, save_pretrained, words):
     assert f"To upload it: hf upload me/run {tmp_path}/run/checkpoint-6" in caplog.text
     assert not messages(hub)
     assert not list((tmp_path / "run").glob("_tmp_*"))
-    assert uploads.make_commits(deleted, "every_save", by_steps=True) == []
+    assert uploads.make_commits(deleted, "every_save", names_step=True) == []
     assert is_storage_error(Exception("No space left on device (os error 28)"), str(tmp_path))
     assert not is_storage_error(Exception("something else"), str(tmp_path))
 

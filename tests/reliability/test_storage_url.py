@@ -435,7 +435,7 @@ def test_malformed_urls_are_refused_with_the_arguments(url, problem):
 
 def test_the_hub_offline_is_refused_without_a_request(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(remote, "with_retries", None)
+    monkeypatch.setattr(remote, "call_with_retries", None)
     message = "since HF_HUB_OFFLINE=1 is set: unset HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE"
     with pytest.raises(StorageError, match=message):
         make_trainer(tmp_path, storage_url="hf://datasets/user/name")

@@ -101,7 +101,7 @@ def test_memory_and_entries(process, tmp_path):
         loaded = torch.load(path)
         assert all(torch.equal(loaded[name], value) for name, value in state.items())
         assert loaded["half"].untyped_storage().data_ptr() == loaded["whole"].untyped_storage().data_ptr()
-    assert copies.size <= os.fstat(copies.file).st_size <= copies.size + 8192
+    assert copies.size <= os.fstat(copies.descriptor).st_size <= copies.size + 8192
 
 
 class Own(BertForSequenceClassification):

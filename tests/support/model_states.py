@@ -85,7 +85,7 @@ class ModelStatesSuite:
     def test_implementation(self, folder):
         trainer = self.make(folder)
         assert type(trainer._hftrainer.strategy) is self.implementation
-        assert trainer.place_model_on_device is not trainer._hftrainer.strategy.shards
+        assert trainer.place_model_on_device is not trainer._hftrainer.strategy.shards_model
 
     def test_a_checkpoint_brings_all_back(self, folder):
         undisturbed = self.make(folder / "one")

@@ -46,19 +46,19 @@ def checkpoint_state(callback: pl.Callback) -> dict[str, Any]:
     return {**state, "scheduler_state": {name: value for name, value in schedule.items() if not callable(value)}}
 
 
-def starts_at_fraction(averaging: StochasticWeightAveraging) -> bool:
+def starts_at_fraction(swa_callback: StochasticWeightAveraging) -> bool:
     """Whether `swa_epoch_start` is a fraction of the number of epochs, which must then be known."""
-    return isinstance(averaging._swa_epoch_start, float)
+    return isinstance(swa_callback._swa_epoch_start, float)
 
 
-def checks_on_train_epoch_end(stopping: EarlyStopping) -> bool:
-    """Whether `stopping` checks its metric at the end of a training epoch, without evaluations."""
-    return bool(stopping._check_on_train_epoch_end)
+def checks_on_train_epoch_end(early_stopping: EarlyStopping) -> bool:
+    """Whether the callback checks its metric at the end of a training epoch, without evaluations."""
+    return bool(early_stopping._check_on_train_epoch_end)
 
 
-def saves_after_evaluations_only(saving: ModelCheckpoint) -> bool:
-    """Whether `saving` saves neither at the end of a training epoch nor at intervals of steps or time."""
-    return not (saving._save_on_train_epoch_end or saving._every_n_train_steps or saving._train_time_interval)
+def saves_after_evaluations_only(callback: ModelCheckpoint) -> bool:
+    """Whether the callback saves neither at the end of a training epoch nor at intervals of steps or time."""
+    return not (callback._save_on_train_epoch_end or callback._every_n_train_steps or callback._train_time_interval)
 
 
 # ---- Pruning -------------------------------------------------------------------------------------------------------
@@ -69,11 +69,11 @@ def leaves_masks(pruning: ModelPruning) -> bool:
     return not pruning._make_pruning_permanent
 
 
-def first_layers(pruning: ModelPruning) -> list[Any]:
+def original_layers(pruning: ModelPruning) -> list[Any]:
     """Copies of the layers before training, to which lottery-ticket pruning resets the weights."""
     return list((pruning._original_layers or {}).values())
 
 
 def pruned_module(pruning: ModelPruning, index: int) -> torch.nn.Module:
-    """The module of the pruned parameter at this index; `first_layers` stores only indices."""
+    """The module of the pruned parameter at this index; `original_layers` stores only indices."""
     return pruning._parameters_to_prune[index][0]

@@ -96,7 +96,7 @@ def validate_in_fit(
     callbacks request it. `all_batches` ignores `limit_val_batches`, for predictions.
     """
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
-    outer_evaluation, kind, limit = module.active_evaluation, loop.__class__, trainer.limit_val_batches
+    outer_evaluation, loop_class, limit = module.active_evaluation, loop.__class__, trainer.limit_val_batches
     module.attach_evaluation(evaluation, loop)
     loop._combined_loader = None
     loop._data_source.instance = dataloader
@@ -106,7 +106,7 @@ def validate_in_fit(
     if all_batches:
         trainer.limit_val_batches = trainer.limit_predict_batches
     try:
-        with _validating(trainer, module):
+        with _switch_to_validation(trainer, module):
             loop.run()
     except BaseException:
         # WeightAveraging has put its averages into the model. Restore the weights, since a checkpoint may follow.
@@ -117,7 +117,7 @@ def validate_in_fit(
                     callback.on_validation_epoch_end(trainer, module)
         raise
     finally:
-        loop.__class__, trainer.limit_val_batches = kind, limit
+        loop.__class__, trainer.limit_val_batches = loop_class, limit
         release_data(loop)
         module.attach_evaluation(*outer_evaluation)
 
@@ -147,7 +147,7 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
         metrics: metrics that callbacks see besides those of each set.
     """
     numbers = {name: torch.tensor(float(value)) for name, value in metrics.items() if can_be_logged(name, value)}
-    with _validating(trainer, module):
+    with _switch_to_validation(trainer, module):
         # An override of `evaluation_loop` skips Lightning's loop, so call its hooks here.
         if not group.has_begun and numbers:
             call._call_callback_hooks(trainer, "on_validation_start")
@@ -162,7 +162,7 @@ def end_group(trainer: pl.Trainer, module: TrainerModule, group: ValidationGroup
 _NOT_IN_BARS = ("epoch", "learning_rate", "_per_second", "_runtime", "_time", "total_flos")
 
 
-def show(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
+def show_values(trainer: pl.Trainer, values: Mapping[str, Any]) -> None:
     """Show the numbers of a log line in Lightning's progress bars. These read only what a module's hooks log."""
     bar_values = {name: value for name, value in values.items() if not name.endswith(_NOT_IN_BARS)}
     numbers = {name: float(value) for name, value in bar_values.items() if can_be_logged(name, value)}
@@ -178,7 +178,7 @@ def can_be_logged(name: str, value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _validating(trainer: pl.Trainer, module: TrainerModule) -> Iterator[None]:
+def _switch_to_validation(trainer: pl.Trainer, module: TrainerModule) -> Iterator[None]:
     """Set Lightning's state to validating, and restore the state of training afterwards."""
     connector = trainer._logger_connector
     first_iteration, hook = connector._first_loop_iter, module._current_fx_name

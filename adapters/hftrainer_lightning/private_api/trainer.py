@@ -155,7 +155,7 @@ def copy_profiler(profiler: Any) -> Any:
 # ---- Strategies and precision plugins -------------------------------------------------------------------------------
 
 
-def announce_gradients(precision: Precision, model: Any, optimizer: Any) -> None:
+def call_gradient_hooks(precision: Precision, model: Any, optimizer: Any) -> None:
     """Call the gradient hooks of callbacks and module, and clip the gradients.
 
     Plugins with their own optimizer step call this. Lightning's do so between closure and step, under a private name.
@@ -196,7 +196,7 @@ class SharedMeshStrategy(ModelParallelStrategy):
         self.lightning_module._device_mesh = self._device_mesh
 
 
-class LaunchedXLA(XLAStrategy):
+class LaunchedXLAStrategy(XLAStrategy):
     """Skips Lightning's launcher, since torch_xla has started the processes already."""
 
     def __init__(self, **settings: Any) -> None:

@@ -214,7 +214,7 @@ def restore_progress(trainer: pl.Trainer, *, epoch: int, batch: int, batches_per
 
 
 @contextlib.contextmanager
-def in_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
+def use_previous_epoch(trainer: pl.Trainer) -> Iterator[None]:
     """Set Lightning's epoch number to the epoch that has just ended."""
     progress: Any = trainer.fit_loop.epoch_progress.current
     progress.processed -= 1

@@ -85,7 +85,7 @@ def test_copies_of_arguments_leave_it_behind(tmp_path, monkeypatch, copied):
     """It belongs to a Trainer and to this process."""
     args = make(tmp_path)
     trainer = Trainer(make_plain(), args, train_dataset=plain_data())
-    assert ResolvedArguments.of(args) is trainer._hftrainer.resolved
+    assert ResolvedArguments.from_args(args) is trainer._hftrainer.resolved
     other = copied(args)
     assert other == args
     monkeypatch.setenv("LOCAL_RANK", "0")

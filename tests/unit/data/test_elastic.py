@@ -126,7 +126,7 @@ def read_steps(loaders, epoch, skipped, size, global_batch, state=None):
     accumulation = accumulation_steps(global_batch, size, len(loaders))
     of_ranks = []
     for loader in loaders:
-        start = ResumePoint(skipped * accumulation, restore_random=list, saved=state)
+        start = ResumePoint(skipped * accumulation, restore_random_states=list, saved_state=state)
         of_ranks.append([sample for batch in EpochReader(loader).open(epoch, start) for sample in batch])
     width = global_batch // len(loaders)
     steps = len(of_ranks[0]) // width

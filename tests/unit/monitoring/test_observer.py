@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from hftrainer.arguments.choices import OBSERVE_PARTS, read_observe
 from hftrainer.errors import InvalidArgument
-from hftrainer.monitoring.journal import Journal, goodput, read_events, without_undone
+from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
 from hftrainer.training import observation
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data, text_data
@@ -107,7 +107,7 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
     batch = next(iter(plain.get_train_dataloader()))
     with FlopCounterMode(display=False) as counter:
         model(**batch)["loss"].backward()
-    assert made[0].flops.counted == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert made[0].flops.counted_operations == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
 observation_class = observation.Observer
@@ -254,7 +254,7 @@ def test_goodput_over_restarts(tmp_path, monkeypatch):
     write(1, "log", 10, logs={})
     events = read_events(str(tmp_path))
     assert goodput(events) == 10 / 20
-    assert [event["step"] for event in without_undone(events) if event["event"] == "interval"] == [6, 10]
+    assert [event["step"] for event in remove_undone_steps(events) if event["event"] == "interval"] == [6, 10]
     for reason in ("complete", "KeyError"):
         write(0, "end", 10, reason=reason)
         write(50, "begin", 0, resumed_from=None)

@@ -14,7 +14,7 @@ import pytest
 
 from hftrainer import Trainer, TrainingArguments
 from hftrainer.__main__ import main
-from hftrainer.monitoring.journal import NAME, Journal, read_events, without_undone
+from hftrainer.monitoring.journal import NAME, Journal, read_events, remove_undone_steps
 from hftrainer.monitoring.page import SILENCE, WatchedRun
 from tests.support.tiny import make_plain, plain_data
 
@@ -176,7 +176,9 @@ def test_a_resume_of_the_run_before_last(tmp_path, is_overwritten):
     losses = [4.0, 4.0, 1.0] if is_overwritten else [2.0, 2.0, 1.0]
     for run in (watched, WatchedRun(str(tmp_path))):
         assert run.read()["curves"]["loss"] == {"steps": [10, 20, 30], "values": losses}
-    kept = [event["logs"]["loss"] for event in without_undone(read_events(str(tmp_path))) if event["event"] == "log"]
+    kept = [
+        event["logs"]["loss"] for event in remove_undone_steps(read_events(str(tmp_path))) if event["event"] == "log"
+    ]
     assert kept == losses
 
 

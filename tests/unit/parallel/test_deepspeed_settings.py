@@ -98,8 +98,8 @@ def test_both_configurations_of_v4_1_mean_the_same(tmp_path):
     assert schedule["warmup_num_steps"] == short.get_warmup_steps(10_000)
     assert (short.optim.value.split("_")[0], short.lr_scheduler_type.value) == ("adamw", "constant_with_warmup")
     model = torch.nn.Linear(1, 1)
-    assert one.with_run_values(long, model, 10_000).config == one.config
-    assert other.with_run_values(short, model, 10_000).config == other.config
+    assert one.complete_with_run_values(long, model, 10_000).config == one.config
+    assert other.complete_with_run_values(short, model, 10_000).config == other.config
     assert any("optimizer.params.lr=3e-05 is used" in note for note in one.notes)
     assert not other.notes
 
@@ -302,9 +302,9 @@ def test_sizes_follow_the_model():
     config = DeepSpeedConfig({"zero_optimization": {"stage": 3, **dict.fromkeys(keys, "auto")}})
     model = torch.nn.Linear(1, 1)
     with pytest.raises(InvalidConfig, match=r"hidden_size.*reduce_bucket_size|no attribute 'config'"):
-        config.with_run_values(TrainingArguments(), model, 10)
+        config.complete_with_run_values(TrainingArguments(), model, 10)
     model.config = type("Config", (), {"hidden_sizes": [8, 10]})()
-    completed = config.with_run_values(TrainingArguments(), model, 10)
+    completed = config.complete_with_run_values(TrainingArguments(), model, 10)
     assert config.is_auto("zero_optimization.reduce_bucket_size")  # the next run may have another model
     assert [completed.get_value(f"zero_optimization.{key}") for key in keys] == [100, 90, 100]
 
@@ -313,11 +313,11 @@ def test_schedule_follows_the_run():
     params = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
     config, model = DeepSpeedConfig({"scheduler": {"type": "WarmupDecayLR", "params": params}}), torch.nn.Linear(1, 1)
     for steps in (10, 20):  # runs of one Trainer
-        completed = config.with_run_values(TrainingArguments(), model, steps).config["scheduler"]["params"]
+        completed = config.complete_with_run_values(TrainingArguments(), model, steps).config["scheduler"]["params"]
         assert completed == {"warmup_num_steps": 1, "total_num_steps": steps}  # DeepSpeed takes no warm-up of 0 steps
     config.config["scheduler"]["params"]["total_num_steps"] = 10
     with pytest.raises(InvalidConfig, match="total_num_steps=10 contradicts num_training_steps"):
-        config.with_run_values(TrainingArguments(), model, 20)
+        config.complete_with_run_values(TrainingArguments(), model, 20)
 
 
 def test_transformers_knows_the_configuration_while_the_arguments_live():

@@ -133,9 +133,9 @@ def test_a_peak_that_is_taken_counts_for_the_others(monkeypatch):
     monkeypatch.setattr(devices, "_module_in_use", lambda: module)
     devices.reset_memory_peak()
     module.peak = 7
-    assert (devices.memory_peak(), devices.take_memory_peak(), devices.memory_peak()) == (7, 7, 7)
+    assert (devices.memory_peak(), devices.pop_memory_peak(), devices.memory_peak()) == (7, 7, 7)
     module.peak = 3
-    assert (devices.take_memory_peak(), devices.memory_peak()) == (3, 7)
+    assert (devices.pop_memory_peak(), devices.memory_peak()) == (3, 7)
     devices.reset_memory_peak()
     assert devices.memory_peak() == 0
 
@@ -147,7 +147,7 @@ def test_memory_on_mps(mac, monkeypatch):
     devices.empty_cache()
     devices.reset_memory_peak()
     assert emptied == [True]
-    assert (devices.memory_used(), devices.memory_peak()) == (12, None)
+    assert (devices.used_memory(), devices.memory_peak()) == (12, None)
     trainer = make_trainer(skip_memory_metrics=False)
     trainer.accelerator.free_memory()
     assert emptied == [True, True]

@@ -17,10 +17,11 @@ from tests.support.arguments import make_trainer
 
 @pytest.mark.parametrize("kind", POLICIES[:-1])
 def test_a_class_describes_what_it_changes(kind):
-    reset = {"gradient_divisor"} if str(kind.until) == "5.1" else set()
-    assert kind.changes.keys() | reset == vars(kind).keys() - {"__doc__", "__module__", "until", "changes", "defaults"}
-    assert kind.until in RELEASES
-    assert kind.until < kind.__base__.until
+    reset = {"gradient_divisor"} if str(kind.last_release) == "5.1" else set()
+    others = {"__doc__", "__module__", "last_release", "changes", "defaults"}
+    assert kind.changes.keys() | reset == vars(kind).keys() - others
+    assert kind.last_release in RELEASES
+    assert kind.last_release < kind.__base__.last_release
     for name in kind.changes:
         assert vars(kind)[name] != getattr(kind.__base__, name)
 
@@ -31,7 +32,7 @@ def test_a_class_describes_what_it_changes(kind):
 def test_the_policy_of_a_release(release, kind):
     policy = followed.from_text(release)
     assert str(policy.release) == release
-    assert type(policy) is kind or str(policy.until) == kind
+    assert type(policy) is kind or str(policy.last_release) == kind
 
 
 def test_differences_are_those_of_the_release():

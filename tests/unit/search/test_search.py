@@ -209,27 +209,27 @@ def test_another_process_is_gone_or_not():
 
 def test_count(study):
     count = TrialCount(study, 3)
-    assert count.remaining() == 3
+    assert count.count_remaining_trials() == 3
     study.enqueue_trial({"x": 1})  # waits: nobody has begun it
-    assert count.remaining() == 3
+    assert count.count_remaining_trials() == 3
     for owner in (process_identifier(), GONE, "elsewhere 1 1"):
         begin(study, owner)
-    assert count.remaining() == 1
+    assert count.count_remaining_trials() == 1
     assert states(study) == ["RUNNING", "FAIL", "RUNNING"]
     assert "has ended" in study.trials[1].user_attrs[INTERRUPTED]
     fourth = begin(study, process_identifier())
     assert not count.is_surplus(fourth.number)
-    assert count.remaining() == 0
+    assert count.count_remaining_trials() == 0
     assert count.is_surplus(study.ask().number)
-    assert TrialCount(study, None).remaining() is None
+    assert TrialCount(study, None).count_remaining_trials() is None
     study.tell(fourth, state=optuna.trial.TrialState.FAIL)  # without a reason, as Optuna's heartbeat does
-    assert TrialCount(study, 4).remaining() == 1
+    assert TrialCount(study, 4).count_remaining_trials() == 1
 
 
 def test_tried_again_once(study):
     for found in (["FAIL", "WAITING"], ["FAIL", "FAIL"]):
         begin(study).suggest_float("x", 0, 1)
-        assert TrialCount(study, 1).remaining() == 1
+        assert TrialCount(study, 1).count_remaining_trials() == 1
         assert states(study) == found
     assert study.trials[0].params == study.trials[1].params
 
@@ -250,7 +250,7 @@ def test_tried_again_if_it_had_not_begun(study):
     study.enqueue_trial({"x": 0.25})
     for _ in range(2):
         begin(study)
-        TrialCount(study, 1).remaining()
+        TrialCount(study, 1).count_remaining_trials()
     assert study.ask().suggest_float("x", 0, 1) == 0.25
     assert [trial.user_attrs.get(RETRY_OF) for trial in study.trials] == [None, 0, 0]
 
@@ -267,7 +267,7 @@ def test_another_process_has_finished_the_trial_meanwhile(study):
 def test_a_process_that_was_killed_before_it_said_who_it_is(study, monkeypatch):
     monkeypatch.setattr("hftrainer.search.studies._TIME_TO_SET_OWNER", timedelta(seconds=0.3))
     study.ask()
-    assert TrialCount(study, 1).remaining() == 1  # after waiting
+    assert TrialCount(study, 1).count_remaining_trials() == 1  # after waiting
     assert states(study) == ["FAIL"]
 
 

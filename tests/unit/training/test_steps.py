@@ -27,7 +27,7 @@ def make_steps(release="5.20", *, averages_tokens=False, world_size=1, **attribu
         "compute_loss_context_manager": contextlib.nullcontext,
         "_prepare_inputs": dict,
     }
-    trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation=4, is_probed=True)
+    trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation_steps=4, is_probed=True)
     parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
     return TrainingSteps(SimpleNamespace(trainer=trainer, run=run, **parts))
 
@@ -82,7 +82,7 @@ def test_label_smoothing(release, divisor):
     """The sum over the labels that count, by the items of the step; until v5.14 by those of the micro-batch."""
     logits, labels = torch.tensor([[[2.0, 1.0, 0.0]] * 4]), torch.tensor([[0, 1, 2, -100]])
     steps = make_steps(release, label_smoother=LabelSmoother(0.3), model_accepts_loss_kwargs=True)
-    loss, _ = steps.loss_and_outputs(Returns({"loss": None, "logits": logits}), {"labels": labels}, 8)
+    loss, _ = steps.compute_loss_and_outputs(Returns({"loss": None, "logits": logits}), {"labels": labels}, 8)
     entropy = nn.functional.cross_entropy(logits[0], labels[0], reduction="sum", label_smoothing=0.3)
     torch.testing.assert_close(loss, entropy / divisor)
 

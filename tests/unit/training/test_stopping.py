@@ -11,7 +11,7 @@ from hftrainer.training.stopping import _FLAGS, ControlSync, SignalListener
 
 def request(**values):
     """What a rank sends: whether it has no request, the signal, the control flags, and Lightning's should_stop."""
-    return [int(not values), *(int(values.get(name, 0)) for name in ("signal", *_FLAGS, "stops"))]
+    return [int(not values), *(int(values.get(name, 0)) for name in ("signal", *_FLAGS, "should_stop"))]
 
 
 def make_sync(*requests, world_size=2):
@@ -28,7 +28,7 @@ def make_sync(*requests, world_size=2):
     components = SimpleNamespace(
         trainer=SimpleNamespace(args=args, control=TrainerControl()),
         run=SimpleNamespace(signal_listener=SignalListener(should_save=True)),
-        engine=SimpleNamespace(stops=False, plan=SimpleNamespace(processes=processes)),
+        engine=SimpleNamespace(should_stop=False, plan=SimpleNamespace(processes=processes)),
     )
     sync = ControlSync(components, lambda: saves.append("saved"))
     return sync, SimpleNamespace(given=given, returned=returned, saves=saves)
@@ -63,11 +63,11 @@ def test_request_of_the_other_rank_is_not_waited_for():
 
 
 def test_after_long_operations_requests_take_effect_at_once():
-    sync, _ = make_sync(request(), request(should_epoch_stop=1, stops=1))
+    sync, _ = make_sync(request(), request(should_epoch_stop=1, should_stop=1))
     sync.trainer.control.should_save = True
     sync.end_step()
     sync.sync_control_flags()
-    assert flags_of(sync) == ["should_epoch_stop", "should_save"] and sync.engine.stops and sync.can_stop
+    assert flags_of(sync) == ["should_epoch_stop", "should_save"] and sync.engine.should_stop and sync.can_stop
     sync.begin_epoch()
     assert not sync.can_stop
 
