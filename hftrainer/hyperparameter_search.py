@@ -8,6 +8,7 @@ from typing import Any
 from hftrainer.arguments.choices import HPSearchBackend
 from hftrainer.callbacks.state import hyperparameters
 from hftrainer.compat.overrides import can_call, refuse_uncalled_methods
+from hftrainer.components.components import Components
 from hftrainer.errors import InvalidArgument, InvalidSetup, MissingPackage, UnsupportedArgument
 from hftrainer.plugins import load
 from hftrainer.search.backend import SearchBackend
@@ -15,7 +16,6 @@ from hftrainer.search.optuna_search import OptunaSearch
 from hftrainer.search.trial_arguments import model_takes_trial, set_arguments
 from hftrainer.search.wandb_search import WandbSearch
 from hftrainer.trainer_utils import BestRun, default_compute_objective
-from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 

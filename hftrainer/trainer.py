@@ -26,6 +26,9 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
 from hftrainer.compat.tracebacks import HideEngineFrames
+from hftrainer.components.checks import check_objects, one_processing_class
+from hftrainer.components.components import Components
+from hftrainer.components.model_setup import check_pair
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens
@@ -41,9 +44,6 @@ from hftrainer.reporting.metrics import print_table, write_metrics
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS as DEFAULT_CALLBACKS
 from hftrainer.trainer_pt_utils import get_model_param_count, metrics_format
 from hftrainer.trainer_utils import BestRun, EvalLoopOutput, PredictionOutput, TrainOutput
-from hftrainer.training.checks import check_objects, one_processing_class
-from hftrainer.training.components import Components
-from hftrainer.training.model_setup import check_pair
 from hftrainer.training.run import RunAttribute
 from hftrainer.training_args import TrainingArguments
 

@@ -25,7 +25,7 @@ from hftrainer.trainer_pt_utils import drop_all_rows, find_batch_size
 from hftrainer.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
 
 
 @dataclass(eq=False, repr=False)

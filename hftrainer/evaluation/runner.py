@@ -20,6 +20,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
 from hftrainer.compat.tracebacks import add_note
+from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
 from hftrainer.evaluation.evaluation_pass import EvaluationPass
@@ -28,7 +29,6 @@ from hftrainer.parallel.process_group import CollectiveCall
 from hftrainer.reporting.metrics import mean_loss
 from hftrainer.trainer_pt_utils import nested_detach
 from hftrainer.trainer_utils import EvalLoopOutput, PredictionOutput, speed_metrics
-from hftrainer.training.component import Component
 from hftrainer.training.steps import split_losses
 from hftrainer.training.sums import LoggedMetrics
 

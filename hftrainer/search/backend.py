@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from hftrainer.errors import InvalidArgument, MetricNotFound, UnknownArgument, suggest
 
 if TYPE_CHECKING:
+    from hftrainer.components.components import Components
     from hftrainer.trainer import Trainer
     from hftrainer.trainer_utils import BestRun
-    from hftrainer.training.components import Components
 
 
 class TrialFailed(Exception):

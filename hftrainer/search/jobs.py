@@ -30,8 +30,8 @@ from hftrainer.parallel import devices
 from hftrainer.releases.followed import follow
 
 if TYPE_CHECKING:
+    from hftrainer.components.components import Components
     from hftrainer.trainer import Trainer
-    from hftrainer.training.components import Components
 
 logger = logging.getLogger(__name__)
 

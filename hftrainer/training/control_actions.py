@@ -14,11 +14,11 @@ from hftrainer.arguments.choices import SaveStrategy
 from hftrainer.callbacks.flow import EarlyStoppingCallback, evaluation_key
 from hftrainer.checkpointing import names
 from hftrainer.compat.overrides import call_with_accepted, has_parameter, is_overridden
+from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument, MetricNotFound
 from hftrainer.optimization import needs_metric
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.reporting.metrics import get_metric, mean_loss
-from hftrainer.training.component import Component
 
 
 class ControlActions(Component):

@@ -23,17 +23,17 @@ import torch
 
 from hftrainer.checkpointing.run_progress import STEP_SETTINGS, count_samples
 from hftrainer.compat.overrides import has_length
+from hftrainer.components.component import Component
+from hftrainer.components.storage_sync import run_folder
 from hftrainer.data.accumulation import Span, TrainingSchedule
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.samplers import seed_of_order
 from hftrainer.errors import TrainingDiverged
 from hftrainer.monitoring import journal
-from hftrainer.training.component import Component
-from hftrainer.training.storage_sync import run_folder
 
 if TYPE_CHECKING:
+    from hftrainer.components.components import Components
     from hftrainer.trainer import Trainer
-    from hftrainer.training.components import Components
     from hftrainer.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)

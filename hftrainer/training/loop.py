@@ -33,7 +33,7 @@ from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.arguments.choices import SaveStrategy, read_observe
+from hftrainer.components.component import Component
+from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
 from hftrainer.monitoring.journal import Journal
 from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
-from hftrainer.training.component import Component
 from hftrainer.training.mixture_batches import make_source_log
-from hftrainer.training.storage_sync import run_folder
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
     from hftrainer.training.loop import TrainingLoop
 
 

@@ -13,16 +13,16 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.compat.messages import log_facts, tell
 from hftrainer.compat.overrides import count_positional_arguments, has_length, make_scheduler
+from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule, plan_schedule, position_at_step, read_schedule
 from hftrainer.errors import UnsupportedArgument
 from hftrainer.releases.earlier import EarlierSchedule
 from hftrainer.reporting import summary
-from hftrainer.training.component import Component
 from hftrainer.training.sums import LoggedMetrics
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
 
 logger = logging.getLogger(__name__)
 

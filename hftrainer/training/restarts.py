@@ -14,13 +14,13 @@ from hftrainer.callbacks.progress_bar import close_bars
 from hftrainer.callbacks.state import export_states
 from hftrainer.checkpointing import resume
 from hftrainer.compat.messages import tell
+from hftrainer.components.component import Component
 from hftrainer.data.randomness import restore_rng_state, rng_state
 from hftrainer.errors import InvalidArgument, TrainingDiverged, UnsupportedArgument
 from hftrainer.model.inspection import clear_gradients
 from hftrainer.optimizers.low_rank import LayerWiseDummyOptimizer
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import nested_apply
-from hftrainer.training.component import Component
 from hftrainer.training.divergence import Finding, SkippedSamples
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from hftrainer.data.accumulation import MicroBatchIterator
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
     from hftrainer.training.loop import TrainingLoop
 
 

@@ -21,6 +21,7 @@ from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
+from hftrainer.components.component import Component
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -30,7 +31,6 @@ from hftrainer.parallel import devices
 from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
-from hftrainer.training.component import Component
 from hftrainer.training.divergence import Diverged
 from hftrainer.training.loop import TrainingLoop
 from hftrainer.training.planner import Planner
@@ -39,7 +39,7 @@ from hftrainer.training.stopping import SignalListener
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
 
 logger = logging.getLogger(__name__)
 

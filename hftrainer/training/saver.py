@@ -23,12 +23,12 @@ from hftrainer.checkpointing.weights import make_meta_copy, save_configs, save_w
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import accepted_args, is_overridden
 from hftrainer.compat.tracebacks import add_note
+from hftrainer.components.component import Component
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.randomness import rng_state
 from hftrainer.reporting.tracking import ids_of_open_runs
 from hftrainer.strategies.strategy import MakeOptimizer
 from hftrainer.training import mixture_batches
-from hftrainer.training.component import Component
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepted_args, accepts, call_with_accepted, ignores_other_keywords, is_overridden
 from hftrainer.compat.tracebacks import describe_type, note_batch
+from hftrainer.components.component import Component
 from hftrainer.data.collators import count_tokens
 from hftrainer.data.loaders import to_device
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
@@ -24,7 +25,6 @@ from hftrainer.model.inspection import is_training, smoothing_shifts_labels
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import rebuild_container
 from hftrainer.trainer_utils import speed_metrics
-from hftrainer.training.component import Component
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from hftrainer.compat.messages import tell
+from hftrainer.components.component import Component
 from hftrainer.parallel.processes import Processes
-from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
 
 logger = logging.getLogger(__name__)
 

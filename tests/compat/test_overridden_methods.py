@@ -16,7 +16,7 @@ import pytest
 import transformers
 
 import hftrainer
-from hftrainer.training.accelerator import EngineAccelerator
+from hftrainer.parallel.accelerator import EngineAccelerator
 from tests.compat.names_in_use import ABSENT, METHODS
 from tests.support.changed import methods_of
 from tests.support.differences import NOT_CALLED_ALIKE

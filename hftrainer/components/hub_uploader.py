@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hftrainer.arguments.choices import HubStrategy, SaveStrategy
-from hftrainer.training.component import Component
+from hftrainer.components.component import Component
 
 
 class HubUploader(Component):

@@ -19,6 +19,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
 from hftrainer.compat.peers import bare_name
+from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
 from hftrainer.model import inspection
@@ -26,10 +27,9 @@ from hftrainer.optimization import get_scheduler, needs_metric
 from hftrainer.optimizers import param_groups
 from hftrainer.parallel.plan import check_model_layout
 from hftrainer.trainer_pt_utils import LabelSmoother
-from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
-    from hftrainer.training.components import Components
+    from hftrainer.components.components import Components
 
 logger = logging.getLogger(__name__)
 

@@ -17,23 +17,14 @@ from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
+from hftrainer.components import hub_uploader, loader_factory, model_setup, setup, storage_sync
 from hftrainer.evaluation.runner import EvaluationRunner
 from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker
 from hftrainer.reporting.tracking import LogFolder, TrackerCallback, reporting_callbacks
 from hftrainer.strategies.strategy import Strategy
-from hftrainer.training import (
-    control_actions,
-    hub_uploader,
-    loader_factory,
-    model_setup,
-    runner,
-    saver,
-    setup,
-    steps,
-    storage_sync,
-)
+from hftrainer.training import control_actions, runner, saver, steps
 from hftrainer.training.run import Run
 
 if TYPE_CHECKING:

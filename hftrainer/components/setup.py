@@ -29,20 +29,20 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
+from hftrainer.components.checks import check_consistency, check_data, check_memmap, check_optimizer
+from hftrainer.components.component import Component
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather
 from hftrainer.evaluation.metrics import as_metrics
 from hftrainer.model.changes import set_tf32
+from hftrainer.parallel.accelerator import EngineAccelerator
 from hftrainer.plugins import lightning_adapter
 from hftrainer.releases.followed import describe_older_release
 from hftrainer.reporting.tracking import ReportingCallback
 from hftrainer.strategies import make_strategy
 from hftrainer.strategies.strategy import FLAGS, Strategy
 from hftrainer.trainer_callback import DEFAULT_CALLBACKS
-from hftrainer.training.accelerator import EngineAccelerator
-from hftrainer.training.checks import check_consistency, check_data, check_memmap, check_optimizer
-from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import is_overridden
+from hftrainer.components.component import Component
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
 from hftrainer.reporting.tracking import RunPlace
-from hftrainer.training.component import Component
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
+from hftrainer.components.component import Component
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
 from hftrainer.data.mixture import MixtureBatchSampler, MixtureDataset, MixtureStream, as_mixture, group_by_column
@@ -22,7 +23,6 @@ from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBat
 from hftrainer.errors import InvalidArgument, UnknownDataset, UnsupportedArgument, WrongObject, suggest
 from hftrainer.parallel.devices import UNPINNED
 from hftrainer.training import mixture_batches
-from hftrainer.training.component import Component
 from hftrainer.training_args import TrainingArguments
 
 logger = logging.getLogger(__name__)
