@@ -27,6 +27,7 @@ SOURCES = sorted(
 _XLA = {"_XLAC": "torch_xla", "_xla_get_tensor_id": "torch_xla", "_metadata": "torch's state dicts"}
 #: module → private names of others than Lightning that it touches on their objects, and whose they are.
 OF_OTHERS = {
+    "hftrainer.parallel.accelerator": {"_orig_mod": "torch, in compiled models"},
     "hftrainer.parallel.process_group": {"_get_default_store": "torch, whose processes have met there"},
     "hftrainer_deepspeed.run": {
         "_copy_recovery_script": "DeepSpeed",
