@@ -90,10 +90,7 @@ def read_arguments_of_run(folder: str, *, skip_unreadable: bool = False) -> dict
 
 
 def describe_differences(runs: list[dict[str, Any]], labels: list[str]) -> list[str]:
-    """For each run, its arguments with an effect that differ from another run's, as a text; empty if unknown.
-
-    Without those whose values are in the labels of all runs, such as `lr-0.01` and `lr-0.1`.
-    """
+    """For each run, its arguments with an effect that differ and are not in the labels of all runs, as a text."""
     first, *others = [arguments for arguments in runs if arguments] or [{}]
     effective = {name: value for name, value in first.items() if not _WITHOUT_EFFECT.fullmatch(name)}
     names = [name for name, value in effective.items() if any(each.get(name, value) != value for each in others)]

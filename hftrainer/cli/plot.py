@@ -7,9 +7,7 @@ import json
 import math
 import os
 import shutil
-import statistics
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,18 +94,13 @@ def _compare(folders: list[str], lines: list[Line]) -> str:
             page["step"],
             metrics_of_run.get("loss", {}).get("last"),
             *(marked.get((run, name), metrics_of_run.get(name, {}).get("best")) for name in metrics),
-            *(_mean_rate(curve) if (curve := curves.get((run, rate))) else None for rate in rates),
+            *(curve.mean_rate if (curve := curves.get((run, rate))) else None for rate in rates),
         )
         time, share = "" if seconds is None else format_duration(seconds), "" if goodput is None else f"{goodput:.0%}"
         settings = next(line.settings for line in curves.values() if line.run == run)
         rows.append((run, *map(format_number, numbers), time, share, settings))
     table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     return f"{table}\n\ngoodput: kept steps / all time" if any(row[-2] for row in rows[1:]) else table
-
-
-def _mean_rate(line: Line) -> float:
-    """The mean of a number per second over all steps."""
-    return statistics.harmonic_mean(line.values, [step - last for last, step in pairwise([0, *line.steps])])
 
 
 def _show(paths: list[str], lines: list[Line]) -> None:

@@ -13,7 +13,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,11 @@ class Line:
         return self.name if self.run or self.best is None else f"{self.name} (best: {self.values[self.best]:.4g})"
 
     @property
+    def mean_rate(self) -> float:
+        """The mean of a number per second over all steps."""
+        return statistics.harmonic_mean(self.values, [step - last for last, step in pairwise([0, *self.steps])])
+
+    @property
     def finite(self) -> list[float]:
         """The finite values."""
         return [value for value in self.values if is_finite(value)]
@@ -171,9 +176,18 @@ def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Lin
 
 
 def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
-    """The curves with their colours and dashes, in the order of the panels."""
-    lines, styled_lines = _split_metrics(list(plain_lines)), []
+    """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
+
+    Each metric has a panel, and of several runs each share of time.
+    """
+    lines, styled_lines = list(plain_lines), []
+    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
+    titles |= {line.name: f"share of time: {WORDS[line.name]}" for line in lines if line.run and line.panel == SHARES}
+    shown = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
     runs = list(dict.fromkeys(line.run for line in lines))
+    lines = [line for line in lines if line.name in shown]
+    lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
+    lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
     for line in lines:
         names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
         run, dash = runs.index(line.run), names.index(line.name)
@@ -181,17 +195,6 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
         colour = "#d9d9d9" if line.panel == SHARES and line.name == "step_share" else colour
         styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
     return styled_lines
-
-
-def _split_metrics(lines: list[Line]) -> list[Line]:
-    """The curves with a panel per metric, and of several runs per share of time, unless it is always 0."""
-    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
-    if lines and lines[0].run:
-        titles |= {name: f"share of time: {WORDS[name]}" for name in PANELS[SHARES]}
-    names = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
-    shown = [line for line in lines if line.name in names]
-    shown.sort(key=lambda line: (list(PANELS).index(line.panel), names.index(line.name)))
-    return [replace(line, panel=titles.get(line.name, line.panel)) for line in shown]
 
 
 def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
@@ -237,10 +240,7 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _label(lines: list[Line]) -> str:
-    """The label of a panel's vertical axis: in words, or the name of the only curve if it is not one of ours.
-
-    With the highest value, if it is above the axis.
-    """
+    """The label of a vertical axis: words, or the name of the only curve; and the highest value, if above the axis."""
     name, panel = lines[0].name, lines[0].panel
     high, top = max((value for line in lines for value in line.finite), default=0), _vertical_axis(lines)[1][1]
     label = name if {line.name for line in lines} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
@@ -290,8 +290,7 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     figure.suptitle(_title(title, lines) + note, y=1 - 0.2 / height)
     figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
-    box = axis.get_position()
-    corner = {"loc": "upper left", "bbox_to_anchor": (box.x1 + 0.05, box.y1)}
+    corner = {"loc": "upper left", "bbox_to_anchor": axis.get_position().get_points()[1] + (0.05, 0)}
     figure.legend(handles=handles, fontsize=9, frameon=False, **corner if has_free_cell else {"loc": "lower center"})
     figure.savefig(path, dpi=120)
 
@@ -336,8 +335,8 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     axis.spines[["top", "right"]].set_visible(False)
     if handles.keys() == {lines[0].name}:
         return 0
-    # About 80 characters are as wide as a panel, and 8 as a sample.
-    columns = max(1, 80 // (8 + max(map(len, handles))))
+    # About 70 characters are as wide as a panel, and 8 as a sample.
+    columns = max(1, 70 // (8 + max(map(len, handles))))
     place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.98), "ncols": columns}
     axis.legend(handles.values(), handles.keys(), fontsize=9, frameon=False, **place)
     return -(-len(handles) // columns)
