@@ -18,10 +18,10 @@ from hftrainer.errors import MetricNotFound, WrongObject
 #: Panel → the log entries that it shows. 'metrics' shows all others, in one panel per order of magnitude.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 #: The panels of the values that `observe=True` adds to log lines.
-SHARES = "share of time besides steps"
+SHARES = "share of time"
 SPEEDS = {
     **{"tokens per second": ("tokens_per_second",), "samples per second": ("samples_per_second",)},
-    **{"seconds per step": ("step_seconds",), SHARES: ("data_wait", "eval_share", "save_share")},
+    **{"seconds per step": ("step_seconds",), SHARES: ("data_wait", "eval_share", "save_share", "step_share")},
     **{"model FLOPS utilization": ("mfu",), "peak memory (MB)": ("peak_memory_mb",)},
 }
 PANELS |= SPEEDS
@@ -125,6 +125,11 @@ def curves(state: TrainerState) -> Curves:
             steps, values = panels[panel].setdefault(name, ([], []))
             steps.append(step)
             values.append(math.nan if not is_finite(value) or (name == "loss" and step in diverged_steps) else value)
+    shares = list(panels[SHARES].values())
+    if shares and all(steps == shares[0][0] for steps, _ in shares):
+        # What is left is training.
+        rest = [1 - sum(parts) for parts in zip(*(values for _, values in shares), strict=True)]
+        panels[SHARES]["step_share"] = shares[0][0], rest
     return panels
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import json
 import logging
 import math
 import os
@@ -29,7 +30,7 @@ from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, curves
 logger = logging.getLogger(__name__)
 
 #: Entries of log lines → their names in legends, if not the same.
-WORDS = {"data_wait": "waiting for data", "eval_share": "evaluation", "save_share": "saving"}
+WORDS = dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
 #: Unit of time → seconds. A time axis has the largest of which the longest run has two.
 TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
 #: Horizontal axis → its label.
@@ -40,9 +41,15 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#0
 MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
 #: Line style: matplotlib's → plotly's.
 DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
-#: Scroll a narrow window, and turn white into black where the reader prefers that.
-STYLE = """<style>body { background: white; min-width: 1000px; }
+#: Turn white into black where the reader prefers that.
+STYLE = """<style>body { background: white; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
+#: Give a narrow window one column.
+REFLOW = """const wide = matchMedia("(min-width: 900px)");
+wide.onchange = () => Plotly.relayout("{plot_id}", wide.matches ? %s : %s);
+if (!wide.matches) wide.onchange();"""
+#: Number of metrics in a picture; a page has all.
+MAX_METRICS = 12
 #: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
 #: curve of which only the lowest and the highest point are drawn.
 MANY, PARTS = 100, 1000
@@ -118,6 +125,11 @@ class Line:
         return f"{self.run}: {self.name}" if self.run else self.name
 
     @property
+    def entry(self) -> str:
+        """The name, in a plot of one run with the best value."""
+        return self.name if self.run or self.best is None else f"{self.name} (best: {self.values[self.best]:.4g})"
+
+    @property
     def mean_rate(self) -> float:
         """The mean of a number per second over all steps."""
         return statistics.harmonic_mean(self.values, [step - last for last, step in pairwise([0, *self.steps])])
@@ -143,7 +155,7 @@ def lines(folders: list[str], x: str = "step") -> list[Line]:
             raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
     arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
     plain_lines: list[Line] = []
-    for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments), strict=True):
+    for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments, runs), strict=True):
         plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
     if x == "time":
         last = max(step for line in plain_lines for step in line.steps)
@@ -164,26 +176,25 @@ def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Lin
 
 
 def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
-    """The curves with their colours and dashes, in the order of the panels."""
-    lines, styled_lines = _split_metrics(list(plain_lines)), []
+    """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
+
+    Each metric has a panel, and of several runs each share of time.
+    """
+    lines, styled_lines = list(plain_lines), []
+    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
+    titles |= {line.name: f"share of time: {WORDS[line.name]}" for line in lines if line.run and line.panel == SHARES}
+    shown = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
     runs = list(dict.fromkeys(line.run for line in lines))
+    lines = [line for line in lines if line.name in shown]
+    lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
+    lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
     for line in lines:
         names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
         run, dash = runs.index(line.run), names.index(line.name)
         colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
+        colour = "#d9d9d9" if line.panel == SHARES and line.name == "step_share" else colour
         styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
     return styled_lines
-
-
-def _split_metrics(lines: list[Line]) -> list[Line]:
-    """The curves with a panel per metric, and of several runs per share of time, unless it is always 0."""
-    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
-    if lines and lines[0].run:
-        titles |= {name: f"share of time: {WORDS[name]}" for name in PANELS[SHARES]}
-    names = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
-    shown = [line for line in lines if line.name in names]
-    shown.sort(key=lambda line: (list(PANELS).index(line.panel), names.index(line.name)))
-    return [replace(line, panel=titles.get(line.name, line.panel)) for line in shown]
 
 
 def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
@@ -203,12 +214,15 @@ def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: lis
 def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds, shares and memory begin at 0. The scale is logarithmic if losses span two orders of magnitude, if a few
-    gradient norms would make the others unreadable, or if the peak learning rates of curves differ 50-fold.
+    Speeds, shares and memory begin at 0, and end at most at twice the 95th percentile of a curve. The scale is
+    logarithmic if losses span two orders of magnitude, if a few gradient norms would make the others unreadable, or if
+    the peak learning rates of curves differ 50-fold.
     """
     values, panel = [value for line in lines for value in line.finite], lines[0].panel
     if PANEL_OF.get(lines[0].name) in SPEEDS or not values:
-        return "linear", (0, 1 if panel == SHARES else max(values, default=0) * 1.05 or 1)
+        usual = max((np.percentile(line.finite, 95, method="lower") for line in lines if line.finite), default=0)
+        high = max(values, default=0)
+        return "linear", (0, 1 if panel == SHARES else 1.05 * (min(high, 2 * float(usual)) or high) or 1)
     peak = min(max(line.finite, default=0) for line in lines)
     # A warm-up from 0 and a decay to 0 go below the panel.
     low = peak / 100 if panel == "learning rate" else min(values)
@@ -226,9 +240,11 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def _label(lines: list[Line]) -> str:
-    """The label of a panel's vertical axis: in words, or the name of the only curve if it is not one of ours."""
+    """The label of a vertical axis: words, or the name of the only curve; and the highest value, if above the axis."""
     name, panel = lines[0].name, lines[0].panel
-    return name if {line.name for line in lines} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+    high, top = max((value for line in lines for value in line.finite), default=0), _vertical_axis(lines)[1][1]
+    label = name if {line.name for line in lines} == {name} - set(PANEL_OF) else panel[0].upper() + panel[1:]
+    return f"{label} (highest: {high:,.4g})" if high > top else label
 
 
 def _title(name: str, lines: list[Line]) -> str:
@@ -250,14 +266,16 @@ def _find_first_gap(lines: list[Line]) -> tuple[float, str] | None:
 
 def draw_picture(lines: list[Line], path: str, title: str) -> None:
     """Write the panels as PNG, SVG or PDF; without pyplot, so that no window or notebook shows the figure."""
-    panels = _group_by_panel(lines)
+    all_panels = _group_by_panel(lines)
+    metrics = [panel for panel, (line, *_) in all_panels.items() if panel == line.name and panel not in PANELS]
+    hidden = sorted(metrics, key=lambda panel: all(line.best is None for line in all_panels[panel]))[MAX_METRICS:]
+    panels = {panel: panel_lines for panel, panel_lines in all_panels.items() if panel not in hidden}
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
     width, has_free_cell = 6 if columns < 3 else 4.5, len(runs) < 7 and len(panels) < rows * columns
     labels = [textwrap.fill(_describe_run(run, lines), 45 if has_free_cell else 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
-    figure.suptitle(_title(title, lines))
     legend = 0.0
     for number, panel_lines in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
@@ -268,24 +286,20 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     height = (3.6 + legend) * rows + bottom
     figure.set_size_inches(width * columns, height)
     edges = (1 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
+    note = f"\nwithout {len(hidden)} of {len(metrics)} metrics, which are in the page of --html" if hidden else ""
+    figure.suptitle(_title(title, lines) + note, y=1 - 0.2 / height)
     figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
-    box = axis.get_position()
-    corner = {"loc": "upper left", "bbox_to_anchor": (box.x1 + 0.05, box.y1)}
+    corner = {"loc": "upper left", "bbox_to_anchor": axis.get_position().get_points()[1] + (0.05, 0)}
     figure.legend(handles=handles, fontsize=9, frameon=False, **corner if has_free_cell else {"loc": "lower center"})
     figure.savefig(path, dpi=120)
 
 
 def _describe_run(run: str, lines: list[Line]) -> str:
-    """The name of a run, the arguments in which it differs, its best value, and an earlier run that it repeats."""
+    """The name of a run, the arguments in which it differs, and its best value."""
     run_lines = [line for line in lines if line.run == run]
     best = (f"best {line.name}\xa0{line.values[line.best]:.4g}" for line in run_lines if line.best is not None)
-    curves: dict[str, list[Any]] = {line.run: [] for line in lines}
-    for line in (line for line in lines if PANEL_OF.get(line.name) not in SPEEDS):
-        curves[line.run].append((line.name, line.steps, line.values))
-    first = next(other for other in curves if curves[other] == curves[run])
-    repeated = f"same curves as {first}" if first != run else ""
-    return " · ".join(filter(None, (run, run_lines[0].settings, next(best, ""), repeated)))
+    return " · ".join(filter(None, (run, run_lines[0].settings, next(best, ""))))
 
 
 def _draw_panel(axis: Any, lines: list[Line]) -> int:
@@ -304,15 +318,13 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
         if line.mean:
             axis.plot(*line.points(line.values), color=line.colour, linewidth=0.8, alpha=0.3)
         axis.plot(*line.points(line.mean or line.values), **marks, **style)
-        handles.setdefault(line.name, axis.plot([], [], **style | run_style)[0])
+        handles.setdefault(line.entry, axis.plot([], [], **style | run_style)[0])
         if line.best is not None:
             star = {"marker": "*", "markersize": 11, "linestyle": "", "color": line.colour, "markeredgecolor": "black"}
             axis.plot(line.steps[line.best], line.values[line.best], zorder=3, **star)
-            label = "best" if line.run else f"best: {line.values[line.best]:.4g}"
-            (handles[label],) = axis.plot([], [], **star | run_style)
+            handles |= {"best": axis.plot([], [], **star | run_style)[0]} if line.run else {}
     if gap := _find_first_gap(lines):
-        axis.axvline(gap[0], color="red", linestyle=":")
-        axis.text(0.5, -0.16, gap[1], color="red", fontsize=8, ha="center", va="top", transform=axis.transAxes)
+        handles[gap[1]] = axis.axvline(gap[0], color="red", linestyle=":")
     scale, limits = _vertical_axis(lines)
     axis.set(xlabel=X_AXES[lines[0].x], ylabel=_label(lines), yscale=scale, ylim=limits)
     axis.xaxis.set_major_formatter("{x:,.7g}")
@@ -321,7 +333,7 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
     axis.grid(alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    if len(handles) == 1:
+    if handles.keys() == {lines[0].name}:
         return 0
     # About 70 characters are as wide as a panel, and 8 as a sample.
     columns = max(1, 70 // (8 + max(map(len, handles))))
@@ -331,57 +343,57 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
 
 
 def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str = True) -> None:
-    """Write the panels in two columns, as an interactive HTML page.
-
-    Args:
-        lines: the curves.
-        path: the file.
-        title: the name of the run.
-        plotlyjs: True to include plotly's script, so that the page works offline; "cdn" to fetch it from the network.
-    """
-    subplots = import_plotting("plotly.subplots")
-    panels = _group_by_panel(lines)
-    columns = min(len(panels), 2)
-    rows, title = -(-len(panels) // columns), _title(title, lines)
-    gaps = [_find_first_gap(panel_lines) for panel_lines in panels.values()]
-    figure = subplots.make_subplots(
-        **{"rows": rows, "cols": columns, "shared_xaxes": "all", "vertical_spacing": 0.25 / rows},
-        # A legend is to the right of its panel.
-        **{"horizontal_spacing": 0.2, "subplot_titles": [gap[1] if gap else "" for gap in gaps]},
-    )
+    """Write the panels as an interactive page, whose file has plotly's script or, for "cdn", fetches it."""
+    figure, title = import_plotting("plotly.graph_objects").Figure(), _title(title, lines)
     runs = {line.run: line for line in lines if line.run}
     for run, line in runs.items():
         style = {"line_color": line.colour, "marker": {"symbol": MARKS[line.mark], "size": 9}, "legendgroup": run}
-        figure.add_scatter(x=[None], y=[None], name=_describe_run(run, lines), mode="lines+markers", **style)
-    for number, (panel_lines, gap) in enumerate(zip(panels.values(), gaps, strict=True)):
-        cell = {"row": number // columns + 1, "col": number % columns + 1}
-        (scale, limits), label = _vertical_axis(panel_lines), _label(panel_lines)
-        figure.add_traces(list(_traces(panel_lines, f"legend{number + 2}")), *cell.values())
+        entry = {"x": [None], "y": [None], "xaxis": "x2", "yaxis": "y2", "name": _describe_run(run, lines)}
+        figure.add_scatter(mode="lines+markers", **style, **entry)
+    x_range = _range([0, *(step for line in lines for step in line.steps)])
+    x_axis = {"title": {"text": X_AXES[lines[0].x], "standoff": 2}, "range": x_range, "matches": "x2"}
+    panels = _group_by_panel(lines).values()
+    for number, panel_lines in enumerate(panels, 2):
+        x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
+        figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_lines, legend)])
+        scale, limits = _vertical_axis(panel_lines)
         # plotly takes the range of a logarithmic axis as powers of ten.
         y_range = list(map(math.log10, limits)) if scale == "log" else limits
-        figure.update_yaxes(title_text=label, type=scale, range=y_range, exponentformat="power", minexponent=4, **cell)
-        box = figure.get_subplot(**cell)
-        place = {"x": box.xaxis.domain[1], "y": box.yaxis.domain[1], "yanchor": "top", "tracegroupgap": 0}
-        figure.update_layout({f"legend{number + 2}": place})
-        if gap:
-            figure.add_vline(gap[0], line={"color": "red", "dash": "dot"}, **cell)
-    x_range = _range([0, *(step for line in lines for step in line.steps)])
-    figure.update_xaxes(showticklabels=True, range=x_range, title={"text": X_AXES[lines[0].x], "standoff": 2})
-    top, heading = 90 + 20 * len(runs), title.replace("\n", "<br>")
-    height = 300 * rows + top + 60
+        y_axis = {"title": {"text": _label(panel_lines)}, "type": scale, "range": y_range, "anchor": x}
+        axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
+        figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
+    figure.update_yaxes(exponentformat="power", minexponent=4)
+    top = 70 + 20 * len(runs)
+    wide, narrow = (_place_panels(len(panels), columns, top) for columns in (2, 1))
     figure.update_layout(
-        **{"title": {"text": heading, "y": 1 - 30 / height}, "height": height, "template": "plotly_white"},
-        legend={"x": 0, "y": 1 - 50 / height, "yref": "container", "yanchor": "top", "tracegroupgap": 0},
-        **{"margin": {"t": top, "b": 60}, "hovermode": "x unified", "hoverlabel": {"namelength": -1}},
+        {name.replace(".", "_"): value for name, value in wide.items()},
+        title={"text": title.replace("\n", "<br>"), "y": 1, "yanchor": "top", "pad": {"t": 25}},
+        legend={"x": 0, "y": 1, "yanchor": "bottom", "tracegroupgap": 0},
+        **{"margin": {"t": top, "b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
+        **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
     )
-    page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True})
+    script = REFLOW % (json.dumps(wide), json.dumps(narrow))
+    page = figure.to_html(include_plotlyjs=plotlyjs, config={"responsive": True}, post_script=script)
     page = page.replace("<head>", f"<head><title>{html.escape(title)}</title>{STYLE}", 1)
     Path(path).write_text(page, encoding="utf-8")
 
 
+def _place_panels(count: int, columns: int, top: int) -> dict[str, Any]:
+    """Where a page of so many columns has its panels and their legends: plotly's names → values."""
+    columns = min(columns, count)
+    width, rows = (1 - 0.12 * (columns - 1)) / columns, -(-count // columns)
+    layout: dict[str, Any] = {"height": 310 * rows + top}
+    for number in range(2, count + 2):
+        # A legend is above its panel, and the label of the horizontal axis below.
+        left, high = (number - 2) % columns * (width + 0.12), 1 - ((number - 2) // columns + 0.13) / rows
+        layout |= {f"xaxis{number}.domain": [left, left + width], f"yaxis{number}.domain": [high - 0.66 / rows, high]}
+        layout |= {f"legend{number}.x": left, f"legend{number}.y": high}
+    return layout
+
+
 def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
     """Plotly's curves, stars and entries of the legend of a panel."""
-    named = {line.name: line for line in lines}
+    named = {line.entry: line for line in lines}
     for line in lines:
         style = {"color": line.colour, "dash": list(DASHES.values())[line.dash]}
         group = line.run or line.name
@@ -404,18 +416,17 @@ def _traces(lines: list[Line], legend: str) -> Iterator[dict[str, Any]]:
             star = {"symbol": "star", "size": 16, "color": line.colour, "line": {"color": "black", "width": 1}}
             yield trace | point | {"mode": "markers", "marker": star}
     # Entries without points, since a curve may have two traces and, of several runs, the colour of its run.
-    for line in named.values() if len(named) > 1 and lines[0].panel != SHARES else ():
+    for line in named.values() if named.keys() != {lines[0].name} and lines[0].panel != SHARES else ():
         style = {"color": "black" if line.run else line.colour, "dash": list(DASHES.values())[line.dash]}
-        entry = {"x": [None], "y": [None], "name": line.name, "mode": "lines", "line": style}
+        entry = {"x": [None], "y": [None], "name": line.entry, "mode": "lines", "line": style}
         yield entry | {"legend": legend, "legendgroup": f"legend {line.name}" if line.run else line.name}
+    if gap := _find_first_gap(lines):
+        points = {"x": [gap[0]] * 2, "y": _vertical_axis(lines)[1], "name": gap[1]}
+        yield points | {"mode": "lines", "line": {"color": "red", "dash": "dot"}, "legend": legend}
 
 
 def import_plotting(module: str) -> Any:
-    """Import a module of a plotting library.
-
-    Raises:
-        MissingPackage: if it is not installed.
-    """
+    """Import a module of a plotting library, or raise `MissingPackage`."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

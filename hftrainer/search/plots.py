@@ -66,7 +66,11 @@ def plot_study(storage: str, study_name: str | None = None, *, out: str = ".", h
             if html:
                 paths.append(str(page := path.with_suffix(".html")))
                 figure = getattr(import_plotting("optuna.visualization"), function)(study, **objective)
-                figure.update_layout(title=heading, template="plotly_white", colorway=COLOURS, font_size=13)
+                # The colours of the worst trials are nearly white.
+                style = {"plot_bgcolor": "#d8d8d8"} if name == "parallel_coordinates" else {"colorway": COLOURS}
+                figure.update_layout(title=heading, template="plotly_white", font_size=13, **style)
+                figure.update_traces(opacity=1, selector={"type": "scatter"})
+                figure.update_traces(line_shape="hv", selector={"name": "Best Value"})
                 figure.write_html(page, include_plotlyjs=html)
     return paths
 
@@ -98,6 +102,7 @@ def _draw_png(function: str, study: Study, objective: dict[str, Any], path: Path
         axes.grid(color="#e0e0e0")
         for marks in (*axes.collections[:1], *axes.patches, *axes.lines):
             marks.set(color=COLOURS[marks in axes.lines], alpha=1)
+        plt.setp(axes.lines, drawstyle="steps-post")
         axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=2, frameon=False)
     figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)

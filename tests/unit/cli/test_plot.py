@@ -14,6 +14,7 @@ import torch
 from hftrainer import PlotCallback, Trainer, TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.callbacks.state import TrainerState
+from hftrainer.checkpointing.saved_arguments import describe_differences
 from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
@@ -139,7 +140,7 @@ def test_nothing_to_draw(tmp_path):
         plot([str(tmp_path)], out="picture.gif")
 
 
-@pytest.mark.parametrize(("package", "html"), [("matplotlib.figure", False), ("plotly.subplots", True)])
+@pytest.mark.parametrize(("package", "html"), [("matplotlib.figure", False), ("plotly.graph_objects", True)])
 def test_missing_packages(runs, tmp_path, monkeypatch, package, html):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackage, match=r"pip install 'hftrainer\[plot\]'"):
@@ -172,16 +173,19 @@ def observe(folder):
 def test_speeds_and_shares_of_an_observed_run(tmp_path):
     drawn = lines([observe(tmp_path)])
     panels = {line.name: line.panel for line in drawn}
-    assert panels.keys() == SPEEDS.keys() | {"loss"} and len(set(panels.values())) == 7
+    assert panels.keys() == SPEEDS.keys() | {"loss", "step_share"} and len(set(panels.values())) == 7
     assert {name for name, panel in panels.items() if panel == SHARES} == {
         "data_wait",
         "eval_share",
         "save_share",
+        "step_share",
     }
+    # The parts sum to 1.
+    assert next(line.values for line in drawn if line.name == "step_share") == pytest.approx([0.65, 0.65])
     (picture,) = plot([str(tmp_path)], out=str(tmp_path / "a.svg"))
     labels = {
         "Tokens per second",
-        "Share of time besides steps",
+        "Share of time",
         "Model FLOPS utilization",
         "Peak memory (MB)",
         "waiting for data",
@@ -280,7 +284,7 @@ def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
 def test_shares_of_several_runs_have_panels_unless_they_are_0(tmp_path):
     log = [{"step": 1, "loss": 1.0, "data_wait": 0.2, "eval_share": 0.0, "save_share": 0.1}]
     runs = [write_log(tmp_path / name, log) for name in "ab"]
-    shares = ["share of time: waiting for data", "share of time: saving"]
+    shares = [f"share of time: {name}" for name in ("waiting for data", "saving", "training")]
     assert list(dict.fromkeys(line.panel for line in lines(runs))) == ["loss", *shares]
     # Areas of different steps cannot be stacked.
     plot([write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])], html=True)
@@ -480,12 +484,13 @@ def test_a_picture_and_its_page_have_the_same_axes(tmp_path, monkeypatch):
     write_log(tmp_path, losses)
     plot([str(tmp_path)], html=True)
     picture, page = figures
-    for axis, x, y in zip(picture.axes, page.select_xaxes(), page.select_yaxes(), strict=True):
+    # The first axes of a page, which are not numbered, are not used.
+    for axis, x, y in zip(picture.axes, [*page.select_xaxes()][1:], [*page.select_yaxes()][1:], strict=True):
         limits = [10**limit for limit in y.range] if y.type == "log" else y.range
         assert (axis.get_ylabel(), axis.get_yscale()) == (y.title.text, y.type)
         assert (*axis.get_xlim(), *axis.get_ylim()) == pytest.approx((*x.range, *limits))
     assert {axis.get_ylabel() for axis in picture.axes if axis.get_ylim()[0] == 0} == {
-        *("Tokens per second", "Samples per second", "Seconds per step", "Share of time besides steps"),
+        *("Tokens per second", "Samples per second", "Seconds per step", "Share of time"),
         *("Model FLOPS utilization", "Peak memory (MB)"),
     }
     assert [(axis.get_ylabel(), axis.get_yscale()) for axis in picture.axes[:2]] == [
@@ -519,17 +524,55 @@ def test_many_losses_have_a_running_mean():
 
 
 def test_runs_of_several_legends(tmp_path):
-    """Arguments without effect do not tell runs apart, and a run that hides behind another is named."""
+    """Arguments without effect do not tell runs apart."""
     for run in ("a", "b"):
         write_log(tmp_path / run, [{"step": step, "loss": 1.0, "eval_f1": 0.5, "eval_loss": 1.0} for step in (1, 2)])
         args = TrainingArguments(str(tmp_path / run), logging_steps=1 + (run == "b"), observe=run == "b", use_cpu=True)
         torch.save(args, tmp_path / run / "training_args.bin")
     path = tmp_path / "c.svg"
     plot([str(tmp_path / "a"), str(tmp_path / "b")], out=str(path), html=True)
-    described = {"a · best eval_loss 1", "b · best eval_loss 1 · same curves as a"}
+    described = {"a · best eval_loss 1", "b · best eval_loss 1"}
     assert described <= {*texts_of(path)}
     shown = re.findall(r'"name":"([^"]*)"', path.with_suffix(".html").read_text().split("Plotly.newPlot")[-1])
     assert {json.loads(f'"{name}"').replace("\xa0", " ") for name in shown} == described | {
         *("loss", "eval_loss", "best a: eval_loss", "best b: eval_loss"),
         *(f"{run}: {name}" for run in "ab" for name in ("loss", "eval_loss", "eval_f1")),
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [(["lr-0.01", "lr-0.001"], ["", ""]), (["lr-0.01", "lr-0.0013"], ["learning_rate 0.01", "learning_rate 0.001"])],
+)
+def test_names_of_runs_that_have_the_argument(names, settings):
+    """It is not repeated, unless it is only a part of a number, or not in the names of all."""
+    assert describe_differences([{"learning_rate": rate} for rate in (0.01, 0.001)], names) == settings
+
+
+def test_a_slow_first_interval_does_not_squeeze_the_others(tmp_path):
+    log = [{"step": step, "step_seconds": 12.0 if step == 1 else 0.1} for step in range(1, 11)]
+    plot([write_log(tmp_path / "run", log)], html=True)
+    page = (tmp_path / "run" / "training.html").read_text()
+    assert '"Seconds per step (highest: 12)"},"type":"linear","range":[0,0.21' in page
+
+
+def test_a_picture_has_twelve_metrics_and_a_page_all(tmp_path):
+    metrics = {f"eval_f{number}": 0.5 for number in range(20)}
+    folder = write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, **metrics}])
+    args = TrainingArguments(folder, metric_for_best_model="f19", use_cpu=True)
+    torch.save(args, tmp_path / "run" / "training_args.bin")
+    plot([folder], html=True, out=str(tmp_path / "a.svg"))
+    drawn = [name for name in metrics if name in texts_of(tmp_path / "a.svg")]
+    assert drawn == [f"eval_f{number}" for number in (*range(11), 19)]
+    assert any("without 8 of 20 metrics" in text for text in texts_of(tmp_path / "a.svg"))
+    page = (tmp_path / "a.html").read_text()
+    assert all(f'"text":"{name}"' in page for name in metrics)
+
+
+def test_a_page_in_a_narrow_window_has_one_column(tmp_path):
+    plot([write_log(tmp_path / "run", [{"step": 1, "loss": 1.0, "eval_f1": 0.5}])], html=True)
+    script = (tmp_path / "run" / "training.html").read_text().split("wide.matches ? ")[1]
+    wide, end = json.JSONDecoder().raw_decode(script)
+    narrow, _ = json.JSONDecoder().raw_decode(script[end + len(" : ") :])
+    assert [layout["xaxis3.domain"] for layout in (wide, narrow)] == [[pytest.approx(0.56), 1.0], [0.0, 1.0]]
+    assert narrow["yaxis3.domain"][1] < narrow["yaxis2.domain"][0] and narrow["height"] > wide["height"]
