@@ -55,6 +55,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     for option in unsuitable:
         if getattr(options, option.strip("-").replace("-", "_")) is not None:
             parser.error(f"{option} is for {'runs' if options.study is not None else '--study'}")
+    # A folder that was given twice is one run.
+    options.folders = list({os.path.realpath(folder): folder for folder in options.folders}.values())
     try:
         if options.study is not None:
             paths = plot_study(options.study, options.study_name, out=options.output or ".", html=options.html)

@@ -178,11 +178,13 @@ def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Lin
 def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
 
-    Each metric has a panel, and of several runs each share of time.
+    Each metric has a panel. Of several runs' shares of time only that of training is shown.
     """
     lines, styled_lines = list(plain_lines), []
     titles = {line.name: line.name for line in lines if line.panel == "metrics"}
-    titles |= {line.name: f"share of time: {WORDS[line.name]}" for line in lines if line.run and line.panel == SHARES}
+    if any(line.run for line in lines):
+        lines = [line for line in lines if line.panel != SHARES or line.name == "step_share"]
+        titles["step_share"] = "share of time spent training"
     shown = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
     runs = list(dict.fromkeys(line.run for line in lines))
     lines = [line for line in lines if line.name in shown]
@@ -214,18 +216,21 @@ def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: lis
 def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:
     """The scale of a panel, 'linear' or 'log', and its range.
 
-    Speeds, shares and memory begin at 0, and end at most at twice the 95th percentile of a curve. The scale is
-    logarithmic if losses span two orders of magnitude, if a few gradient norms would make the others unreadable, or if
-    the peak learning rates of curves differ 50-fold.
+    Speeds and memory begin at 0, and end at most at twice the 95th percentile of a curve. The scale is logarithmic if
+    losses span two orders of magnitude, if a few gradient norms would make the others unreadable, or if the peak
+    learning rates of curves differ 50-fold. It then ends at a third of the lowest running mean.
     """
+    if lines[0].name in PANELS[SHARES]:
+        return "linear", (0, 1)
     values, panel = [value for line in lines for value in line.finite], lines[0].panel
     if PANEL_OF.get(lines[0].name) in SPEEDS or not values:
         usual = max((np.percentile(line.finite, 95, method="lower") for line in lines if line.finite), default=0)
         high = max(values, default=0)
-        return "linear", (0, 1 if panel == SHARES else 1.05 * (min(high, 2 * float(usual)) or high) or 1)
+        return "linear", (0, 1.05 * (min(high, 2 * float(usual)) or high) or 1)
     peak = min(max(line.finite, default=0) for line in lines)
     # A warm-up from 0 and a decay to 0 go below the panel.
-    low = peak / 100 if panel == "learning rate" else min(values)
+    lows = [min(filter(is_finite, line.mean)) / 3 if line.mean else min(line.finite, default=peak) for line in lines]
+    low = peak / 100 if panel == "learning rate" else min(lows)
     limits = {"loss": 100 * low, "gradient norm": 20 * statistics.median(values), "learning rate": 50 * peak}
     if low > 0 and max(values) >= limits.get(panel, math.inf):
         return "log", (low / 1.2, max(values) * 1.2)
@@ -273,25 +278,27 @@ def draw_picture(lines: list[Line], path: str, title: str) -> None:
     columns = min(len(panels), 2 if len(panels) <= 6 else 3)
     rows = -(-len(panels) // columns)
     runs = {line.run: {"color": line.colour, "marker": line.mark} for line in lines if line.run}
-    width, has_free_cell = 6 if columns < 3 else 4.5, len(runs) < 7 and len(panels) < rows * columns
-    labels = [textwrap.fill(_describe_run(run, lines), 45 if has_free_cell else 60 * columns) for run in runs]
+    width = 6 if columns < 3 else 4.5
+    labels = [textwrap.fill(_describe_run(run, lines), 60 * columns) for run in runs]
     figure = import_plotting("matplotlib.figure").Figure()
     legend = 0.0
     for number, panel_lines in enumerate(panels.values(), 1):
         axis = figure.add_subplot(rows, columns, number)
         legend = max(legend, 0.18 * _draw_panel(axis, panel_lines))
         axis.set_xlim(_range([0, *(step for line in lines for step in line.steps)]))
-    # tight_layout is slow. In inches: below and above all panels, and above each panel.
-    bottom = 0.65 + (0 if has_free_cell else 0.17 * sum(label.count("\n") + 1 for label in labels))
-    height = (3.6 + legend) * rows + bottom
-    figure.set_size_inches(width * columns, height)
-    edges = (1 / width / columns, bottom / height, 0.98, 1 - (0.6 + legend) / height)
     note = f"\nwithout {len(hidden)} of {len(metrics)} metrics, which are in the page of --html" if hidden else ""
-    figure.suptitle(_title(title, lines) + note, y=1 - 0.2 / height)
+    title = _title(title, lines) + note
+    # tight_layout is slow. In inches: the title, all that is above the panels, and the legend above each panel.
+    head = 0.45 + 0.2 * title.count("\n")
+    top = head + 0.19 * sum(label.count("\n") + 1 for label in labels) + 0.15
+    height = (3.6 + legend) * rows + top
+    figure.set_size_inches(width * columns, height)
+    edges = (1 / width / columns, 0.65 / height, 0.98, 1 - (top + legend) / height)
+    figure.suptitle(title, y=1 - 0.15 / height)
     figure.subplots_adjust(*edges, wspace=1.3 / width, hspace=(0.75 + legend) / 2.85)
     handles = [axis.plot([], [], label=label, **style)[0] for label, style in zip(labels, runs.values(), strict=True)]
-    corner = {"loc": "upper left", "bbox_to_anchor": axis.get_position().get_points()[1] + (0.05, 0)}
-    figure.legend(handles=handles, fontsize=9, frameon=False, **corner if has_free_cell else {"loc": "lower center"})
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 1 - head / height), "borderaxespad": 0}
+    figure.legend(handles=handles, fontsize=9, frameon=False, **place)
     figure.savefig(path, dpi=120)
 
 

@@ -62,7 +62,7 @@ def test_picture_and_page(runs, tmp_path):
 
     written = plot(runs, html=True, out=str(tmp_path / "both.png"))
     assert written == [str(tmp_path / "both.png"), str(tmp_path / "both.html")]
-    assert imread(written[0]).shape[:2] == (1026, 1440)  # two rows of panels
+    assert imread(written[0]).shape[:2] == (1024, 1440)  # two rows of panels
     page = Path(written[1]).read_text()
     assert (
         '"xaxis4"' in page and '"yaxis4"' in page and "eval_accuracy" in page and "<script src=" not in page
@@ -281,11 +281,10 @@ def test_a_long_run_is_drawn_by_its_extremes(tmp_path):
     assert len(page) < 5_500_000 and "faint: logged values; strong: their running mean" in page
 
 
-def test_shares_of_several_runs_have_panels_unless_they_are_0(tmp_path):
+def test_of_several_runs_the_share_of_training_is_shown(tmp_path):
     log = [{"step": 1, "loss": 1.0, "data_wait": 0.2, "eval_share": 0.0, "save_share": 0.1}]
     runs = [write_log(tmp_path / name, log) for name in "ab"]
-    shares = [f"share of time: {name}" for name in ("waiting for data", "saving", "training")]
-    assert list(dict.fromkeys(line.panel for line in lines(runs))) == ["loss", *shares]
+    assert list(dict.fromkeys(line.panel for line in lines(runs))) == ["loss", "share of time spent training"]
     # Areas of different steps cannot be stacked.
     plot([write_log(tmp_path / "uneven", [*log, {"step": 2, "data_wait": 0.1}])], html=True)
 
