@@ -590,8 +590,8 @@ class Trainer(EarlierMethods):
             UnsupportedArgument: if an override changed an argument.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        assert self._hftrainer.run.loop is not None
-        self._hftrainer.run.loop.run_lightning_epoch(arguments)
+        assert self._hftrainer.run.events is not None
+        self._hftrainer.run.events.run_lightning_epoch(arguments)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -892,8 +892,8 @@ class Trainer(EarlierMethods):
             trial: the hyperparameter trial, if any.
             metrics: an evaluation's metrics, to find the best model; passed until v4.46.
         """
-        loop = self._hftrainer.run.loop
-        if metrics is not None and (loop is None or metrics is not loop.evaluation_metrics):
+        events = self._hftrainer.run.events
+        if metrics is not None and (events is None or metrics is not events.evaluation_metrics):
             self._determine_best_metric(metrics, trial)
         with self._hftrainer.saver.checkpoint(trial) as write_files:
             write_files()

@@ -37,7 +37,7 @@ from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
     from hftrainer_lightning.module import TrainerModule
 
 logger = logging.getLogger(__name__)
@@ -286,7 +286,7 @@ def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
                 callback.on_train_epoch_end(trainer, module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, training_loop: TrainingLoop) -> None:
+def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, events: TrainingEvents) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
     Lightning computes them in an extra epoch, which would exceed the Trainer's number of steps.
@@ -294,7 +294,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, training_loop:
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     has_averaged = averaging is not None and averaging.n_averaged is not None
     if has_averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(training_loop.trainer.get_train_dataloader(), _BatchForward(module.model, training_loop.trainer))
+        update_bn(events.trainer.get_train_dataloader(), _BatchForward(module.model, events.trainer))
 
 
 class _BatchForward(torch.nn.Module):

@@ -34,7 +34,7 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
     from hftrainer.training.planner import TrialSteps
 
 #: Lightning's loops over an evaluation or test set.
@@ -83,7 +83,7 @@ class LightningEngine:
 
     def fit(
         self,
-        training_loop: TrainingLoop,
+        events: TrainingEvents,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -95,7 +95,7 @@ class LightningEngine:
         """Run training in Lightning's loop.
 
         Args:
-            training_loop: the training loop, whose methods Lightning calls.
+            events: the events of the run, whose methods Lightning calls.
             model: the model to train.
             optimizer: the model's optimizer.
             scheduler: the optimizer's learning-rate scheduler.
@@ -103,8 +103,8 @@ class LightningEngine:
             resumed_state: the callbacks' state from `apply_callback_weights` for the checkpoint; None for a new run.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
         """
-        automatic_optimization = not training_loop.needs_manual_optimization
-        max_epochs, sync_each_batch = training_loop.schedule.num_train_epochs, training_loop.syncs_each_batch
+        automatic_optimization = not events.needs_manual_optimization
+        max_epochs, sync_each_batch = events.schedule.num_train_epochs, events.syncs_each_batch
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
@@ -118,15 +118,15 @@ class LightningEngine:
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(training_loop, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
-        install_window_accumulation(trainer, training_loop.micro_batches)
-        if training_loop.first_epoch or training_loop.position:
+        module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
+        install_window_accumulation(trainer, events.micro_batches)
+        if events.first_epoch or events.position:
             restore_progress(
                 trainer,
-                epoch=training_loop.first_epoch,
-                batch=training_loop.position,
-                batches_per_epoch=len(training_loop.micro_batches),
-                global_step=training_loop.trainer.state.global_step,
+                epoch=events.first_epoch,
+                batch=events.position,
+                batches_per_epoch=len(events.micro_batches),
+                global_step=events.trainer.state.global_step,
             )
         self.is_fitting = True
         reset_averages(self.callbacks)
@@ -134,9 +134,9 @@ class LightningEngine:
         try:
             with quiet_lightning():
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                trainer.fit(module, train_dataloaders=training_loop.micro_batches, val_dataloaders=[])
+                trainer.fit(module, train_dataloaders=events.micro_batches, val_dataloaders=[])
         except Exception as error:
-            training_loop.save_after_error(error)
+            events.save_after_error(error)
             raise
         finally:
             self.is_fitting = False

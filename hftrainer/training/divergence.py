@@ -34,7 +34,7 @@ from hftrainer.monitoring import journal
 if TYPE_CHECKING:
     from hftrainer.components.components import Components
     from hftrainer.trainer import Trainer
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 logger = logging.getLogger(__name__)
 
@@ -87,30 +87,30 @@ class Diverged(Exception):
 
 
 class DivergenceWatch(Component):
-    """Checks the steps of a `TrainingLoop` for divergence, and tells which windows to skip.
+    """Checks the steps of a run for divergence, and tells which windows to skip.
 
     Args:
         components: the parts of the Trainer.
-        loop: the loop.
+        events: the events of the run.
     """
 
-    def __init__(self, components: Components, loop: TrainingLoop) -> None:
+    def __init__(self, components: Components, events: TrainingEvents) -> None:
         super().__init__(components)
-        self.loop = loop
+        self.events = events
         self.is_enabled = self.run.skipped_samples is not None
-        losses = [] if loop.progress is None else loop.progress.recent_losses
+        losses = [] if events.progress is None else events.progress.recent_losses
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
         self._loss: torch.Tensor | None = None
         self._spans: list[Span] = []
-        if self.is_enabled and isinstance(loop.micro_batches.reader.loader, PreparedDataLoader):
-            loop.micro_batches.reader.loader.keep_indices()
+        if self.is_enabled and isinstance(events.micro_batches.reader.loader, PreparedDataLoader):
+            events.micro_batches.reader.loader.keep_indices()
 
     def should_skip(self, start: int) -> bool:
         """Whether to skip the window that was just read, from micro-batch `start` of the epoch."""
-        if self.run.skipped_samples is None or (self.loop.epoch, start) not in self.run.skipped_samples.windows:
+        if self.run.skipped_samples is None or (self.events.epoch, start) not in self.run.skipped_samples.windows:
             return False
         # A skipped window belongs to no step.
-        self.loop.is_between_steps = True
+        self.events.is_between_steps = True
         return True
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -118,8 +118,8 @@ class DivergenceWatch(Component):
         if not self.is_enabled:
             return
         self._loss = loss if self._loss is None else self._loss + loss
-        batches = self.loop.micro_batches
-        if (span := Span(self.loop.epoch, batches.window_start, batches.window.size)) not in self._spans:
+        batches = self.events.micro_batches
+        if (span := Span(self.events.epoch, batches.window_start, batches.window.size)) not in self._spans:
             self._spans.append(span)
 
     def check(self, model: torch.nn.Module) -> None:
@@ -133,7 +133,7 @@ class DivergenceWatch(Component):
         assert self._loss is not None
         # The scaler skips steps with infinite gradients.
         has_scaler = self.trainer.accelerator.scaler is not None
-        norm = self.loop.grad_norm
+        norm = self.events.grad_norm
         if norm is None and not has_scaler:
             norm = self.trainer._get_grad_norm(model)
         norm = torch.as_tensor(0.0 if norm is None else norm).to(self._loss.device)
@@ -163,7 +163,7 @@ class DivergenceWatch(Component):
 
     def _samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
-        loader = self.loop.micro_batches.reader.loader
+        loader = self.events.micro_batches.reader.loader
         count = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None

@@ -20,7 +20,7 @@ from hftrainer.training.mixture_batches import make_source_log
 
 if TYPE_CHECKING:
     from hftrainer.components.components import Components
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 
 class RunWatch(Component):
@@ -28,7 +28,7 @@ class RunWatch(Component):
 
     Args:
         components: the parts of the Trainer.
-        loop: the loop of the run.
+        events: the events of the run.
         loader: the loader of its training data.
 
     Attributes:
@@ -37,12 +37,12 @@ class RunWatch(Component):
         requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, components: Components, loop: TrainingLoop, loader: Any) -> None:
+    def __init__(self, components: Components, events: TrainingEvents, loader: Any) -> None:
         super().__init__(components)
-        self.loop = loop
+        self.events = events
         self.sources = make_source_log(components, loader)
-        self.observer = _make_observer(components, loop)
-        self.requests = _make_requests(components, loop)
+        self.observer = _make_observer(components, events)
+        self.requests = _make_requests(components, events)
         self._flops = None if self.observer is None else self.observer.flops
 
     def begin_micro_batch(self) -> None:
@@ -63,7 +63,7 @@ class RunWatch(Component):
             return
         samples, tokens = count_batch(self.trainer, inputs)
         if self.sources is not None:
-            self.sources.add(self.loop.epoch, self.loop.micro_batches.window.index, loss, samples, tokens)
+            self.sources.add(self.events.epoch, self.events.micro_batches.window.index, loss, samples, tokens)
         if self.observer is not None:
             self.observer.end_micro_batch(samples, tokens)
 
@@ -95,22 +95,26 @@ class RunWatch(Component):
             self.trainer.remove_callback(self.observer)
 
 
-def _make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
+def _make_observer(components: Components, events: TrainingEvents) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, plan = components.trainer, components.engine.plan
     observations = read_observe(trainer.args.observe)
     if not observations:
         return None
-    loop.micro_batches.reader.time_collator()
+    events.micro_batches.reader.time_collator()
     peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in observations else None
     has_journal = "journal" in observations and trainer.is_world_process_zero()
     observer = Observer(
         observations,
-        Measurements(lambda: components.run.seconds, loop.micro_batches.reader.waits),
+        Measurements(lambda: components.run.seconds, events.micro_batches.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
-        Journal(run_folder(trainer, loop.trial) if has_journal else None),
-        {"world_size": trainer.args.world_size, "device": str(trainer.args.device), "resumed_from": loop.resume_folder},
+        Journal(run_folder(trainer, events.trial) if has_journal else None),
+        {
+            "world_size": trainer.args.world_size,
+            "device": str(trainer.args.device),
+            "resumed_from": events.resume_folder,
+        },
     )
     trainer.add_callback(observer)
     return observer
@@ -131,16 +135,16 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     return find_batch_size(inputs) or 0, 0
 
 
-def _make_requests(components: Components, loop: TrainingLoop) -> Requests | None:
+def _make_requests(components: Components, events: TrainingEvents) -> Requests | None:
     """The requests to a run; None except on the main process."""
     trainer, args = components.trainer, components.trainer.args
     if not trainer.is_world_process_zero():
         return None
     return Requests(
-        run_folder(trainer, loop.trial),
+        run_folder(trainer, events.trial),
         args.save_minutes,
         args.eval_minutes,
-        0.0 if loop.progress is None else loop.progress.since_evaluation,
+        0.0 if events.progress is None else events.progress.since_evaluation,
         can_evaluate=trainer.eval_dataset is not None,
         saves=args.save_strategy != SaveStrategy.NO,
     )

@@ -160,8 +160,8 @@ class Restarts(Component):
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
         """Release the objects of an attempt, and set the optimizer and scheduler from before it."""
-        if self.run.loop is not None:
-            self.run.loop.close(reason)
+        if self.run.events is not None:
+            self.run.events.close(reason)
         self.release()
         self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         gc.collect()

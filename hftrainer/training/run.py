@@ -20,7 +20,7 @@ from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.training.divergence import SkippedSamples
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
     from hftrainer.training.restarts import InitialStateSnapshot
 
 
@@ -33,7 +33,7 @@ class Run:
         accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
-        loop: the training loop while it runs.
+        events: what Lightning calls while the run lasts.
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
         progress: our progress data in the checkpoint that the run resumes from, or None.
@@ -61,7 +61,7 @@ class Run:
     accumulation_steps: int = 1
     has_created_scheduler: bool = False
     trial: Any = None
-    loop: TrainingLoop | None = None
+    events: TrainingEvents | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None
@@ -89,7 +89,7 @@ class Run:
         return {
             **vars(self),
             "signal_listener": SignalListener(should_save=False),
-            "loop": None,
+            "events": None,
             "skipped_samples": None,
         }
 

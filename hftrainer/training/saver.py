@@ -32,7 +32,7 @@ from hftrainer.training import mixture_batches
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class CheckpointSaver(Component):
             self.trainer.accelerator.processes.barrier()
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
-        if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.loop))
+        if self.run.events is not None:
+            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.events))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -178,9 +178,9 @@ class CheckpointSaver(Component):
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.loop is not None and self.run.loop.is_between_steps:
+        if self.run.events is not None and self.run.events.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
+            torch.save(vars(self.make_progress(self.run.events)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
@@ -229,28 +229,28 @@ class CheckpointSaver(Component):
             "mixture": mixture_batches.collect_settings(self.components),
         }
 
-    def make_progress(self, loop: TrainingLoop) -> RunProgress:
+    def make_progress(self, events: TrainingEvents) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
-        window = loop.micro_batches.window
+        window = events.micro_batches.window
         return RunProgress(
-            settings=self.position_settings(loop.schedule),
-            epoch=loop.epoch if window.size else None,
-            position=window.index + 1 if window.size else loop.position,
-            epoch_ended=loop.epoch_ended,
-            epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=loop.owes_evaluation,
+            settings=self.position_settings(events.schedule),
+            epoch=events.epoch if window.size else None,
+            position=window.index + 1 if window.size else events.position,
+            epoch_ended=events.epoch_ended,
+            epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
+            owes_evaluation=events.owes_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources={} if loop.watch.sources is None else loop.watch.sources.state_dict(),
-            grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
-            learning_rate=loop.learning_rate,
+            sources={} if events.watch.sources is None else events.watch.sources.state_dict(),
+            grad_norm=events.grad_norm.cpu() if isinstance(events.grad_norm, torch.Tensor) else events.grad_norm,
+            learning_rate=events.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=loop.micro_batches.reader.state_dict() if window.size else None,
-            since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
-            recent_losses=list(loop.divergence.recent_losses),
+            data=events.micro_batches.reader.state_dict() if window.size else None,
+            since_evaluation=0.0 if events.watch.requests is None else events.watch.requests.since_evaluation,
+            recent_losses=list(events.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.components.storage_sync.place(loop.trial)
+                self.trainer.callback_handler.callbacks, self.components.storage_sync.place(events.trial)
             ),
         )
 

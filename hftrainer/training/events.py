@@ -1,4 +1,4 @@
-"""`TrainingLoop`: the events of a training run, in order. Lightning's hooks call its methods.
+"""`TrainingEvents`: the events of a training run, in order. Lightning's hooks call its methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class TrainingLoop:
+class TrainingEvents:
     """Handles all events of one call of `train()`.
 
     Args:
