@@ -63,7 +63,7 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-class RunFacts(NamedTuple):
+class CallbackConditions(NamedTuple):
     """The properties of a run that decide whether a callback can work.
 
     Attributes:
@@ -89,7 +89,7 @@ class RunFacts(NamedTuple):
     rolls_back: bool = False
 
 
-def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
+def check_callbacks(callbacks: Sequence[Callback], run: CallbackConditions) -> list[str]:
     """An error message for each callback that cannot work in the run."""
     for callback in callbacks:
         if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
@@ -102,7 +102,7 @@ def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
     return problems
 
 
-def _find_problems(callback: Callback, run: RunFacts) -> Iterator[str]:
+def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]:
     name, strategy = type(callback).__name__, run.strategy.argument
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
@@ -142,7 +142,7 @@ def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator
         )
 
 
-def _find_finder_problems(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:
+def _find_finder_problems(finder: Callback, name: str, run: CallbackConditions) -> Iterator[str]:
     if run.has_several_processes:
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):

@@ -295,11 +295,11 @@ class LightningEngine:
         """Whether a callback searches for the batch size."""
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
-    def check_callbacks(self, **run_facts: bool) -> list[str]:
-        """An error message for each callback that cannot work. The arguments are those of `callbacks.RunFacts`."""
+    def check_callbacks(self, **conditions: bool) -> list[str]:
+        """An error message for each callback that cannot work. The arguments are fields of `CallbackConditions`."""
         processes, steps = self.plan.processes, self.plan.accumulate_grad_batches
-        facts = lightning_callbacks.RunFacts(self.strategy, processes.is_distributed, steps, **run_facts)
-        return lightning_callbacks.check_callbacks(self.callbacks, facts)
+        run = lightning_callbacks.CallbackConditions(self.strategy, processes.is_distributed, steps, **conditions)
+        return lightning_callbacks.check_callbacks(self.callbacks, run)
 
     @property
     def should_stop(self) -> bool:
@@ -331,15 +331,15 @@ class LightningEngine:
             callback.freeze_before_training(TrainerModule(model))
         return bool(finetuners)
 
-    def find_batch_size(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
+    def run_batch_size_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        return None if finder is None else finders.find_batch_size(self._build_trainer, finder, trial_steps, model)
+        return None if finder is None else finders.search_batch_size(self._build_trainer, finder, trial_steps, model)
 
-    def find_learning_rate(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
+    def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, trial_steps, model)
+        return None if finder is None else finders.search_learning_rate(self._build_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""

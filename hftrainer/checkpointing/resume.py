@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names, regrouping
-from hftrainer.checkpointing.checks import FRESH_OPTIMIZER, check_optimizer_state, check_values
+from hftrainer.checkpointing.checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
     Inspection,
@@ -360,7 +360,7 @@ def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Calla
         expected = target.state_dict()
         # As in transformers, a schedule that follows a metric may continue any other.
         is_other = "factor" in expected and "lr_lambdas" in state
-        check_values(state, {key: value for key, value in expected.items() if key in state or not is_other})
+        check_state(state, {key: value for key, value in expected.items() if key in state or not is_other})
         target.load_state_dict(state)
 
 
@@ -371,7 +371,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
     states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
     with name_file_in_errors(path):
-        check_values(states, {"callbacks": {}} if "callbacks" in states else {})
+        check_state(states, {"callbacks": {}} if "callbacks" in states else {})
     return states
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.checks import check_values
+from hftrainer.checkpointing.checks import check_state
 from hftrainer.compat.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
@@ -228,7 +228,7 @@ def _check_progress(saved: dict[str, Any]) -> None:
     if invalid_counts := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
         raise ValueError(f"{invalid_counts[0]} is {saved[invalid_counts[0]]}, not between 0 and 2**62")
     if (data := saved["data"]) is not None:
-        check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
+        check_state(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
     for name, row in saved.get("sources", {}).items():

@@ -15,7 +15,7 @@ from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components.component import Component
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.reporting.tracking import RunPlace
+from hftrainer.reporting.tracking import CheckpointPlace
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror
@@ -63,12 +63,12 @@ class StorageSync(Component):
         stop_on_error = self.components.checkpoint_writer.stop_on_error
         return Mirror(RemoteFolder(url), local, self.trainer.args.keep_local, stop_on_error=stop_on_error)
 
-    def place(self, trial: Any) -> RunPlace:
+    def checkpoint_place(self, trial: Any) -> CheckpointPlace:
         """Where a run, or the run of a trial, keeps its checkpoints."""
         folder = os.path.abspath(run_folder(self.trainer, trial))
         if self.mirror is None:
-            return RunPlace(folder, folder)
-        return RunPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
+            return CheckpointPlace(folder, folder)
+        return CheckpointPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
 
     # ---- A run -------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class ControlActions(Component):
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Time the block, and report it to the observers of the run."""
-        return self.run.measure_time(name) if self.run.events is None else self.run.events.watch.phase(name)
+        return self.run.measure_time(name) if self.run.events is None else self.run.events.monitors.phase(name)
 
     def _sync_control_flags(self) -> None:
         """Synchronize the control flags of all ranks."""
@@ -90,7 +90,7 @@ class ControlActions(Component):
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= metrics
         if run.events is not None:
-            logs |= run.events.watch.values(steps)
+            logs |= run.events.monitors.values(steps)
         run.total_loss += loss_sum
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()

@@ -27,7 +27,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.divergence import DivergenceWatch
-from hftrainer.training.observation import RunWatch
+from hftrainer.training.observation import RunMonitors
 from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
@@ -77,7 +77,7 @@ class TrainingEvents:
         self.loss_sum, self.divergence = LossSum(trainer, self.run), DivergenceWatch(self.components, self)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self.watch = RunWatch(self.components, self, train_dataloader)
+        self.monitors = RunMonitors(self.components, self, train_dataloader)
         #: True during an optimizer step, which may have changed the weights.
         self._is_stepping = False
         #: True after a step of the optimizer that `global_step` does not count yet.
@@ -121,7 +121,7 @@ class TrainingEvents:
         self.components.strategy.run_recorded_operations()
         self.components.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abort_evaluation_on_signal(), self.watch.phase("evaluation"):
+            with self.control_sync.abort_evaluation_on_signal(), self.monitors.phase("evaluation"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
@@ -233,7 +233,7 @@ class TrainingEvents:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
         window = self.micro_batches.window
         self.trainer.accelerator.sync_gradients = window.is_last
-        self.watch.begin_micro_batch()
+        self.monitors.begin_micro_batch()
         if window.is_first:
             self.components.call_callbacks("on_step_begin")
 
@@ -241,7 +241,7 @@ class TrainingEvents:
         """The loss of a micro-batch, of which Lightning then runs backward."""
         loss = self.components.steps.loss(model, inputs, self.micro_batches.window.num_items)
         self._micro_batch = loss, inputs
-        self.watch.begin_backward()
+        self.monitors.begin_backward()
         return loss
 
     def call_training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
@@ -268,7 +268,7 @@ class TrainingEvents:
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
         self.divergence.add_loss(loss)
-        self.watch.end_micro_batch(self.loss_sum.add(loss), inputs)
+        self.monitors.end_micro_batch(self.loss_sum.add(loss), inputs)
         self.step_details.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
@@ -325,7 +325,7 @@ class TrainingEvents:
         self._is_stepping = self._has_uncounted_step = False
         self.is_between_steps = True
         self.components.call_callbacks("on_step_end", **self.step_details.pop())
-        self.watch.grant_requests()
+        self.monitors.grant_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
@@ -409,7 +409,7 @@ class TrainingEvents:
         # A failed micro-batch leaves its loss and batch.
         self._micro_batch = None
         self.micro_batches.reader.close()
-        self.watch.close(reason)
+        self.monitors.close(reason)
 
     @property
     def should_stop(self) -> bool:

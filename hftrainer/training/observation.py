@@ -1,4 +1,4 @@
-"""`RunWatch`: the observer and the requests of a run, built from its arguments."""
+"""`RunMonitors`: the observer and the requests of a run, built from its arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hftrainer.training.events import TrainingEvents
 
 
-class RunWatch(Component):
+class RunMonitors(Component):
     """Reports the events of a run to its observers, and polls its requests.
 
     Args:

@@ -162,23 +162,23 @@ class Planner(Component):
 
     # ---- Lightning's finders -----------------------------------------------------------------------------------
 
-    def find_batch_size(self) -> None:
+    def set_found_batch_size(self) -> None:
         """Run the `BatchSizeFinder` among the callbacks, if any."""
         optimizer = self.trainer.optimizer
-        batch_size = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
+        batch_size = self.components.engine.run_batch_size_finder(TrialSteps(self.components), self.trainer.model)
         # Discard the optimizer of the trial steps.
         self.trainer.optimizer = optimizer
         if batch_size is not None:
             self.run.train_batch_size = batch_size
             logger.info("BatchSizeFinder: training with %d samples in a batch.", batch_size)
 
-    def find_learning_rate(self, max_steps: int) -> None:
+    def set_found_learning_rate(self, max_steps: int) -> None:
         """Run the `LearningRateFinder` among the callbacks, if any.
 
         Args:
             max_steps: optimizer steps of the run.
         """
-        learning_rate = self.components.engine.find_learning_rate(TrialSteps(self.components), self.trainer.model)
+        learning_rate = self.components.engine.run_learning_rate_finder(TrialSteps(self.components), self.trainer.model)
         if learning_rate is None:
             return
         logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)

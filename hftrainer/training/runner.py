@@ -260,7 +260,7 @@ class TrainingRunner(Component):
         self.run.reset_attempt()
         trainer.callback_handler.stopped_by = ""
         if folder is None:
-            self.planner.find_batch_size()
+            self.planner.set_found_batch_size()
         events, model = self._make_events(args, folder, trial, ignore_keys)
         self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
@@ -309,7 +309,7 @@ class TrainingRunner(Component):
         )
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
-            self.planner.find_learning_rate(schedule.max_steps)
+            self.planner.set_found_learning_rate(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
         self.planner.log(schedule, None if folder is None else (first_epoch, position))
         self.run.events = events = TrainingEvents(
@@ -329,8 +329,8 @@ class TrainingRunner(Component):
                 if progress is None or (events.is_finished and not progress.owes_evaluation)
                 else progress.tracker_runs
             )
-            run_place = self.components.storage_sync.place(trial)
-            begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, run_place)
+            place = self.components.storage_sync.checkpoint_place(trial)
+            begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.script_files.begin_run(run_dir)
@@ -403,7 +403,7 @@ class TrainingRunner(Component):
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
         lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, stopper)]
-        if (observer := events.watch.observer) is not None:
+        if (observer := events.monitors.observer) is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))

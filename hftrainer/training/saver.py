@@ -242,15 +242,15 @@ class CheckpointSaver(Component):
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources={} if events.watch.sources is None else events.watch.sources.state_dict(),
+            sources={} if events.monitors.sources is None else events.monitors.sources.state_dict(),
             grad_norm=events.grad_norm.cpu() if isinstance(events.grad_norm, torch.Tensor) else events.grad_norm,
             learning_rate=events.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
             data=events.micro_batches.reader.state_dict() if window.size else None,
-            since_evaluation=0.0 if events.watch.requests is None else events.watch.requests.since_evaluation,
+            since_evaluation=0.0 if events.monitors.requests is None else events.monitors.requests.since_evaluation,
             recent_losses=list(events.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.components.storage_sync.place(events.trial)
+                self.trainer.callback_handler.callbacks, self.components.storage_sync.checkpoint_place(events.trial)
             ),
         )
 

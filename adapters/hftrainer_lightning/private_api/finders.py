@@ -50,7 +50,7 @@ _lightning_logger = logging.getLogger("lightning.pytorch")
 TrainerFactory = Callable[..., pl.Trainer]
 
 
-def find_batch_size(
+def search_batch_size(
     build_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> int:
     """Size in samples of the largest batch that fits into memory, found by `finder`."""
@@ -60,7 +60,7 @@ def find_batch_size(
     return int(getattr(finder_module, argument))
 
 
-def find_learning_rate(
+def search_learning_rate(
     build_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
