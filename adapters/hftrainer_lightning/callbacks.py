@@ -230,9 +230,9 @@ def _swap_weights(model_weights: dict[str, torch.Tensor], weights: dict[str, tor
         # Swap tied tensors once.
         if tensor.data_ptr() not in pointers or not tensor.numel():
             pointers.add(tensor.data_ptr())
-            values = tensor.clone()
+            previous = tensor.clone()
             tensor.copy_(weights[name])
-            weights[name].copy_(values)
+            weights[name].copy_(previous)
 
 
 def restore_state(trainer: pl.Trainer, module: TrainerModule, state: Mapping[str, Any]) -> None:
@@ -330,8 +330,8 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, tensors["mask"])
         getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
-    for layer, values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
-        layer["data"].load_state_dict(values)
+    for layer, first_values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
+        layer["data"].load_state_dict(first_values)
         for index, name in layer["names"]:
             first_value = getattr(layer["data"], name)
             parameter = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)

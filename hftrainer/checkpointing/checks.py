@@ -139,8 +139,8 @@ def check_state(value: Any, expected: Any, name: str = "the state") -> None:
             raise TypeError(f"{name} is {reprlib.repr(value)}, not a dict")
         if missing := [key for key in expected if key not in value]:
             raise TypeError(f"{name} lacks {missing[0]!r}")
-        for key, item in expected.items():
-            check_state(value[key], item, str(key))
+        for key, expected_item in expected.items():
+            check_state(value[key], expected_item, str(key))
     elif not _is_like(value, expected) and not (value is None and name in _NULLABLE_SWITCHES):
         raise TypeError(f"{name} is {reprlib.repr(value)}, but must have the type of {reprlib.repr(expected)}")
 
@@ -187,9 +187,9 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
 def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
     """Check that a saved parameter group has the settings and the number of tensors of the optimizer's."""
     check_state(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
-    count, saved_count = len(group["params"]), len(saved["params"])
-    if (missing := (_SETTINGS & group.keys()) - saved.keys()) or count != saved_count:
-        problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {count}"
+    tensor_count, saved_count = len(group["params"]), len(saved["params"])
+    if (missing := (_SETTINGS & group.keys()) - saved.keys()) or tensor_count != saved_count:
+        problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {tensor_count}"
         advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
         raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
     if saved.get("fused") and saved.get("differentiable"):

@@ -161,13 +161,13 @@ class _StreamedFile:
 
     def write(self, data: Any) -> int:
         """Write all of the data, and raise the thread's error if it has failed."""
-        rest = memoryview(data).cast("B")
-        size = len(rest)
+        remaining = memoryview(data).cast("B")
+        size = len(remaining)
         try:
-            while rest:
-                count = self._raw_file.write(rest[:_CHUNK])
-                rest = rest[count:]
-                self._written_bytes += count
+            while remaining:
+                num_bytes = self._raw_file.write(remaining[:_CHUNK])
+                remaining = remaining[num_bytes:]
+                self._written_bytes += num_bytes
                 if self._written_bytes - self._submitted_bytes >= FLUSH_BYTES:
                     self._submit_flush()
         except BaseException as error:
@@ -235,11 +235,11 @@ def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, chec
     with open(path, "rb", buffering=0) as file:
         position = file.seek(start)
         while end is None or position < end:
-            count = file.readinto(buffer if end is None else buffer[: end - position])
-            if not count:
+            num_bytes = file.readinto(buffer if end is None else buffer[: end - position])
+            if not num_bytes:
                 break
-            checksum = zlib.crc32(buffer[:count], checksum)
-            position += count
+            checksum = zlib.crc32(buffer[:num_bytes], checksum)
+            position += num_bytes
     if end is not None and position < end:
         raise OSError(f"{path} has {position} bytes instead of {end}")
     return checksum

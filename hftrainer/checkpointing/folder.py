@@ -194,8 +194,8 @@ class CheckpointFolder:
         """Which part is missing or resized, although its list of parts is unchanged."""
         removed, resized = inspection.removed, inspection.resized
         for name in (*removed, *resized):
-            is_removed, parts = name in removed, Path(name).with_name(names.LIST_OF_PARTS)
-            is_listed = (self.path / parts).is_file() and parts.as_posix() not in (*inspection.added, *resized)
+            is_removed, list_path = name in removed, Path(name).with_name(names.LIST_OF_PARTS)
+            is_listed = (self.path / list_path).is_file() and list_path.as_posix() not in (*inspection.added, *resized)
             if name.endswith(names.PART_SUFFIX) and is_listed:
                 return f"{self.path / name} {'is missing' if is_removed else _RESIZED}"
         return None

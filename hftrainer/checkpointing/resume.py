@@ -245,8 +245,8 @@ def _load_optimizer(
         has_parts: whether a folder of parts holds the state.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    parts = names.folder_of_parts("optimizer", folder) if has_parts else None
-    has_dcp = parts is not None and os.path.basename(parts) == names.DCP
+    parts_dir = names.folder_of_parts("optimizer", folder) if has_parts else None
+    has_dcp = parts_dir is not None and os.path.basename(parts_dir) == names.DCP
     if sharded or (has_parts and not has_dcp):
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_optimizer
@@ -259,7 +259,7 @@ def _load_optimizer(
     if has_dcp:
         from hftrainer.checkpointing.sharded import read_dcp_optimizer
 
-        _load_whole_optimizer(read_dcp_optimizer(str(parts), model, optimizer), str(parts), model, optimizer)
+        _load_whole_optimizer(read_dcp_optimizer(str(parts_dir), model, optimizer), str(parts_dir), model, optimizer)
         return False
     saved_state = _read_optimizer(optimizer_file)
     with name_file_in_errors(optimizer_file):
@@ -286,14 +286,14 @@ def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exce
     """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
     path = os.path.join(folder, names.TRAINING_ARGS_NAME)
     name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
-    kind, saved_kind = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
-    if saved_kind not in (None, kind):
-        problem = f"{folder} was written with {name}={saved_kind!r}, whose state {name}={kind!r} cannot use"
-        raise InvalidSetup(f"{problem}: resume with {name}={saved_kind!r}. {FRESH_OPTIMIZER}") from error
+    current, saved = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
+    if saved not in (None, current):
+        problem = f"{folder} was written with {name}={saved!r}, whose state {name}={current!r} cannot use"
+        raise InvalidSetup(f"{problem}: resume with {name}={saved!r}. {FRESH_OPTIMIZER}") from error
 
 
-def _check_group_count(scheduler_file: str, count: int) -> None:
-    """Refuse a schedule with more than `count` groups.
+def _check_group_count(scheduler_file: str, group_count: int) -> None:
+    """Refuse a schedule with more than `group_count` groups.
 
     A state by parameter name does not say which group each parameter was in.
 
@@ -302,23 +302,23 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
     """
     with name_file_in_errors(scheduler_file):
         saved_count = len(load_torch_file(scheduler_file).get("_last_lr") or ())
-    if saved_count > count:
+    if saved_count > group_count:
         raise UnsupportedArgument(
             f"{os.path.dirname(scheduler_file)} was written with {saved_count} parameter groups, but the optimizer has "
-            f"{count}. A checkpoint of FSDP or of checkpoint_format='dcp' that was written with param_groups needs "
-            "param_groups to resume: pass the same, or [{'pattern': '*', 'lr_scale': 1.0}], which changes nothing."
+            f"{group_count}. A checkpoint of FSDP or of checkpoint_format='dcp' that was written with param_groups "
+            "needs param_groups to resume: pass the same, or [{'pattern': '*', 'lr_scale': 1.0}], which changes nothing."
         )
 
 
 def _has_optimizer_parts(folder: str) -> bool:
     """Whether a folder of parts holds the optimizer's state. A DCP folder may lack it."""
-    parts = names.folder_of_parts("optimizer", folder)
-    if parts is None or os.path.basename(parts) != names.DCP:
-        return parts is not None
+    parts_folder = names.folder_of_parts("optimizer", folder)
+    if parts_folder is None or os.path.basename(parts_folder) != names.DCP:
+        return parts_folder is not None
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer
 
-    return holds_optimizer(parts)
+    return holds_optimizer(parts_folder)
 
 
 #: Keys of a parameter group that are not user settings, such as how a device computes the step.
@@ -425,7 +425,7 @@ def convert_ckpt(path: str, folder: str) -> str:
         CheckpointNotFound: if the file does not exist, or was not written by our LightningModule.
         UnsafeCheckpoint, DamagedCheckpoint: if the file cannot be read.
     """
-    saved, entry = _read_ckpt(path)
+    saved, trainer_entry = _read_ckpt(path)
 
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))
@@ -440,15 +440,15 @@ def convert_ckpt(path: str, folder: str) -> str:
         for group in optimizer["param_groups"]:
             group["params"] = [name.removeprefix(prefix) for name in group["params"]]
     write(FULL_STATES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
-    write(names.SCHEDULER_NAME, entry["scheduler"])
-    write(names.rng_name(0, 1), entry["rng"])
-    write(names.progress_name(0, 1), entry["progress"])
-    if entry["scaler"] is not None:
-        write(names.SCALER_NAME, entry["scaler"])
+    write(names.SCHEDULER_NAME, trainer_entry["scheduler"])
+    write(names.rng_name(0, 1), trainer_entry["rng"])
+    write(names.progress_name(0, 1), trainer_entry["progress"])
+    if trainer_entry["scaler"] is not None:
+        write(names.SCALER_NAME, trainer_entry["scaler"])
     if callback_states := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {TRAINER_KEY}}:
         write(names.LIGHTNING_CALLBACKS_NAME, callback_states)
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
-        json.dump(entry["trainer_state"], file)
+        json.dump(trainer_entry["trainer_state"], file)
     return folder
 
 

@@ -192,12 +192,12 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if not candidates:
         return None
     first = _read(candidates[0])
-    count = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
-    if count == world_size:
-        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, count)))
-    others = [os.path.join(folder, names.progress_name(rank, count)) for rank in range(1, count)]
+    size = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
+    if size == world_size:
+        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, size)))
+    other_paths = [os.path.join(folder, names.progress_name(rank, size)) for rank in range(1, size)]
     # A .ckpt file holds only the progress of rank 0.
-    all_progress = [first, *(_read(path) for path in others if os.path.isfile(path))]
+    all_progress = [first, *(_read(path) for path in other_paths if os.path.isfile(path))]
     first.loss = torch.stack([each.loss for each in all_progress]).mean()
     for name in first.sources:
         columns = zip(*(each.sources[name] for each in all_progress), strict=True)

@@ -292,8 +292,8 @@ class CheckpointWriter:
                 return
             except CannotUnpack as error:
                 self._fall_back_to_thread(error)
-        for each in current.writes:
-            each.write(each.values)
+        for deferred_write in current.writes:
+            deferred_write.write(deferred_write.values)
 
     def _fall_back_to_thread(self, error: Exception) -> None:
         logger.info("A thread now writes checkpoints: the writer process failed: %s: %s", type(error).__name__, error)

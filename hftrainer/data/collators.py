@@ -143,8 +143,8 @@ def draws_nothing(collate_fn: Any, known: Sequence[str] = _WITHOUT_DRAWS) -> boo
     """Whether a collator is one of those that are known to draw no random numbers."""
     if isinstance(collate_fn, RemoveColumnsCollator):
         collate_fn = collate_fn.data_collator
-    kind = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
-    return kind.__name__ in known and kind.__module__ in (__name__, "transformers.data.data_collator")
+    definition = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
+    return definition.__name__ in known and definition.__module__ in (__name__, "transformers.data.data_collator")
 
 
 def holds_samples(dataset: Any) -> bool:
@@ -338,8 +338,8 @@ def number_of_tokens(loader: Iterable[Any], max_steps: int | None) -> int:
     """Input tokens in a loader, or in its first batch times `max_steps`. Reads the data."""
     tokens = 0
     for batch in loader:
-        count: int = batch["input_ids"].numel()
+        batch_tokens: int = batch["input_ids"].numel()
         if max_steps is not None:
-            return count * max_steps
-        tokens += count
+            return batch_tokens * max_steps
+        tokens += batch_tokens
     return tokens

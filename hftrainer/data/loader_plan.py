@@ -200,9 +200,9 @@ def _ensure_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
 
 
 def _replace_sampler(batches: Any, sampler: Any) -> Any:
-    result = copy.copy(batches)
-    result.sampler = sampler
-    return result
+    batch_sampler = copy.copy(batches)
+    batch_sampler.sampler = sampler
+    return batch_sampler
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
@@ -213,9 +213,9 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
 # ---- Batches that the main process reads for all ---------------------------------------------------------------------
 
 
-def group_batches(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Yields groups of `count` batches without reading ahead. An incomplete last group may be dropped."""
-    while len(group := list(islice(batches, count))) == count:
+def group_batches(batches: Iterator[Any], group_size: int, drop_last: bool) -> Iterator[list[Any]]:
+    """Yields groups of `group_size` batches without reading ahead. An incomplete last group may be dropped."""
+    while len(group := list(islice(batches, group_size))) == group_size:
         yield group
     if group and not drop_last:
         yield group
@@ -253,8 +253,8 @@ def _concatenate(batches: list[Any]) -> Any:
                 f"length, or {_ADVICE}"
             ) from error
     if isinstance(first, (dict, Mapping)):
-        kind: Any = type(first)
-        return kind({key: _concatenate([batch[key] for batch in batches]) for key in first})
+        container_class: Any = type(first)
+        return container_class({key: _concatenate([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (list, tuple)):
         columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)

@@ -292,14 +292,14 @@ class PreparedDataLoader(DataLoader[Any]):
 
     def _receive_batches(self) -> Iterator[Any]:
         """Yields this process's part of the batches that the main process reads."""
-        processes, count = self.loader_plan.processes, self.shard_spec.processes
+        processes, num_processes = self.loader_plan.processes, self.shard_spec.processes
         assert processes is not None
-        groups = split_groups(self._read(1), count, self.drops_last)
+        groups = split_groups(self._read(1), num_processes, self.drops_last)
         if self.shard_spec.rank:
             # Opening the data draws random numbers, and every process must draw them.
             next(groups, None)
-        while (part := processes.scatter(lambda: next(groups, [None] * count))) is not None:
-            yield part
+        while (batch := processes.scatter(lambda: next(groups, [None] * num_processes))) is not None:
+            yield batch
 
     def _read(self, times: int) -> Iterator[Any]:
         """Yields the batches from the start position of this iteration, or the rounds to scatter.

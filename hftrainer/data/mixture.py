@@ -181,13 +181,13 @@ def _read_weights(weights: Any, names: Iterable[str], argument: str) -> Any:
     if missing := [name for name in names if name not in weights]:
         raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: add one, or 0 to skip this source.")
     try:
-        values = [float(weights[name]) for name in names]
+        numbers = [float(weights[name]) for name in names]
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{argument}={dict(weights)}: weights must be numbers.") from error
-    total = sum(values)
-    if not (0 < total < float("inf")) or min(values) < 0:
+    total = sum(numbers)
+    if not (0 < total < float("inf")) or min(numbers) < 0:
         raise InvalidArgument(f"{argument}={dict(weights)}: weights must be at least 0, and one of them above 0.")
-    return np.asarray(values) / total
+    return np.asarray(numbers) / total
 
 
 class MixturePlan:

@@ -21,9 +21,9 @@ _MAX_CANDIDATES = 512
 
 def choose_boundaries(lengths: np.ndarray) -> list[int]:
     """The maximum length of each bucket, for the fewest with at most 5 % padding (up to 64)."""
-    values, counts = np.unique(lengths, return_counts=True)
-    candidates = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_CANDIDATES)).round().astype(int))
-    ends, samples = values[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
+    distinct, counts = np.unique(lengths, return_counts=True)
+    candidates = np.unique(np.linspace(0, len(distinct) - 1, min(len(distinct), _MAX_CANDIDATES)).round().astype(int))
+    ends, samples = distinct[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
     tokens = int(lengths.sum())
     # padded[i, j]: tokens, including padding, of a bucket with the samples after candidate i - 1 up to candidate j.
     padded_tokens = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)

@@ -46,14 +46,14 @@ class FunctionMetrics:
         """The metrics of all outputs, or the result for the last batch. Empty without predictions and labels."""
         if not self.is_batchwise:
             self._call_function(prediction)
-        result = self._result
-        if self.is_batchwise and not result:
+        metrics = self._result
+        if self.is_batchwise and not metrics:
             return {}
-        if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
             raise InvalidArgument(
-                f"compute_metrics returned {reprlib.repr(result)}: it must return a dict with a name for each metric."
+                f"compute_metrics returned {reprlib.repr(metrics)}: it must return a dict with a name for each metric."
             )
-        return dict(result)
+        return dict(metrics)
 
     def _call_function(self, prediction: EvalPrediction, **keywords: Any) -> None:
         if self.function is None or prediction.predictions is None or prediction.label_ids is None:

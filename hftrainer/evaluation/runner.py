@@ -93,9 +93,9 @@ class EvaluationRunner(Component):
         if not trainer.is_in_train:
             self.components.setup.apply_changed_arguments(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        count: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
+        examples: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
-        log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
+        log_facts(logger, f"Running {description} begins.", {"Number of examples": examples, "Batch size": batch_size})
         model = self._prepare(dataloader)
         is_prediction = description == "Prediction"
         step = functools.partial(call_with_accepted, trainer.prediction_step, model)
@@ -184,15 +184,15 @@ class EvaluationRunner(Component):
             # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
             has_only_loss = "return_outputs" not in keywords
             outputs = model(**inputs) if has_only_loss and not loss_only else ()
-            result = trainer.compute_loss(model, inputs, **keywords)
+            loss_and_outputs = trainer.compute_loss(model, inputs, **keywords)
         if has_only_loss:
-            return result, outputs
-        if not (isinstance(result, tuple) and len(result) == 2):
+            return loss_and_outputs, outputs
+        if not (isinstance(loss_and_outputs, tuple) and len(loss_and_outputs) == 2):
             raise InvalidArgument(
-                f"{type(trainer).__name__}.compute_loss returned a {type(result).__name__} for "
+                f"{type(trainer).__name__}.compute_loss returned a {type(loss_and_outputs).__name__} for "
                 "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
             )
-        return result
+        return loss_and_outputs
 
     @contextlib.contextmanager
     def _prepare_loss_computation(

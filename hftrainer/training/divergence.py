@@ -164,10 +164,10 @@ class DivergenceWatch(Component):
     def _samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
         loader = self.events.micro_batches.reader.loader
-        count = sum(span.micro_batches for span in self._spans)
+        micro_batches = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None
-        return loader.last_indices(count)
+        return loader.last_indices(micro_batches)
 
 
 class SkippedSamples:
@@ -209,7 +209,7 @@ class SkippedSamples:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that a position in the data depends on."""
-        args, data = self.trainer.args, self.trainer.train_dataset
+        args, dataset = self.trainer.args, self.trainer.train_dataset
         return {
             "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
@@ -217,7 +217,7 @@ class SkippedSamples:
             "seed": seed_of_order(args),
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "tokens_per_batch": args.tokens_per_batch,
-            "samples in the data": len(data) if has_length(data) else None,
+            "samples in the data": len(dataset) if has_length(dataset) else None,
         }
 
     def _apply(self, entry: Mapping[str, Any]) -> None:
@@ -235,8 +235,8 @@ class SkippedSamples:
                 )
                 return
             ratio = new["gradient_accumulation_steps"] / old["gradient_accumulation_steps"]
-        for epoch, start, count in entry["windows"]:
-            self.windows[epoch, round(start * ratio)] = round(count * ratio)
+        for epoch, start, size in entry["windows"]:
+            self.windows[epoch, round(start * ratio)] = round(size * ratio)
 
     def extend(self, schedule: TrainingSchedule) -> TrainingSchedule:
         """The lengths of the run with more epochs, if max_steps needs them, or else fewer steps."""

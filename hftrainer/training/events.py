@@ -385,7 +385,7 @@ class TrainingEvents:
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_sum.check_before_log()
-            values = {
+            arguments = {
                 "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
@@ -396,7 +396,7 @@ class TrainingEvents:
                 "learning_rate": self.learning_rate,
             }
             method = self.trainer._maybe_log_save_evaluate
-            args, kwargs = overrides.log_save_evaluate_arguments(method, values)
+            args, kwargs = overrides.log_save_evaluate_arguments(method, arguments)
             with self.control_sync.abort_evaluation_on_signal():
                 method(*args, **kwargs)
         if self.components.search is not None and self.trial is not None:

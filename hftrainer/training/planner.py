@@ -33,10 +33,10 @@ class Planner(Component):
     def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
-        count = count_positional_arguments(self.trainer.set_initial_training_values)
-        needs_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
-        values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
-        return read_schedule(values, args, total_train_batch_size=size)
+        argument_count = count_positional_arguments(self.trainer.set_initial_training_values)
+        needs_size = not self.components.policy.returns_steps_in_epoch if argument_count is None else argument_count > 2
+        initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
+        return read_schedule(initial_values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """Implements `Trainer.set_initial_training_values`."""

@@ -45,11 +45,11 @@ class RunBatches(MicroBatchIterator):
         steps: int = self.components.engine.accumulation_steps_of(self.events.epoch, argument)
         return steps
 
-    def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
+    def get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
         self.events.is_between_steps = False
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
-        samples, num_items = overrides.call_with_accepted(read, iterator, count, device=device)
+        samples, num_items = overrides.call_with_accepted(read, iterator, num_batches, device=device)
         self.run.accumulation_steps = len(samples)
         return samples, num_items
 

@@ -93,12 +93,12 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
             # An override expects the files that transformers writes before it.
             return False
-        kind = self.trainer.args.device.type
-        if kind == "cuda":
+        device_type = self.trainer.args.device.type
+        if device_type == "cuda":
             # The thread may use another stream.
             torch.cuda.synchronize()
         # XLA's states are copied to the CPU before they are written.
-        return kind in ("cpu", "cuda", "xla")
+        return device_type in ("cpu", "cuda", "xla")
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with only the fields of the followed release."""

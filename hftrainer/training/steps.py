@@ -77,8 +77,8 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split a dict of losses into the loss for backward ('loss', or the sum) and the other entries."""
     if not isinstance(loss, Mapping):
         return loss, {}
-    parts = {name: value for name, value in loss.items() if name != "loss"}
-    return loss["loss"] if "loss" in loss else sum(parts.values()), parts
+    other_losses = {name: value for name, value in loss.items() if name != "loss"}
+    return loss["loss"] if "loss" in loss else sum(other_losses.values()), other_losses
 
 
 @functools.lru_cache(maxsize=8)
@@ -146,14 +146,14 @@ class TrainingSteps(Component):
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
             devices.empty_cache()
-        loss, parts = split_losses(loss)
+        loss, other_losses = split_losses(loss)
         loss = check_loss(loss, self._remedy)
         divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
         if divisor > 1 and self._is_loss_scaled(num_items_in_batch):
             divisor = 1
-        for name, part in parts.items():
-            if part is not None:
-                self.run.logged_metrics.add(name, part / divisor, count=0)
+        for name, other_loss in other_losses.items():
+            if other_loss is not None:
+                self.run.logged_metrics.add(name, other_loss / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
 
     def _remedy(self) -> str:
@@ -274,10 +274,10 @@ class TrainingSteps(Component):
         if not all(isinstance(each, torch.Tensor) for each in labels):
             # The labels of detection models are lists of dicts.
             return None
-        count = sum(each.ne(-100).sum() for each in labels).to(device)
+        items = sum(each.ne(-100).sum() for each in labels).to(device)
         if self.components.averages_tokens:
-            count = self.sum_over_data(count)
-        return policy.num_items(count)
+            items = self.sum_over_data(items)
+        return policy.num_items(items)
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
@@ -287,9 +287,9 @@ class TrainingSteps(Component):
         if mode == "no":
             return
         main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
-        count = count_tokens(inputs, main_input, mode, getattr(self.trainer.processing_class, "pad_token_id", None))
-        if count is not None:
-            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(count))
+        tokens = count_tokens(inputs, main_input, mode, getattr(self.trainer.processing_class, "pad_token_id", None))
+        if tokens is not None:
+            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(tokens))
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
         """Input tokens seen so far, and tokens per second since `start_time`, if arguments request them."""
@@ -317,8 +317,8 @@ class TrainingSteps(Component):
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-            self.flos_per_token = (model, 6 * count)
+            parameters = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            self.flos_per_token = (model, 6 * parameters)
         return self.flos_per_token[1]
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:
