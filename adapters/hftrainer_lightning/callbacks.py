@@ -147,7 +147,7 @@ def _find_finder_problems(finder: Callback, name: str, run: CallbackConditions) 
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
-    for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides(finder, hook, *FINDERS)]:
+    for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides_hook(finder, hook, *FINDERS)]:
         finder_name = next(base.__name__ for base in FINDERS if isinstance(finder, base))
         yield (
             f"{name}.{hook} would run trial steps during training, which would be counted and logged: a {finder_name} "
@@ -155,7 +155,7 @@ def _find_finder_problems(finder: Callback, name: str, run: CallbackConditions) 
         )
 
 
-def _overrides(callback: Callback, hook: str, *bases: type) -> bool:
+def _overrides_hook(callback: Callback, hook: str, *bases: type) -> bool:
     """Whether a callback overrides a hook of `Callback` and of the classes in `bases`."""
     function = getattr(getattr(callback, hook), "__func__", None)
     return all(function is not getattr(base, hook) for base in (Callback, *bases))
@@ -182,7 +182,7 @@ def collect_state(
         other_state["epoch_ended"] = module.has_epoch_ended
     if (pruning := find_callback(callbacks, ModelPruning)) is not None:
         other_state["pruning"] = _pruning_state(pruning, module)
-    if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
+    if not any(_overrides_hook(callback, "on_save_checkpoint") for callback in callbacks):
         return None, other_state
     model_weights = _weights_for_callbacks(trainer, module)
     checkpoint = {

@@ -217,7 +217,7 @@ class TrainerModule(WithoutBatchTransfer):
         events.end_micro_batch()
         if events.micro_batches.window.is_last:
             assert self._optimizer is not None
-            self._precision.unscale(self._optimizer)
+            self._precision.unscale_gradients(self._optimizer)
             events.before_optimizer_step(self.model)
             self.optimizers().step()  # type: ignore[union-attr]
             self._after_optimizer_step()
@@ -272,14 +272,14 @@ class TrainerModule(WithoutBatchTransfer):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one batch, with gradients enabled: overrides of `prediction_step` may need them."""
         with torch.enable_grad():
-            self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
+            self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, and return the predictions for Lightning's prediction writers."""
         with torch.enable_grad():
-            return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
+            return self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
         """Record that callbacks have been notified of the start of validation."""

@@ -51,7 +51,7 @@ def step_of(path: str) -> int | None:
     return int(match[1]) if match is not None else None
 
 
-def holds(files: dict[str, str], state_name: str, folder: str) -> bool:
+def holds_state(files: dict[str, str], state_name: str, folder: str) -> bool:
     """Whether a checkpoint holds a state in a layout.
 
     Args:
@@ -77,4 +77,4 @@ def folder_of_parts(state_name: str, folder: str) -> str | None:
     has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[state_name])
     if not has_others and os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
         return os.path.join(folder, DCP)
-    return os.path.join(folder, PARTS[state_name]) if holds(PARTS, state_name, folder) else None
+    return os.path.join(folder, PARTS[state_name]) if holds_state(PARTS, state_name, folder) else None

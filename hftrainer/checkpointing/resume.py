@@ -25,7 +25,7 @@ from hftrainer.checkpointing.folder import (
     get_last_checkpoint,
     sort_checkpoints,
 )
-from hftrainer.checkpointing.names import FULL_STATES, holds
+from hftrainer.checkpointing.names import FULL_STATES, holds_state
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors, projectors
@@ -213,7 +213,7 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    has_parts, has_full_state = _has_optimizer_parts(folder), holds(FULL_STATES, "optimizer", folder)
+    has_parts, has_full_state = _has_optimizer_parts(folder), holds_state(FULL_STATES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or has_parts or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
@@ -292,8 +292,8 @@ def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exce
         raise InvalidSetup(f"{problem}: resume with {name}={saved!r}. {FRESH_OPTIMIZER}") from error
 
 
-def _check_group_count(scheduler_file: str, group_count: int) -> None:
-    """Refuse a schedule with more than `group_count` groups.
+def _check_group_count(scheduler_file: str, count: int) -> None:
+    """Refuse a schedule with more than `count` groups.
 
     A state by parameter name does not say which group each parameter was in.
 
@@ -302,11 +302,11 @@ def _check_group_count(scheduler_file: str, group_count: int) -> None:
     """
     with name_file_in_errors(scheduler_file):
         saved_count = len(load_torch_file(scheduler_file).get("_last_lr") or ())
-    if saved_count > group_count:
+    if saved_count > count:
         raise UnsupportedArgument(
             f"{os.path.dirname(scheduler_file)} was written with {saved_count} parameter groups, but the optimizer has "
-            f"{group_count}. A checkpoint of FSDP or of checkpoint_format='dcp' that was written with param_groups "
-            "needs param_groups to resume: pass the same, or [{'pattern': '*', 'lr_scale': 1.0}], which changes nothing."
+            f"{count}. A checkpoint of FSDP or of checkpoint_format='dcp' that was written with param_groups needs "
+            "param_groups to resume: pass the same, or [{'pattern': '*', 'lr_scale': 1.0}], which changes nothing."
         )
 
 

@@ -120,7 +120,7 @@ class RunProgress:
         """Samples of this epoch that all processes together have trained on."""
         return self.position * count_samples(self.settings, _ROUND_SETTINGS)
 
-    def adapt(self, settings: dict[str, Any], *, skips_data: bool) -> None:
+    def adapt_to(self, settings: dict[str, Any], *, skips_data: bool) -> None:
         """Log the effect of changed arguments, and forget a position that they invalidate.
 
         Args:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
+from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import peers
 from hftrainer.compat.peers import bare_name
@@ -182,13 +182,13 @@ def load_optimizer(
         state = optimizer_state(model, optimizer, full=False)
         if os.path.basename(parts_folder) == names.DCP:
             check_unread_states(state["state"], parts_folder)
-            _unflatten(_load_parts("optimizer", _flatten(state), parts_folder), state)
+            _unflatten_optimizer_state(_load_parts("optimizer", _flatten_optimizer_state(state), parts_folder), state)
         else:
             _load_parts("optimizer", state, parts_folder)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
         _remove_unstored(model, optimizer, state, parts_folder)
         return
-    if holds(FULL_STATES, "optimizer", folder):
+    if holds_state(FULL_STATES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, FULL_STATES["optimizer"])) if _is_reader() else {}
     else:
         state = _key_by_name(read_unsharded(), model, optimizer)
@@ -220,7 +220,7 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
         OSError: the first error of any process.
     """
     for state_name, state in states.items():
-        _save({state_name: state}, os.path.join(folder, PARTS[state_name]), group)
+        _save_dcp({state_name: state}, os.path.join(folder, PARTS[state_name]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
@@ -239,11 +239,11 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *,
             state = optimizer_state(model, optimizer, full=False)
         else:
             state = _key_by_name(optimizer.state_dict(), model, optimizer)
-        states["optimizer"] = _flatten(state)
+        states["optimizer"] = _flatten_optimizer_state(state)
     return states
 
 
-def _flatten(state: dict[str, Any]) -> dict[str, Any]:
+def _flatten_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
 
     This is torch's flat form, which torch itself cannot read if a group is empty.
@@ -264,7 +264,7 @@ def _has_parameters(setting: Any) -> bool:
     return isinstance(setting, dict) and any(isinstance(key, torch.Tensor) for key in setting)
 
 
-def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
+def _unflatten_optimizer_state(flat: dict[str, Any], state: dict[str, Any]) -> None:
     """Write the values of a flat state into a nested one with the same names."""
     for name, values in state["state"].items():
         values.update({key: flat[f"state.{name}.{key}"] for key in values})
@@ -319,7 +319,7 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
     flat = states["optimizer"]
     # A script may have written torch's nested form.
     if "state" in flat:
-        flat = _flatten(flat)
+        flat = _flatten_optimizer_state(flat)
     order = _parameter_names(model, optimizer)
     numbers = {name: number for number, name in enumerate(order)}
     state: dict[int, dict[str, Any]] = {}
@@ -359,10 +359,10 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
             # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
             _save_state_dict(states, FileSystemWriter(path), no_dist=True)
     else:
-        _save(states, path, group)
+        _save_dcp(states, path, group)
 
 
-def _save(states: dict[str, Any], path: str, group: Any) -> None:
+def _save_dcp(states: dict[str, Any], path: str, group: Any) -> None:
     with _unwrap_errors():
         save(states, storage_writer=FileSystemWriter(path), process_group=group)
 

@@ -66,7 +66,7 @@ class LoaderFactory(Component):
         sampler = trainer._get_eval_sampler if is_overridden(trainer, "_get_eval_sampler") else _sequential_sampler
         return trainer._get_dataloader(test_dataset, "test", trainer.args.eval_batch_size, sampler)
 
-    def make(
+    def make_loader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
     ) -> DataLoader[Any]:
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
@@ -242,12 +242,12 @@ class LoaderFactory(Component):
         finally:
             self._prepares_training_data = previous_value
 
-    def prepare(self, loader: DataLoader[Any]) -> PreparedDataLoader:
+    def prepare_loader(self, loader: DataLoader[Any]) -> PreparedDataLoader:
         """Prepare a loader: shard its batches for this rank, and move them to the device."""
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes, is_training, config = trainer.accelerator.processes, self._prepares_training_data, self.config()
+        processes, is_training, config = trainer.accelerator.processes, self._prepares_training_data, self.read_config()
         is_dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if is_training and is_dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
@@ -272,7 +272,7 @@ class LoaderFactory(Component):
         process_samples = self.run.train_batch_size * args.gradient_accumulation_steps
         return process_samples * self.trainer.accelerator.processes.data_world_size if args.elastic else None
 
-    def config(self) -> AcceleratorConfig:
+    def read_config(self) -> AcceleratorConfig:
         """`accelerator_config` with later changes to `accelerator.dataloader_config`.
 
         Raises:

@@ -69,7 +69,7 @@ class ModelSetup(Component):
         #: Attributes of the Trainer that are derived from its model, with the values that we set.
         self._inferred_values: dict[str, Any] = {}
 
-    def seed(self) -> None:
+    def seed_generators(self) -> None:
         """Seed all random generators from the arguments."""
         args = self.trainer.args
         if args.full_determinism:
@@ -100,7 +100,7 @@ class ModelSetup(Component):
     def remake_model(self, trial: Any) -> None:
         """Make the model of this `train()` with `model_init`, if the script passed it."""
         if self.trainer.model_init is not None:
-            self.seed()
+            self.seed_generators()
             self.set_model(self.trainer.call_model_init(trial))
             self.trainer.optimizer = self.trainer.lr_scheduler = None
 
@@ -122,7 +122,7 @@ class ModelSetup(Component):
             raise InvalidArgument(reason)
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
-        self.set_inferred_attributes(self._inspect(model))
+        self.set_inferred_attributes(self._inspect_model(model))
         is_sharded = self.trainer.is_distributed_loading_by_transformers
         sharding_methods = (
             ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
@@ -132,12 +132,12 @@ class ModelSetup(Component):
             self._check_script_optimizer()
             self.trainer._move_model_to_device(model, self.trainer.args.device)
 
-    def move(self, model: nn.Module, device: Any) -> None:
+    def move_model(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is already on several devices."""
         if getattr(model, "hf_device_map", None) is None:
             self.components.strategy.move(model, device)
 
-    def _inspect(self, model: nn.Module) -> dict[str, Any]:
+    def _inspect_model(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
         args, shards_model = self.trainer.args, self.components.strategy.shards_model
         inspected = type(inspection.called_model(model))

@@ -44,7 +44,7 @@ class StorageSync(Component):
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "mirror": None}
 
-    def open(self) -> None:
+    def open_mirror(self) -> None:
         """Create the mirror, for a new Trainer or a copy.
 
         Raises:
@@ -72,7 +72,7 @@ class StorageSync(Component):
 
     # ---- A run -------------------------------------------------------------------------------------------------
 
-    def fetch(self, checkpoint: str | bool | None) -> str | bool | None:
+    def fetch_checkpoint(self, checkpoint: str | bool | None) -> str | bool | None:
         """Download the checkpoint to resume from to the disk of this node.
 
         Args:
@@ -98,13 +98,13 @@ class StorageSync(Component):
         if mirror is None or not checkpoint:
             return checkpoint
 
-        def choose() -> str | None:
+        def choose_checkpoint() -> str | None:
             if checkpoint is True or checkpoint == "auto":
                 return mirror.fetch_newest(run_dir)
             path = os.fspath(checkpoint)
             return os.path.relpath(path, run_dir) if not os.path.isdir(path) and mirror.holds(path) else None
 
-        name = self._run_on_main(choose)
+        name = self._run_on_main(choose_checkpoint)
         if name is not None:
             return self._fetch_on_each_node(mirror, name)
         if checkpoint is True:
@@ -198,7 +198,7 @@ class StorageSync(Component):
         paths_to_keep = [path for path in keep if path is not None]
         return lambda: mirror.add_checkpoint(checkpoint, limit, paths_to_keep)
 
-    def discard(self, checkpoints: Sequence[str]) -> None:
+    def discard_checkpoints(self, checkpoints: Sequence[str]) -> None:
         """Delete the checkpoints of an attempt that restarts with smaller batches."""
         if self.mirror is not None:
             self.mirror.discard_checkpoints(checkpoints)
@@ -206,7 +206,7 @@ class StorageSync(Component):
         for folder in filter(os.path.isdir, checkpoints):
             shutil.rmtree(folder)
 
-    def finish(self, run_dir: str, best: str | None) -> None:
+    def finish_uploads(self, run_dir: str, best: str | None) -> None:
         """Wait for the uploads at the end of a run.
 
         Args:

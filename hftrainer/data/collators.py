@@ -36,20 +36,20 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     Raises:
         WrongObject: for samples without keys, such as the tuples of a `TensorDataset`.
     """
-    samples = [feature if isinstance(feature, (dict, Mapping)) else _attributes(feature) for feature in features]
+    samples = [feature if isinstance(feature, (dict, Mapping)) else _read_attributes(feature) for feature in features]
     first = samples[0]
     batch: dict[str, Any] = {}
     if first.get("label") is not None:
-        batch["labels"] = _labels([sample["label"] for sample in samples], first["label"])
+        batch["labels"] = _stack_labels([sample["label"] for sample in samples], first["label"])
     elif first.get("label_ids") is not None:
         values = [sample["label_ids"] for sample in samples]
-        batch["labels"] = _labels(values, values[0][0])
+        batch["labels"] = _stack_labels(values, values[0][0])
     for key, value in first.items():
         if isinstance(value, str) and key == "labels":
             log_once(logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs numbers.")
         elif key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
             try:
-                batch[key] = _stack(key, [sample[key] for sample in samples])
+                batch[key] = _stack_values(key, [sample[key] for sample in samples])
             except KeyError as error:
                 add_note(error, f"Not all samples of this batch have {key!r}, but the first has.")
                 raise
@@ -58,7 +58,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     return batch
 
 
-def _attributes(sample: Any) -> dict[str, Any]:
+def _read_attributes(sample: Any) -> dict[str, Any]:
     try:
         attributes: dict[str, Any] = vars(sample)
     except TypeError:
@@ -70,7 +70,7 @@ def _attributes(sample: Any) -> dict[str, Any]:
     return attributes
 
 
-def _labels(values: list[Any], sample: Any) -> torch.Tensor:
+def _stack_labels(values: list[Any], sample: Any) -> torch.Tensor:
     """Int64 labels if `sample` is an integer, else float32. Tensors with dimensions are stacked."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.ndim > 0:
@@ -79,7 +79,7 @@ def _labels(values: list[Any], sample: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.long if isinstance(number, (int, np.integer)) else torch.float)
 
 
-def _stack(key: str, values: list[Any]) -> torch.Tensor:
+def _stack_values(key: str, values: list[Any]) -> torch.Tensor:
     try:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values)

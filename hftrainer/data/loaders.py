@@ -250,7 +250,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.position = self.position._replace(iteration=number)
         unread = getattr(self.batch_sampler, "unread", None)
         try:
-            yield from self._batches(number)
+            yield from self._iterate_epoch(number)
         except Exception as error:
             # Any other error means that a worker has ended, and it may have read a later batch.
             is_worker_error = self.in_order and "in DataLoader worker process" in str(error)
@@ -262,7 +262,7 @@ class PreparedDataLoader(DataLoader[Any]):
         finally:
             self.position = self.position._replace(iteration=0)
 
-    def _batches(self, number: int) -> Iterator[Any]:
+    def _iterate_epoch(self, number: int) -> Iterator[Any]:
         self.set_epoch(self.iteration)
         self.position = BatchPosition(iteration=number)
         plan = self.loader_plan
@@ -273,7 +273,7 @@ class PreparedDataLoader(DataLoader[Any]):
             # In an evaluation, every process reads the complete stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else UNSHARDED
-            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
+            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read_batches(spec.processes)), spec)
         next_item = next(iterator, _NOTHING)
         while next_item is not _NOTHING:
             batch, is_filler = next_item
@@ -294,14 +294,14 @@ class PreparedDataLoader(DataLoader[Any]):
         """Yields this process's part of the batches that the main process reads."""
         processes, num_processes = self.loader_plan.processes, self.shard_spec.processes
         assert processes is not None
-        groups = split_groups(self._read(1), num_processes, self.drops_last)
+        groups = split_groups(self._read_batches(1), num_processes, self.drops_last)
         if self.shard_spec.rank:
             # Opening the data draws random numbers, and every process must draw them.
             next(groups, None)
         while (batch := processes.scatter(lambda: next(groups, [None] * num_processes))) is not None:
             yield batch
 
-    def _read(self, times: int) -> Iterator[Any]:
+    def _read_batches(self, times: int) -> Iterator[Any]:
         """Yields the batches from the start position of this iteration, or the rounds to scatter.
 
         Args:
@@ -314,7 +314,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if start.restore_random is not None:
                 start.restore_random()
             return
-        batches = self._mark_read(self._open(start))
+        batches = self._mark_read(self._open_data(start))
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skip_now()
         for _ in range(start.skipped_batches * times):
@@ -360,7 +360,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 torch.empty((), dtype=torch.int64).random_()
             self._has_drawn_seed = True
 
-    def _open(self, start: _IterationStart) -> Iterator[Any]:
+    def _open_data(self, start: _IterationStart) -> Iterator[Any]:
         """Open the data. If there is a log, new workers send their random states with each batch."""
         if self.persistent_workers and self._iterator is not None:
             return super().__iter__()

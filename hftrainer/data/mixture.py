@@ -149,20 +149,20 @@ def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None
     if callable(weights):
         return partial(_call_weights, weights, sizes)
     if weights is not None:
-        return partial(constant, _read_weights(weights, sizes, "mixture_weights"))
+        return partial(constant_shares, _read_weights(weights, sizes, "mixture_weights"))
     if unknown := [name for name, size in sizes.items() if size is None]:
         raise InvalidArgument(
             f"mixture_weights is needed: train_dataset[{unknown[0]!r}] is a stream, whose size is not known."
         )
     largest = max(size or 0 for size in sizes.values())
     powers = {name: ((size or 0) / largest) ** (1 / temperature) for name, size in sizes.items()}
-    return partial(constant, _read_weights(powers, sizes, "mixture_temperature"))
+    return partial(constant_shares, _read_weights(powers, sizes, "mixture_temperature"))
 
 
 # Functions of the module, so that workers can unpickle them.
 
 
-def constant(shares: Any, _: int) -> Any:
+def constant_shares(shares: Any, _: int) -> Any:
     """The same shares at each step."""
     return shares
 

@@ -132,9 +132,9 @@ class SkippingBatchSampler(BatchSamplerWrapper):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._batches = iter(self.batch_sampler)
-        return self._indices()
+        return self._read_batches()
 
-    def _indices(self) -> Iterator[list[int]]:
+    def _read_batches(self) -> Iterator[list[int]]:
         # Skip at the first request, not earlier: the loader draws its seed in between.
         self.skip_now()
         self.unread.clear()
@@ -321,7 +321,7 @@ class EvenBatchSampler(BatchSamplerWrapper):
         return self._split_batches() if self.split else self._assign_batches()
 
     def _assign_batches(self) -> Iterator[list[int]]:
-        size, processes = self._size, self.shard_spec.processes
+        size, processes = self._batch_size, self.shard_spec.processes
         first_batches: list[list[int]] = []
         current_round: list[list[int]] = []
         for batch in self.batch_sampler:
@@ -346,7 +346,7 @@ class EvenBatchSampler(BatchSamplerWrapper):
         yield current_round[self.shard_spec.rank]
 
     def _split_batches(self) -> Iterator[list[int]]:
-        size, first_batch = self._size, None
+        size, first_batch = self._batch_size, None
         assert size is not None
         part_size = size // self.shard_spec.processes
         rank_slice = slice(self.shard_spec.rank * part_size, (self.shard_spec.rank + 1) * part_size)
@@ -360,13 +360,13 @@ class EvenBatchSampler(BatchSamplerWrapper):
         """Whether all processes get equally many batches if the last round is not completed."""
         if not self.split:
             return has_length(self.batch_sampler) and len(self.batch_sampler) % self.shard_spec.processes == 0
-        sampler, size = getattr(self.batch_sampler, "sampler", None), self._size
+        sampler, size = getattr(self.batch_sampler, "sampler", None), self._batch_size
         assert size is not None
         remainder = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
         return not remainder or remainder > size - size // self.shard_spec.processes
 
     @property
-    def _size(self) -> int | None:
+    def _batch_size(self) -> int | None:
         return getattr(self.batch_sampler, "batch_size", None)
 
     @property

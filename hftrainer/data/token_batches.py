@@ -70,9 +70,9 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"tokens_per_batch={budget}: sample {longest} has {self.lengths[longest]} tokens. Raise "
                 "tokens_per_batch, truncate the samples, or remove the long samples."
             )
-        self._prepare()
+        self._plan_batches()
 
-    def _prepare(self) -> None:
+    def _plan_batches(self) -> None:
         self.boundaries = choose_boundaries(self.lengths)
         bucket_of = np.searchsorted(self.boundaries, self.lengths)
         self.buckets = [np.flatnonzero(bucket_of == bucket) for bucket in range(len(self.boundaries))]
@@ -87,11 +87,11 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        batches = self._batches(generator)
+        batches = self._draw_batches(generator)
         for index in torch.randperm(len(batches), generator=generator).tolist():
             yield batches[index]
 
-    def _batches(self, generator: torch.Generator) -> list[list[int]]:
+    def _draw_batches(self, generator: torch.Generator) -> list[list[int]]:
         batches = []
         for bucket, size in zip(self.buckets, self.sizes, strict=True):
             order = bucket[torch.randperm(len(bucket), generator=generator).numpy()].tolist()
@@ -115,10 +115,10 @@ class PackedBatchSampler(TokenBatchSampler):
     lengths, so it is computed once. An epoch varies the order of the samples, unless a batch overflows.
     """
 
-    def _prepare(self) -> None:
+    def _plan_batches(self) -> None:
         sort_keys, too_few = self.lengths.astype(float), 0
         self.count = max(1, -(-int(self.lengths.sum()) // self.budget))
-        while self._pack(sort_keys) is None:
+        while self._pack_batches(sort_keys) is None:
             too_few, self.count = self.count, min(self.count + max(1, self.count // 64), len(self.lengths))
             # Samples are so long that hardly two fit together.
             if too_few > len(self.lengths) // 2:
@@ -126,22 +126,22 @@ class PackedBatchSampler(TokenBatchSampler):
         # Search between the last failure and this count.
         while self.count - too_few > max(1, self.count // 1000):
             enough, self.count = self.count, (too_few + self.count) // 2
-            if self._pack(sort_keys) is None:
+            if self._pack_batches(sort_keys) is None:
                 too_few, self.count = self.count, enough
 
     def __len__(self) -> int:
         return self.count
 
-    def _batches(self, generator: torch.Generator) -> list[list[int]]:
+    def _draw_batches(self, generator: torch.Generator) -> list[list[int]]:
         factors = torch.rand(len(self.lengths), generator=generator, dtype=torch.float64).numpy()
-        batches = self._pack(self.lengths * (0.5 + factors))
+        batches = self._pack_batches(self.lengths * (0.5 + factors))
         # A smaller variation only reorders samples of equal length.
         if batches is None:
-            batches = self._pack(self.lengths + factors / 2)
+            batches = self._pack_batches(self.lengths + factors / 2)
         assert batches is not None
         return batches
 
-    def _pack(self, sort_keys: np.ndarray) -> list[list[int]] | None:
+    def _pack_batches(self, sort_keys: np.ndarray) -> list[list[int]] | None:
         """The batches, filled with samples by descending `sort_keys`; None if a batch overflows."""
         batches: list[list[int]] = [[] for _ in range(self.count)]
         fill_levels = [(0, index) for index in range(self.count)]

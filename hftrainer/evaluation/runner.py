@@ -80,7 +80,7 @@ class EvaluationRunner(Component):
         self.components.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
-    def loop(
+    def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
         description: str,
@@ -96,7 +96,7 @@ class EvaluationRunner(Component):
         examples: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
         log_facts(logger, f"Running {description} begins.", {"Number of examples": examples, "Batch size": batch_size})
-        model = self._prepare(dataloader)
+        model = self._prepare_model(dataloader)
         is_prediction = description == "Prediction"
         step = functools.partial(call_with_accepted, trainer.prediction_step, model)
         evaluation = EvaluationPass(self.components, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
@@ -106,7 +106,7 @@ class EvaluationRunner(Component):
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
             collective_call = CollectiveCall("the other ranks in an evaluation")
-            precision = self._precision(model)
+            precision = self._evaluation_precision(model)
             with (
                 devices.error_hints(),
                 trainer.accelerator.gradient_state.limit_to_loader(dataloader),
@@ -149,7 +149,7 @@ class EvaluationRunner(Component):
             trainer.model_preparation_time = evaluation.preparation_time
         return output
 
-    def step(
+    def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Loss, logits and labels of one batch; see `Trainer.prediction_step`."""
@@ -253,7 +253,7 @@ class EvaluationRunner(Component):
             return EvalLoopOutput(predictions, label_ids, metrics, self.trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
 
-    def report(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+    def report_metrics(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """Log the metrics of an evaluation with its speed, announce them, and return them.
 
         Args:
@@ -277,7 +277,7 @@ class EvaluationRunner(Component):
         size = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_world_size
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / size))
 
-    def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:
+    def _prepare_model(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.
 
         Returns:
@@ -296,7 +296,7 @@ class EvaluationRunner(Component):
         model.eval()
         return model
 
-    def _precision(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def _evaluation_precision(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """A context with half precision, for `fp16_full_eval` and `bf16_full_eval` outside of training."""
         trainer, args = self.trainer, self.trainer.args
         casts = args.fp16_full_eval or args.bf16_full_eval

@@ -90,7 +90,7 @@ class ControlActions(Component):
         logs["learning_rate"] = learning_rate if learning_rate is not None else self.trainer._get_learning_rate()
         logs |= metrics
         if run.events is not None:
-            logs |= run.events.monitors.values(steps)
+            logs |= run.events.monitors.log_values(steps)
         run.total_loss += loss_sum
         run.last_logged = self.trainer.state.global_step
         self.trainer.store_flos()

@@ -122,7 +122,7 @@ class DivergenceWatch(Component):
         if (span := Span(self.events.epoch, batches.window_start, batches.window.size)) not in self._spans:
             self._spans.append(span)
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check_step(self, model: torch.nn.Module) -> None:
         """Check the step before the optimizer makes it.
 
         Raises:
@@ -138,15 +138,15 @@ class DivergenceWatch(Component):
             norm = self.trainer._get_grad_norm(model)
         norm = torch.as_tensor(0.0 if norm is None else norm).to(self._loss.device)
         loss, norm = torch.stack([self._loss.float(), norm.float()]).tolist()
-        reason, value = self._judge(loss, 0.0 if has_scaler else norm)
+        reason, value = self._judge_step(loss, 0.0 if has_scaler else norm)
         processes = self.trainer.accelerator.processes
         if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
             step = self.trainer.state.global_step + 1
-            raise Diverged(Finding(step, reason, value, self._spans, self._samples()))
+            raise Diverged(Finding(step, reason, value, self._spans, self._step_samples()))
         self.recent_losses.append(loss)
         self._loss, self._spans = None, []
 
-    def _judge(self, loss: float, norm: float) -> tuple[_Reason, float]:
+    def _judge_step(self, loss: float, norm: float) -> tuple[_Reason, float]:
         if not math.isfinite(loss):
             return _Reason.LOSS, loss
         if not math.isfinite(norm):
@@ -161,7 +161,7 @@ class DivergenceWatch(Component):
                 return _Reason.SPIKE, loss
         return _Reason.NONE, loss
 
-    def _samples(self) -> list[Any] | None:
+    def _step_samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
         loader = self.events.micro_batches.reader.loader
         micro_batches = sum(span.micro_batches for span in self._spans)
@@ -187,7 +187,7 @@ class SkippedSamples:
         )
         self.windows: dict[tuple[int, int], int] = {}
         for entry in self.entries:
-            self._apply(entry)
+            self._skip_windows(entry)
 
     def _load_entries(self, checkpoint: str | None) -> list[dict[str, Any]]:
         """The entries that a resumed run applies. Entries of another run are moved to an `earlier_` file."""
@@ -207,7 +207,7 @@ class SkippedSamples:
             file.writelines(json.dumps(entry) + "\n" for entry in run_entries)
         return run_entries
 
-    def _settings(self) -> dict[str, Any]:
+    def _position_settings(self) -> dict[str, Any]:
         """The settings that a position in the data depends on."""
         args, dataset = self.trainer.args, self.trainer.train_dataset
         return {
@@ -220,9 +220,9 @@ class SkippedSamples:
             "samples in the data": len(dataset) if has_length(dataset) else None,
         }
 
-    def _apply(self, entry: Mapping[str, Any]) -> None:
+    def _skip_windows(self, entry: Mapping[str, Any]) -> None:
         """Skip the windows of an entry, if its positions apply to this run."""
-        old, new, ratio = entry["settings"], self._settings(), 1.0
+        old, new, ratio = entry["settings"], self._position_settings(), 1.0
         if old != new:
             changes = ", ".join(f"{name}={new[name]}, was {old[name]}" for name in new if new[name] != old[name])
             is_same_step = count_samples(old) == count_samples(new)
@@ -238,7 +238,7 @@ class SkippedSamples:
         for epoch, start, size in entry["windows"]:
             self.windows[epoch, round(start * ratio)] = round(size * ratio)
 
-    def extend(self, schedule: TrainingSchedule) -> TrainingSchedule:
+    def extend_schedule(self, schedule: TrainingSchedule) -> TrainingSchedule:
         """The lengths of the run with more epochs, if max_steps needs them, or else fewer steps."""
         if not self.windows:
             return schedule
@@ -283,10 +283,10 @@ class SkippedSamples:
             "windows": [list(dataclasses.astuple(span)) for span in finding.spans],
             "samples": samples,
             "checkpoint": folder,
-            "settings": self._settings(),
+            "settings": self._position_settings(),
         }
         self.entries.append(entry)
-        self._apply(entry)
+        self._skip_windows(entry)
         processes.broadcast_from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
         return (
             f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"

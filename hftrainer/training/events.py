@@ -268,7 +268,7 @@ class TrainingEvents:
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
         self.divergence.add_loss(loss)
-        self.monitors.end_micro_batch(self.loss_sum.add(loss), inputs)
+        self.monitors.end_micro_batch(self.loss_sum.add_loss(loss), inputs)
         self.step_details.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
@@ -289,7 +289,7 @@ class TrainingEvents:
         norm = self.trainer._clip_grad_norm(model) if should_clip else None
         needs_norm = norm is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
-        self.divergence.check(model)
+        self.divergence.check_step(model)
         self.components.call_callbacks("on_pre_optimizer_step")
 
     def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:

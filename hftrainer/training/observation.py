@@ -57,7 +57,7 @@ class RunMonitors(Component):
             self._flops.begin_backward()
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add`."""
+        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add_loss`."""
         self.run.heartbeat.beat()
         if self.sources is None and self.observer is None:
             return
@@ -81,7 +81,7 @@ class RunMonitors(Component):
         if self.requests is not None:
             self.requests.record_phase_end(name)
 
-    def values(self, steps: int) -> dict[str, float]:
+    def log_values(self, steps: int) -> dict[str, float]:
         """The values for a log line over the last `steps` steps. A collective operation."""
         source_values = {} if self.sources is None else self.sources.pop(steps)
         return source_values if self.observer is None else source_values | self.observer.values()

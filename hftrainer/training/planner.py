@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 class Planner(Component):
     """Plans a run from its arguments and its training loader."""
 
-    def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
+    def plan_run(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
         argument_count = count_positional_arguments(self.trainer.set_initial_training_values)
@@ -101,7 +101,7 @@ class Planner(Component):
             return schedule.num_update_steps_per_epoch
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
-    def log(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
+    def log_start(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
         """Log the sizes and the start of the run, and warn about batches that XLA compiles separately.
 
         Args:
@@ -207,7 +207,7 @@ class TrialSteps:
         self.learning_rate = self.trainer.args.learning_rate
         self.max_grad_norm = self.trainer.args.max_grad_norm
 
-    def loader(self, batch_size: int) -> Any:
+    def make_loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
         run = self.components.run
         batch_size_of_run = run.train_batch_size

@@ -44,7 +44,7 @@ class Run:
         initial_step: optimizer steps at the start of the run.
         initial_tokens: input tokens seen at the start of the run.
         tokens: input tokens of this run, over all processes.
-        is_probed: whether the model has been checked for `elastic` and `flatten_batches`.
+        has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
         seconds: phase besides training, such as 'saving' → its duration.
@@ -72,7 +72,7 @@ class Run:
     initial_step: int = 0
     initial_tokens: int = 0
     tokens: int = 0
-    is_probed: bool = False
+    has_checked_model: bool = False
     flos: float = 0.0
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Run:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
         self.checkpoints_written = []
-        self.flos, self.is_probed = 0.0, False
+        self.flos, self.has_checked_model = 0.0, False
 
     def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""

@@ -72,9 +72,9 @@ class RunBatches(MicroBatchIterator):
     def open_epoch(self) -> Iterator[Any]:
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
-            return self.reader.open(self.events.epoch)
+            return self.reader.open_epoch(self.events.epoch)
         point = ResumePoint(self.events.position, self._restore_rng_once, self._data_state)
-        return self.reader.open(self.events.epoch, point)
+        return self.reader.open_epoch(self.events.epoch, point)
 
     def on_first_window(self) -> None:
         """Restore the random states of a checkpoint without reading state."""

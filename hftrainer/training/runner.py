@@ -111,7 +111,7 @@ class TrainingRunner(Component):
             clear_stale(str(args.output_dir))
         processes.barrier()
         folder: str | None
-        resume_from_checkpoint = self.components.storage_sync.fetch(resume_from_checkpoint)
+        resume_from_checkpoint = self.components.storage_sync.fetch_checkpoint(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
             return folder
@@ -154,7 +154,7 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            self.restarts.prepare(folder, trial)
+            self.restarts.prepare_run(folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             restart: Callable[[], str | None]
             while True:
@@ -209,7 +209,7 @@ class TrainingRunner(Component):
             self._finish_after_error(error)
             raise
         finally:
-            self._release(error_name)
+            self._release_run(error_name)
             if watcher is not None:
                 watcher.remove()
 
@@ -228,7 +228,7 @@ class TrainingRunner(Component):
             components.uploads.finish(is_urgent=lambda: True)
         components.storage_sync.finish_after_error()
 
-    def _release(self, error_name: str) -> None:
+    def _release_run(self, error_name: str) -> None:
         """Close the run's events and release the objects of the run. `error_name` is empty if no error ended it."""
         state = self.trainer.state
         if self.run.events is not None:
@@ -299,9 +299,9 @@ class TrainingRunner(Component):
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.components.loaders.warn_of_custom_loader(dataloader)
-        planned_schedule = self.planner.plan(args, dataloader)
+        planned_schedule = self.planner.plan_run(args, dataloader)
         skipped_samples = self.run.skipped_samples
-        schedule = planned_schedule if skipped_samples is None else skipped_samples.extend(planned_schedule)
+        schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
         self.run.progress = self.components.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
@@ -311,7 +311,7 @@ class TrainingRunner(Component):
         if folder is None:
             self.planner.set_found_learning_rate(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        self.planner.log(schedule, None if folder is None else (first_epoch, position))
+        self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
         self.run.events = events = TrainingEvents(
             self.components, schedule, dataloader, trial, ignore_keys, folder, first_epoch, position
         )
@@ -353,11 +353,11 @@ class TrainingRunner(Component):
         writer = self.components.checkpoint_writer
         assert self.run.events is not None
         if not self.components.policy.loads_best_after_logging:
-            saver.wait()
+            saver.wait_for_save()
             saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
-        saver.wait()
+        saver.wait_for_save()
         writer.close()
         if self.components.policy.loads_best_after_logging:
             saver.load_best_at_end()
@@ -374,16 +374,16 @@ class TrainingRunner(Component):
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        self.components.storage_sync.finish(run_dir, best_checkpoint if should_keep_only_best else None)
+        self.components.storage_sync.finish_uploads(run_dir, best_checkpoint if should_keep_only_best else None)
         if trial is None and trainer.is_world_process_zero():
-            self._summarize(metrics, self.run.events)
+            self._print_summary(metrics, self.run.events)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
             trainer.neftune_hook_handle.remove()
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
-    def _summarize(self, metrics: Mapping[str, float], events: TrainingEvents) -> None:
+    def _print_summary(self, metrics: Mapping[str, float], events: TrainingEvents) -> None:
         """Print a summary of the run."""
         run, state = self.run, self.trainer.state
         steps = state.global_step - run.initial_step
@@ -431,7 +431,7 @@ class TrainingRunner(Component):
         """Release a trial's model and everything made for it."""
         components = self.components
         handler = self.trainer.callback_handler
-        self.restarts.release()
+        self.restarts.release_run()
         components.engine.release()
         self.trainer.accelerator.free_memory()
         components.checkpoint_writer.close()

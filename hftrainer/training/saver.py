@@ -65,7 +65,7 @@ class CheckpointSaver(Component):
         trainer = self.trainer
         components = self.components
         components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
-        components.strategy.write_full_states(folder, components.checkpoint_writer.call)
+        components.strategy.write_full_states(folder, components.checkpoint_writer.call_or_defer)
         uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
         if uses_thread:
             with components.checkpoint_writer.write_in_thread():
@@ -127,7 +127,7 @@ class CheckpointSaver(Component):
         else:
             logger.error("The best model cannot be loaded, so the Trainer keeps the last one: %s.", reason)
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.components.checkpoint_writer
         broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
@@ -140,12 +140,12 @@ class CheckpointSaver(Component):
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
-        self.wait()
+        self.wait_for_save()
         if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.has_failed:
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
             self.run.last_saved_step = self.trainer.state.global_step
             self.call_on_save()
-        self.wait()
+        self.wait_for_save()
 
     def last_checkpoint(self) -> str | None:
         """The newest complete checkpoint of the run; None in a process that writes no checkpoints."""
@@ -213,7 +213,7 @@ class CheckpointSaver(Component):
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
         if progress is not None:
-            progress.adapt(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
+            progress.adapt_to(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
 
     def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class CheckpointSaver(Component):
             if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
                 # Pass the weights, so that the writer copies them before training changes the model.
                 weights = peers.unwrap_compiled(self.trainer.model).state_dict()
-            self.components.checkpoint_writer.call(
+            self.components.checkpoint_writer.call_or_defer(
                 write,
                 weights,
                 make_picklable=lambda: functools.partial(save_weights, make_meta_copy(model), folder, safe=safe),
@@ -323,7 +323,7 @@ class CheckpointSaver(Component):
         """
         state = self.trainer.state
         self.trainer.store_flos()
-        self.wait()
+        self.wait_for_save()
         self.components.storage_sync.wait_for_space()
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
@@ -354,7 +354,7 @@ class CheckpointSaver(Component):
             )
         # The override may write into the folder after this method returns.
         if is_overridden(self.trainer, "_save_checkpoint"):
-            self.wait()
+            self.wait_for_save()
 
     @contextlib.contextmanager
     def _write_on_all_ranks(

@@ -130,10 +130,10 @@ class TrainingSteps(Component):
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
-        if not self.run.is_probed:
-            self._probe(model, inputs, num_items_in_batch)
+        if not self.run.has_checked_model:
+            self._check_first_batch(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
-            self.run.is_probed = num_items_in_batch is not None or not trainer.args.elastic
+            self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
         kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -147,7 +147,7 @@ class TrainingSteps(Component):
         if interval is not None and trainer.state.global_step % interval == 0:
             devices.empty_cache()
         loss, other_losses = split_losses(loss)
-        loss = check_loss(loss, self._remedy)
+        loss = check_loss(loss, self._loss_remedy)
         divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
         if divisor > 1 and self._is_loss_scaled(num_items_in_batch):
             divisor = 1
@@ -156,13 +156,13 @@ class TrainingSteps(Component):
                 self.run.logged_metrics.add(name, other_loss / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
 
-    def _remedy(self) -> str:
+    def _loss_remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):
             return REMEDY
         name = type(self.trainer).__name__
         return f"{name}.compute_loss must return the loss, or (loss, outputs) with return_outputs=True."
 
-    def _probe(self, model: nn.Module, inputs: Any, items: Any) -> None:
+    def _check_first_batch(self, model: nn.Module, inputs: Any, items: Any) -> None:
         """Check on a run's first batch, in its precision, what `elastic` and `flatten_batches` require of the model."""
         args, counts_items = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
         needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
