@@ -121,9 +121,8 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     try:
         return call_with_retries(lambda: _open_repository(repository, private), _WAITS)
     except HFValidationError as error:
-        raise InvalidArgument(
-            f"hub_model_id={name!r} is not a valid repository name: {hub_reason(error, token)}"
-        ) from None
+        problem = hub_reason(error, token)
+        raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {problem}") from None
     # Raise from None: the traceback of the cause may show the token.
     except Exception as error:
         where = f"{name!r}" if revision is None else f"{name!r}, hub_revision={revision!r}"

@@ -97,12 +97,12 @@ class RunMonitors(Component):
 
 def _make_observer(components: Components, events: TrainingEvents) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
-    trainer, plan = components.trainer, components.engine.plan
-    observations = read_observe(trainer.args.observe)
+    trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
+    observations = read_observe(args.observe)
     if not observations:
         return None
     events.micro_batches.reader.time_collator()
-    peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in observations else None
+    peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
     has_journal = "journal" in observations and trainer.is_world_process_zero()
     observer = Observer(
         observations,
@@ -110,11 +110,7 @@ def _make_observer(components: Components, events: TrainingEvents) -> Observer |
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
         Journal(run_folder(trainer, events.trial) if has_journal else None),
-        {
-            "world_size": trainer.args.world_size,
-            "device": str(trainer.args.device),
-            "resumed_from": events.resume_folder,
-        },
+        {"world_size": args.world_size, "device": str(args.device), "resumed_from": events.resume_folder},
     )
     trainer.add_callback(observer)
     return observer

@@ -324,11 +324,9 @@ class TrainingRunner(Component):
         """
         trainer, progress = self.trainer, self.run.progress
         if trainer.is_world_process_zero():
-            tracker_runs = (
-                {}
-                if progress is None or (events.is_finished and not progress.owes_evaluation)
-                else progress.tracker_runs
-            )
+            tracker_runs: Mapping[str, Any] = {}
+            if progress is not None and (progress.owes_evaluation or not events.is_finished):
+                tracker_runs = progress.tracker_runs
             place = self.components.storage_sync.checkpoint_place(trial)
             begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
@@ -390,10 +388,8 @@ class TrainingRunner(Component):
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        data_seconds, evaluation_seconds = (
-            sum(events.micro_batches.reader.waits().values()),
-            run.seconds.get("evaluation", 0.0),
-        )
+        data_seconds = sum(events.micro_batches.reader.waits().values())
+        evaluation_seconds = run.seconds.get("evaluation", 0.0)
         seconds = {
             "waiting for data": data_seconds,
             "in evaluations": evaluation_seconds,
