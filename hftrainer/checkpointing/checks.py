@@ -137,8 +137,8 @@ def check_state(value: Any, expected: Any, name: str = "the state") -> None:
     if isinstance(expected, Mapping):
         if not isinstance(value, Mapping):
             raise TypeError(f"{name} is {reprlib.repr(value)}, not a dict")
-        if missing := [key for key in expected if key not in value]:
-            raise TypeError(f"{name} lacks {missing[0]!r}")
+        if missing_keys := [key for key in expected if key not in value]:
+            raise TypeError(f"{name} lacks {missing_keys[0]!r}")
         for key, expected_item in expected.items():
             check_state(value[key], expected_item, str(key))
     elif not _is_like(value, expected) and not (value is None and name in _NULLABLE_SWITCHES):
@@ -207,9 +207,9 @@ def _check_state_keys(
     if (
         state_keys
         and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        and (missing := required_keys - state_keys[0])
+        and (missing_keys := required_keys - state_keys[0])
     ):
-        raise KeyError(f"the states lack {min(missing)}")
+        raise KeyError(f"the states lack {min(missing_keys)}")
 
 
 def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:

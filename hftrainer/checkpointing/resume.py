@@ -157,12 +157,12 @@ def _warn_about_changes(inspection: Inspection) -> None:
         )
 
 
-def unloadable_reason(best: str) -> str | None:
+def unloadable_reason(best_folder: str) -> str | None:
     """Why the weights of the best checkpoint cannot be loaded; None if they can.
 
     A callback may have converted the weights after saving, so readable changes are accepted here too.
     """
-    inspection = CheckpointFolder(best).inspect(only_weights=True)
+    inspection = CheckpointFolder(best_folder).inspect(only_weights=True)
     if inspection.unusable_reason is None:
         _warn_about_changes(inspection)
     return inspection.unusable_reason
@@ -171,11 +171,11 @@ def unloadable_reason(best: str) -> str | None:
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
     """Load the state of a checkpoint, and log a warning about changed arguments."""
     state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-    if (best := state.best_model_checkpoint) is not None and not os.path.isdir(best):
-        sibling = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best))
+    if (best_folder := state.best_model_checkpoint) is not None and not os.path.isdir(best_folder):
+        sibling = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best_folder))
         state.best_model_checkpoint = sibling if os.path.isdir(sibling) else None
         effect = "it is ignored" if state.best_model_checkpoint is None else f"{sibling} is used instead"
-        logger.warning("The best checkpoint, %s, is missing: %s.", best, effect)
+        logger.warning("The best checkpoint, %s, is missing: %s.", best_folder, effect)
     warn_about_changed_arguments(args, state)
     return state
 
@@ -384,8 +384,8 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
             state = saved.pop(0)
             for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
                 setattr(target, name, value)
-    if missing := [name for name, saved in remaining.items() if saved]:
-        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing))
+    if missing_names := [name for name, saved in remaining.items() if saved]:
+        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing_names))
     return control
 
 

@@ -168,12 +168,12 @@ class StorageSync(Component):
     def _fetch_best_checkpoint(mirror: Mirror, name: str) -> None:
         """Fetch the best checkpoint that another one names, if it is at the URL and intact."""
         state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
-        best = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
-        path = mirror.local / best
+        best_name = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
+        path = mirror.local / best_name
         if not state.best_model_checkpoint or path.is_dir() or not mirror.holds(str(path)):
             return
         try:
-            mirror.fetch(best)
+            mirror.fetch(best_name)
         except DamagedCheckpoint as error:
             logger.warning("The best checkpoint was not fetched: %s", error)
 

@@ -193,9 +193,9 @@ def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Se
     Raises:
         RemovedColumn: in place of such an error.
     """
-    missing = {*error.args, *re.findall(r"^KeyError: '(.+)'$", str(error), re.MULTILINE)}
+    missing_keys = {*error.args, *re.findall(r"^KeyError: '(.+)'$", str(error), re.MULTILINE)}
     removed = {name for dataset in datasets for name in _columns_of(dataset)} - {*columns}
-    for name in removed & {name for name in missing if isinstance(name, str)}:
+    for name in removed & {name for name in missing_keys if isinstance(name, str)}:
         raise RemovedColumn(
             f"The data collator or the loss reads the column {name!r}, which was removed since the model's forward "
             "does not accept it: set remove_unused_columns=False, and let the collator or compute_loss drop what the "

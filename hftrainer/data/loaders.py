@@ -200,7 +200,7 @@ class PreparedDataLoader(DataLoader[Any]):
             saved: the log's `state_dict` at that point, if known.
             restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
-        start, read_again, used = self._start, 0, position
+        start, read_again, used_batches = self._start, 0, position
         position *= self.loader_plan.round_size or 1
         if saved is not None and self.num_workers and "workers" in saved:
             assert self.log is not None
@@ -219,7 +219,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 )
         self.skip_first(position)
         start.skipped_batches += read_again
-        if saved is not None and used:
+        if saved is not None and used_batches:
             start.states_before_batch, start.restore_random = saved.get("before"), restore_random
 
     def skip_worker_seed_draw(self) -> None:
@@ -262,9 +262,9 @@ class PreparedDataLoader(DataLoader[Any]):
         finally:
             self.position = self.position._replace(iteration=0)
 
-    def _iterate_epoch(self, number: int) -> Iterator[Any]:
+    def _iterate_epoch(self, iteration: int) -> Iterator[Any]:
         self.set_epoch(self.iteration)
-        self.position = BatchPosition(iteration=number)
+        self.position = BatchPosition(iteration=iteration)
         plan = self.loader_plan
         plan.synchronize()
         if plan.round_size is not None:
@@ -285,9 +285,9 @@ class PreparedDataLoader(DataLoader[Any]):
             is_last = next_item is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
             counted = self._counted_samples(batch, is_last=is_last, is_filler=is_filler)
-            self.position = BatchPosition(is_last, is_filler, counted, number)
+            self.position = BatchPosition(is_last, is_filler, counted, iteration)
             yield batch
-        self.position = BatchPosition(is_last=self.position.is_last, iteration=number)
+        self.position = BatchPosition(is_last=self.position.is_last, iteration=iteration)
         self.iteration += 1
 
     def _receive_batches(self) -> Iterator[Any]:

@@ -28,11 +28,11 @@ def choose_boundaries(lengths: np.ndarray) -> list[int]:
     # padded[i, j]: tokens, including padding, of a bucket with the samples after candidate i - 1 up to candidate j.
     padded_tokens = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)
     padded_tokens[np.tril_indices(len(ends), -1)] = np.inf
-    best, previous = padded_tokens[0], list[np.ndarray]()
-    while tokens < (1 - _MAX_PADDING) * best[-1] and len(previous) + 1 < _MAX_BUCKETS:
-        totals = np.concatenate([[np.inf], best[:-1]])[:, None] + padded_tokens
+    fewest_tokens, previous = padded_tokens[0], list[np.ndarray]()
+    while tokens < (1 - _MAX_PADDING) * fewest_tokens[-1] and len(previous) + 1 < _MAX_BUCKETS:
+        totals = np.concatenate([[np.inf], fewest_tokens[:-1]])[:, None] + padded_tokens
         previous.append(totals.argmin(axis=0))
-        best = totals.min(axis=0)
+        fewest_tokens = totals.min(axis=0)
     end_indices, last = [len(ends) - 1], len(ends) - 1
     for starts in reversed(previous):
         last = int(starts[last]) - 1

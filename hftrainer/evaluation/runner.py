@@ -338,8 +338,8 @@ def use_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         return tensor.to(dtype)
 
     def restore(tensor: torch.Tensor) -> torch.Tensor:
-        original = originals.popleft()
-        return tensor if original is None else original.to(tensor.device)
+        original_weight = originals.popleft()
+        return tensor if original_weight is None else original_weight.to(tensor.device)
 
     model._apply(convert)
     try:

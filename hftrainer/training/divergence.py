@@ -222,11 +222,11 @@ class SkippedSamples:
 
     def _skip_windows(self, entry: Mapping[str, Any]) -> None:
         """Skip the windows of an entry, if its positions apply to this run."""
-        old, new, ratio = entry["settings"], self._position_settings(), 1.0
-        if old != new:
-            changes = ", ".join(f"{name}={new[name]}, was {old[name]}" for name in new if new[name] != old[name])
-            is_same_step = count_samples(old) == count_samples(new)
-            is_same_data = all(old[name] == new[name] for name in new if name not in STEP_SETTINGS)
+        saved, new, ratio = entry["settings"], self._position_settings(), 1.0
+        if saved != new:
+            changes = ", ".join(f"{name}={new[name]}, was {saved[name]}" for name in new if new[name] != saved[name])
+            is_same_step = count_samples(saved) == count_samples(new)
+            is_same_data = all(saved[name] == new[name] for name in new if name not in STEP_SETTINGS)
             if not (self.trainer.args.elastic and is_same_step and is_same_data):
                 logger.warning(
                     "%s: the samples of step %s are not skipped, since their position differs with %s.%s",
@@ -234,7 +234,7 @@ class SkippedSamples:
                     "" if self.trainer.args.elastic else " elastic=True keeps the samples of a step.",
                 )
                 return
-            ratio = new["gradient_accumulation_steps"] / old["gradient_accumulation_steps"]
+            ratio = new["gradient_accumulation_steps"] / saved["gradient_accumulation_steps"]
         for epoch, start, size in entry["windows"]:
             self.windows[epoch, round(start * ratio)] = round(size * ratio)
 

@@ -328,10 +328,10 @@ class CheckpointSaver(Component):
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
-        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best))
+        best_path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best_path))
         if state.best_global_step == state.global_step or is_best_on_disk:
-            state.best_model_checkpoint = best
+            state.best_model_checkpoint = best_path
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._make_rotation(run_dir, path)
 

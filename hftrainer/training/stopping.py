@@ -106,28 +106,28 @@ class SignalListener:
         if self.signal_number is not None and self.can_abort_evaluation:
             raise EvaluationAborted
 
-    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
         # A forked process, such as a loader's worker, ends at once, except on Ctrl-C: the step still needs its data.
         if os.getpid() != self._process_id:
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+            if signal_number != signal.SIGINT:
+                signal.signal(signal_number, signal.SIG_DFL)
+                os.kill(os.getpid(), signal_number)
             return
         if self.signal_number is None:
-            self.signal_number = number
+            self.signal_number = signal_number
             self._signal_time = time.monotonic()
-            name = signal.Signals(number).name
+            name = signal.Signals(signal_number).name
             logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
             return
         if time.monotonic() - self._signal_time < self._duplicate_window:
             return
         self._restore_handlers()
         self.is_forced = True
-        if number == signal.SIGINT:
+        if signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         if text := self._describe():
             tell(text)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal_number)
 
     def end_script(self) -> NoReturn:
         """End the script as the signal would: by KeyboardInterrupt or with status 128 + signal number.

@@ -184,8 +184,8 @@ class _StepLoggerConnector(_LoggerConnector):
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         if self.trainer.state.stage is RunningStage.TRAINING:
-            loop = self.trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped = loop.global_step + 1
+            epoch_loop = self.trainer.fit_loop.epoch_loop
+            epoch_loop._batches_that_stepped = epoch_loop.global_step + 1
         super().on_batch_start(batch, dataloader_idx)
 
 
@@ -201,11 +201,11 @@ def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIt
 
 def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Switch between automatic and manual optimization within a run, and set both loops' step counters."""
-    loop = trainer.fit_loop.epoch_loop
-    steps = loop.global_step
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.global_step
     module.automatic_optimization = not module.automatic_optimization
-    automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
-    manual = loop.manual_optimization.optim_step_progress.total
+    automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    manual = epoch_loop.manual_optimization.optim_step_progress.total
     for counters in (automatic, manual):
         counters.ready = counters.completed = steps
 
