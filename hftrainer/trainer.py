@@ -212,7 +212,7 @@ class Trainer(EarlierMethods):
             self.model = model  # type: ignore[assignment]
             self.create_accelerator_and_postprocess()
             # Building the engine imports libraries that draw random numbers.
-            components.model_setup.seed()
+            components.model_setup.seed_generators()
             components.model_setup.set_model(model if model is not None else self.call_model_init())
             components.setup.init_attributes()
             if not isinstance(callbacks, (list, tuple, type(None))):
@@ -241,7 +241,7 @@ class Trainer(EarlierMethods):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to a device, unless it already spans several devices."""
-        self._hftrainer.model_setup.move(model, device)
+        self._hftrainer.model_setup.move_model(model, device)
 
     @functools.cached_property
     def _hftrainer(self) -> Components:
@@ -333,7 +333,7 @@ class Trainer(EarlierMethods):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> DataLoader:
-        return self._hftrainer.loaders.make(dataset, description, batch_size, sampler_fn, is_training)
+        return self._hftrainer.loaders.make_loader(dataset, description, batch_size, sampler_fn, is_training)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler | None:
         """The training sampler; None for a dataset without a length."""
@@ -590,8 +590,8 @@ class Trainer(EarlierMethods):
             UnsupportedArgument: if an override changed an argument.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        assert self._hftrainer.run.loop is not None
-        self._hftrainer.run.loop.run_lightning_epoch(arguments)
+        assert self._hftrainer.run.events is not None
+        self._hftrainer.run.events.run_lightning_epoch(arguments)
 
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> TrainOutput:
         """Write the last log line, load the best model, and end the run."""
@@ -761,7 +761,7 @@ class Trainer(EarlierMethods):
             loss_only = True if self.compute_metrics is None else None
             with evaluation.make_loop_call(dataloader, "Evaluation", loss_only, ignore_keys, metric_key_prefix) as loop:
                 output = evaluation.to_loop_output(loop(), dataloader)
-            metrics = evaluation.report(output, metric_key_prefix, start_time)
+            metrics = evaluation.report_metrics(output, metric_key_prefix, start_time)
         self._memory_tracker.stop_and_update_metrics(metrics)
         return metrics
 
@@ -813,7 +813,7 @@ class Trainer(EarlierMethods):
             ignore_keys: the model's outputs to leave out.
             metric_key_prefix: prefix of each metric's name, joined by an underscore.
         """
-        return self._hftrainer.evaluation.loop(
+        return self._hftrainer.evaluation.evaluation_loop(
             dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
         )
 
@@ -828,7 +828,7 @@ class Trainer(EarlierMethods):
             prediction_loss_only: whether to return only the loss.
             ignore_keys: the model's outputs to leave out; default those in its config.
         """
-        return self._hftrainer.evaluation.step(model, inputs, prediction_loss_only, ignore_keys)
+        return self._hftrainer.evaluation.prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     # ---- Saving and loading ------------------------------------------------------------------------------------
 
@@ -892,8 +892,8 @@ class Trainer(EarlierMethods):
             trial: the hyperparameter trial, if any.
             metrics: an evaluation's metrics, to find the best model; passed until v4.46.
         """
-        loop = self._hftrainer.run.loop
-        if metrics is not None and (loop is None or metrics is not loop.evaluation_metrics):
+        events = self._hftrainer.run.events
+        if metrics is not None and (events is None or metrics is not events.evaluation_metrics):
             self._determine_best_metric(metrics, trial)
         with self._hftrainer.saver.checkpoint(trial) as write_files:
             write_files()
@@ -1052,7 +1052,7 @@ class Trainer(EarlierMethods):
         Raises:
             HubError: if the upload fails; the model is in `output_dir`.
         """
-        return self._hftrainer.hub_uploader.push(
+        return self._hftrainer.hub_uploader.push_model(
             commit_message, blocking=blocking, token=token, revision=revision, private=private, card=kwargs
         )
 
@@ -1062,7 +1062,7 @@ class Trainer(EarlierMethods):
 
     def _finish_current_push(self) -> None:
         """Wait for uploads, retry failed uploads, and log which succeeded and which are missing."""
-        self._hftrainer.hub_uploader.finish()
+        self._hftrainer.hub_uploader.finish_uploads()
 
     # ---- Hyperparameter search ---------------------------------------------------------------------------------
 

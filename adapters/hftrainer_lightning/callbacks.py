@@ -37,7 +37,7 @@ from hftrainer_lightning.private_api.training import use_previous_epoch
 
 if TYPE_CHECKING:
     from hftrainer.strategies.strategy import Strategy
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
     from hftrainer_lightning.module import TrainerModule
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ def has_progress_bar(callbacks: Iterable[Callback]) -> bool:
     return any(isinstance(callback, ProgressBar) for callback in callbacks)
 
 
-class RunFacts(NamedTuple):
+class CallbackConditions(NamedTuple):
     """The properties of a run that decide whether a callback can work.
 
     Attributes:
@@ -89,7 +89,7 @@ class RunFacts(NamedTuple):
     rolls_back: bool = False
 
 
-def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
+def check_callbacks(callbacks: Sequence[Callback], run: CallbackConditions) -> list[str]:
     """An error message for each callback that cannot work in the run."""
     for callback in callbacks:
         if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
@@ -102,7 +102,7 @@ def check_callbacks(callbacks: Sequence[Callback], run: RunFacts) -> list[str]:
     return problems
 
 
-def _find_problems(callback: Callback, run: RunFacts) -> Iterator[str]:
+def _find_problems(callback: Callback, run: CallbackConditions) -> Iterator[str]:
     name, strategy = type(callback).__name__, run.strategy.argument
     if isinstance(callback, (ModelPruning, *TRAINING_ONLY)) and run.strategy.shards_model:
         yield f"{name} changes full weights, but {strategy} shards them: train without {strategy}, or without {name}."
@@ -142,12 +142,12 @@ def _find_problems_without_evaluation(callback: Callback, name: str) -> Iterator
         )
 
 
-def _find_finder_problems(finder: Callback, name: str, run: RunFacts) -> Iterator[str]:
+def _find_finder_problems(finder: Callback, name: str, run: CallbackConditions) -> Iterator[str]:
     if run.has_several_processes:
         yield f"{name} is not supported yet in several processes: run it in one, and set the argument to its result."
     if run.finds_batch_size and isinstance(finder, BatchSizeFinder):
         yield f"auto_find_batch_size and {name} both search for the batch size: use only one of them."
-    for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides(finder, hook, *FINDERS)]:
+    for hook in [hook for hook in HOOKS if hook != "on_fit_start" and _overrides_hook(finder, hook, *FINDERS)]:
         finder_name = next(base.__name__ for base in FINDERS if isinstance(finder, base))
         yield (
             f"{name}.{hook} would run trial steps during training, which would be counted and logged: a {finder_name} "
@@ -155,7 +155,7 @@ def _find_finder_problems(finder: Callback, name: str, run: RunFacts) -> Iterato
         )
 
 
-def _overrides(callback: Callback, hook: str, *bases: type) -> bool:
+def _overrides_hook(callback: Callback, hook: str, *bases: type) -> bool:
     """Whether a callback overrides a hook of `Callback` and of the classes in `bases`."""
     function = getattr(getattr(callback, hook), "__func__", None)
     return all(function is not getattr(base, hook) for base in (Callback, *bases))
@@ -182,7 +182,7 @@ def collect_state(
         other_state["epoch_ended"] = module.has_epoch_ended
     if (pruning := find_callback(callbacks, ModelPruning)) is not None:
         other_state["pruning"] = _pruning_state(pruning, module)
-    if not any(_overrides(callback, "on_save_checkpoint") for callback in callbacks):
+    if not any(_overrides_hook(callback, "on_save_checkpoint") for callback in callbacks):
         return None, other_state
     model_weights = _weights_for_callbacks(trainer, module)
     checkpoint = {
@@ -230,9 +230,9 @@ def _swap_weights(model_weights: dict[str, torch.Tensor], weights: dict[str, tor
         # Swap tied tensors once.
         if tensor.data_ptr() not in pointers or not tensor.numel():
             pointers.add(tensor.data_ptr())
-            values = tensor.clone()
+            previous = tensor.clone()
             tensor.copy_(weights[name])
-            weights[name].copy_(values)
+            weights[name].copy_(previous)
 
 
 def restore_state(trainer: pl.Trainer, module: TrainerModule, state: Mapping[str, Any]) -> None:
@@ -286,7 +286,7 @@ def run_missed_epoch_end(trainer: pl.Trainer, module: TrainerModule) -> None:
                 callback.on_train_epoch_end(trainer, module)
 
 
-def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, training_loop: TrainingLoop) -> None:
+def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, events: TrainingEvents) -> None:
     """Recompute batch normalization's running statistics for weights that `StochasticWeightAveraging` averaged.
 
     Lightning computes them in an extra epoch, which would exceed the Trainer's number of steps.
@@ -294,7 +294,7 @@ def update_batch_norm(trainer: pl.Trainer, module: TrainerModule, training_loop:
     averaging = find_callback(trainer.callbacks, StochasticWeightAveraging)  # type: ignore[attr-defined]
     has_averaged = averaging is not None and averaging.n_averaged is not None
     if has_averaged and any(isinstance(part, _BatchNorm) for part in module.modules()):
-        update_bn(training_loop.trainer.get_train_dataloader(), _BatchForward(module.model, training_loop.trainer))
+        update_bn(events.trainer.get_train_dataloader(), _BatchForward(module.model, events.trainer))
 
 
 class _BatchForward(torch.nn.Module):
@@ -330,8 +330,8 @@ def _restore_pruning(pruning: ModelPruning, module: torch.nn.Module, state: Mapp
         owner = module.get_submodule(parent)
         prune.custom_from_mask(owner, name, tensors["mask"])
         getattr(owner, f"{name}_orig").data.copy_(tensors["original"])
-    for layer, values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
-        layer["data"].load_state_dict(values)
+    for layer, first_values in zip(hidden.original_layers(pruning), state["first_values"], strict=True):
+        layer["data"].load_state_dict(first_values)
         for index, name in layer["names"]:
             first_value = getattr(layer["data"], name)
             parameter = getattr(hidden.pruned_module(pruning, index), f"{name}_orig", None)

@@ -34,7 +34,7 @@ from hftrainer_lightning.strategies import StrategySettings, make_accelerator
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
     from hftrainer.training.planner import TrialSteps
 
 #: Lightning's loops over an evaluation or test set.
@@ -83,7 +83,7 @@ class LightningEngine:
 
     def fit(
         self,
-        training_loop: TrainingLoop,
+        events: TrainingEvents,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
@@ -95,7 +95,7 @@ class LightningEngine:
         """Run training in Lightning's loop.
 
         Args:
-            training_loop: the training loop, whose methods Lightning calls.
+            events: the events of the run, whose methods Lightning calls.
             model: the model to train.
             optimizer: the model's optimizer.
             scheduler: the optimizer's learning-rate scheduler.
@@ -103,8 +103,8 @@ class LightningEngine:
             resumed_state: the callbacks' state from `apply_callback_weights` for the checkpoint; None for a new run.
             find_unused_parameters: whether DDP looks for parameters that a step has not used, unless the plan sets it.
         """
-        automatic_optimization = not training_loop.needs_manual_optimization
-        max_epochs, sync_each_batch = training_loop.schedule.num_train_epochs, training_loop.syncs_each_batch
+        automatic_optimization = not events.needs_manual_optimization
+        max_epochs, sync_each_batch = events.schedule.num_train_epochs, events.syncs_each_batch
         with quiet_lightning():
             self.trainer = trainer = self._build_trainer(
                 max_epochs=-1 if max_epochs == sys.maxsize else max_epochs,
@@ -118,15 +118,15 @@ class LightningEngine:
             )
         loggers = trainer.loggers
         self.module = module = TrainerModule(model)
-        module.attach(training_loop, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
-        install_window_accumulation(trainer, training_loop.micro_batches)
-        if training_loop.first_epoch or training_loop.position:
+        module.attach(events, optimizer, scheduler, resumed_state, automatic_optimization=automatic_optimization)
+        install_window_accumulation(trainer, events.micro_batches)
+        if events.first_epoch or events.position:
             restore_progress(
                 trainer,
-                epoch=training_loop.first_epoch,
-                batch=training_loop.position,
-                batches_per_epoch=len(training_loop.micro_batches),
-                global_step=training_loop.trainer.state.global_step,
+                epoch=events.first_epoch,
+                batch=events.position,
+                batches_per_epoch=len(events.micro_batches),
+                global_step=events.trainer.state.global_step,
             )
         self.is_fitting = True
         reset_averages(self.callbacks)
@@ -134,9 +134,9 @@ class LightningEngine:
         try:
             with quiet_lightning():
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
-                trainer.fit(module, train_dataloaders=training_loop.micro_batches, val_dataloaders=[])
+                trainer.fit(module, train_dataloaders=events.micro_batches, val_dataloaders=[])
         except Exception as error:
-            training_loop.save_after_error(error)
+            events.save_after_error(error)
             raise
         finally:
             self.is_fitting = False
@@ -295,11 +295,11 @@ class LightningEngine:
         """Whether a callback searches for the batch size."""
         return lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder) is not None
 
-    def check_callbacks(self, **run_facts: bool) -> list[str]:
-        """An error message for each callback that cannot work. The arguments are those of `callbacks.RunFacts`."""
+    def check_callbacks(self, **conditions: bool) -> list[str]:
+        """An error message for each callback that cannot work. The arguments are fields of `CallbackConditions`."""
         processes, steps = self.plan.processes, self.plan.accumulate_grad_batches
-        facts = lightning_callbacks.RunFacts(self.strategy, processes.is_distributed, steps, **run_facts)
-        return lightning_callbacks.check_callbacks(self.callbacks, facts)
+        run = lightning_callbacks.CallbackConditions(self.strategy, processes.is_distributed, steps, **conditions)
+        return lightning_callbacks.check_callbacks(self.callbacks, run)
 
     @property
     def should_stop(self) -> bool:
@@ -331,15 +331,15 @@ class LightningEngine:
             callback.freeze_before_training(TrainerModule(model))
         return bool(finetuners)
 
-    def find_batch_size(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
+    def run_batch_size_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> int | None:
         """The batch size that a `BatchSizeFinder` callback finds; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.BatchSizeFinder)
-        return None if finder is None else finders.find_batch_size(self._build_trainer, finder, trial_steps, model)
+        return None if finder is None else finders.search_batch_size(self._build_trainer, finder, trial_steps, model)
 
-    def find_learning_rate(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
+    def run_learning_rate_finder(self, trial_steps: TrialSteps, model: torch.nn.Module) -> float | None:
         """The learning rate that a `LearningRateFinder` callback suggests; None without such a callback."""
         finder = lightning_callbacks.find_callback(self.callbacks, pl.callbacks.LearningRateFinder)
-        return None if finder is None else finders.find_learning_rate(self._build_trainer, finder, trial_steps, model)
+        return None if finder is None else finders.search_learning_rate(self._build_trainer, finder, trial_steps, model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward pass: by Lightning's strategy within `fit`, else by `loss.backward()`."""

@@ -16,10 +16,10 @@ from hftrainer_lightning.private_api.training import WithoutBatchTransfer, switc
 
 if TYPE_CHECKING:
     from hftrainer.evaluation.evaluation_pass import EvaluationPass
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 #: Attributes of the run, not of the model. Callbacks copy the module without them.
-_RUN_ATTRIBUTES = ("training_loop", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
+_RUN_ATTRIBUTES = ("events", "resume_state", "_optimizer", "_scheduler", "_resumed_state")
 
 
 class TrainerModule(WithoutBatchTransfer):
@@ -47,8 +47,8 @@ class TrainerModule(WithoutBatchTransfer):
         model: the user's model.
     """
 
-    #: The training run, while one is attached.
-    training_loop: TrainingLoop
+    #: The events of the training run, while one is attached.
+    events: TrainingEvents
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def attach(
         self,
-        training_loop: TrainingLoop,
+        events: TrainingEvents,
         optimizer: torch.optim.Optimizer,
         scheduler: Any,
         resumed_state: Mapping[str, Any] | None,
@@ -71,8 +71,8 @@ class TrainerModule(WithoutBatchTransfer):
         automatic_optimization: bool,
     ) -> None:
         """Attach the training run for `fit`, and the state that its callbacks resume from."""
-        self.training_loop = training_loop
-        self.resume_state = training_loop.resume_state
+        self.events = events
+        self.resume_state = events.resume_state
         self._resumed_state = resumed_state
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -80,7 +80,7 @@ class TrainerModule(WithoutBatchTransfer):
 
     def detach(self) -> None:
         """Release the training run."""
-        vars(self).pop("training_loop", None)
+        vars(self).pop("events", None)
         self._optimizer = self._scheduler = self._resumed_state = None
         self.active_evaluation = None, None
 
@@ -114,7 +114,7 @@ class TrainerModule(WithoutBatchTransfer):
                 callback.stopping_reason_message = None
         if self._resumed_state is not None:
             callbacks.unfreeze_optimized_parameters(self.trainer.callbacks, self._optimizer)  # type: ignore[attr-defined]
-            self.training_loop.load_optimizer()
+            self.events.load_optimizer()
 
     def teardown(self, stage: str) -> None:
         """Detach the loggers: Lightning would close them now, before the run's last log line."""
@@ -146,13 +146,13 @@ class TrainerModule(WithoutBatchTransfer):
     def _after_optimizer_step(self) -> None:
         configs = self.trainer.strategy.lr_scheduler_configs
         is_replaced = self._shows_scheduler and not (configs and configs[0].scheduler is self._scheduler)
-        self.training_loop.after_optimizer_step(self._precision.has_skipped_step, is_schedule_replaced=is_replaced)
+        self.events.after_optimizer_step(self._precision.has_skipped_step, is_schedule_replaced=is_replaced)
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
     ) -> None:
         """Clip through the run, which also needs the norm for its log line."""
-        self.training_loop.before_optimizer_step(self.model)
+        self.events.before_optimizer_step(self.model)
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step a scheduler by which a callback replaced the run's. The run steps its own scheduler."""
@@ -171,14 +171,12 @@ class TrainerModule(WithoutBatchTransfer):
             learning_rate: learning rate of that optimizer step; by default the scheduler's.
             kwargs: keyword arguments of `loss.backward`.
         """
-        loss = loss / self.training_loop.backward_divisor if self.training_loop.backward_divisor > 1 else loss
+        loss = loss / self.events.backward_divisor if self.events.backward_divisor > 1 else loss
         fused_backward = getattr(self._optimizer, "fused_backward", None)
         if fused_backward is None:
             loss.backward(*args, **kwargs)
         else:
-            fused_backward(
-                loss, self.training_loop.trainer._get_learning_rate() if learning_rate is None else learning_rate
-            )
+            fused_backward(loss, self.events.trainer._get_learning_rate() if learning_rate is None else learning_rate)
             # Otherwise torch's schedulers would not notice this step().
             self._optimizer._opt_called = True  # type: ignore[union-attr]
 
@@ -193,34 +191,34 @@ class TrainerModule(WithoutBatchTransfer):
         """Begin the run. Lightning does not announce an epoch that resumes in the middle, so announce it."""
         if self._resumed_state is not None and not self._resumed_state.get("epoch_ended", True):
             callbacks.run_missed_epoch_end(self.trainer, self)
-        self.training_loop.begin()
+        self.events.begin()
         if self.trainer.fit_loop.restarted_mid_epoch:
             callbacks.run_missed_epoch_start(self.trainer, self)
-            self.training_loop.begin_epoch(self.current_epoch)
+            self.events.begin_epoch(self.current_epoch)
 
     def on_train_epoch_start(self) -> None:
         """Begin an epoch."""
-        self.training_loop.begin_epoch(self.current_epoch)
+        self.events.begin_epoch(self.current_epoch)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a micro-batch. Optimization may switch between automatic and manual at each optimizer step."""
-        loop = self.training_loop
-        loop.begin_micro_batch()
-        window = loop.micro_batches.window
-        if window.is_first and self.automatic_optimization is loop.needs_manual_optimization:
+        events = self.events
+        events.begin_micro_batch()
+        window = events.micro_batches.window
+        if window.is_first and self.automatic_optimization is events.needs_manual_optimization:
             switch_optimization(self.trainer, self)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """The loss of a micro-batch. Manual optimization also runs backward and the optimizer step."""
-        loop = self.training_loop
+        events = self.events
         if self.automatic_optimization:
-            return loop.loss(self.model, batch)
-        loss = loop.call_training_step(self.model, batch)
-        loop.end_micro_batch()
-        if loop.micro_batches.window.is_last:
+            return events.loss(self.model, batch)
+        loss = events.call_training_step(self.model, batch)
+        events.end_micro_batch()
+        if events.micro_batches.window.is_last:
             assert self._optimizer is not None
-            self._precision.unscale(self._optimizer)
-            loop.before_optimizer_step(self.model)
+            self._precision.unscale_gradients(self._optimizer)
+            events.before_optimizer_step(self.model)
             self.optimizers().step()  # type: ignore[union-attr]
             self._after_optimizer_step()
         return loss
@@ -228,7 +226,7 @@ class TrainerModule(WithoutBatchTransfer):
     def on_after_backward(self) -> None:
         """End the micro-batch, under automatic optimization."""
         if self.automatic_optimization:
-            self.training_loop.end_micro_batch()
+            self.events.end_micro_batch()
 
     @property
     def _precision(self) -> PlainPrecision:
@@ -238,25 +236,25 @@ class TrainerModule(WithoutBatchTransfer):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """End a micro-batch, and the optimizer step if it was its last."""
-        loop = self.training_loop
-        if loop.micro_batches.window.is_last:
-            loop.end_step(self.model)
+        events = self.events
+        if events.micro_batches.window.is_last:
+            events.end_step(self.model)
         else:
-            loop.end_substep()
-        if loop.should_stop:
+            events.end_substep()
+        if events.should_stop:
             self.trainer.should_stop = True
 
     def on_train_epoch_end(self) -> None:
         """End an epoch."""
         self.has_epoch_ended = True
-        self.training_loop.end_epoch()
+        self.events.end_epoch()
         self.has_epoch_ended = False
-        if self.training_loop.should_stop:
+        if self.events.should_stop:
             self.trainer.should_stop = True
 
     def on_train_end(self) -> None:
         """Recompute batch-norm statistics, if a callback has averaged the weights."""
-        callbacks.update_batch_norm(self.trainer, self, self.training_loop)
+        callbacks.update_batch_norm(self.trainer, self, self.events)
 
     # ---- Evaluation and prediction -----------------------------------------------------------------------------
 
@@ -274,14 +272,14 @@ class TrainerModule(WithoutBatchTransfer):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Evaluate one batch, with gradients enabled: overrides of `prediction_step` may need them."""
         with torch.enable_grad():
-            self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
+            self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     test_step = validation_step
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         """Evaluate one batch, and return the predictions for Lightning's prediction writers."""
         with torch.enable_grad():
-            return self.evaluation.step(batch, self.active_evaluation[1].batch_progress.is_last_batch)
+            return self.evaluation.predict_batch(batch, self.active_evaluation[1].batch_progress.is_last_batch)
 
     def on_validation_epoch_start(self) -> None:
         """Record that callbacks have been notified of the start of validation."""

@@ -56,7 +56,7 @@ class PlainPrecision(Precision):
         """
         closure()
         if model.automatic_optimization:
-            self.unscale(optimizer)
+            self.unscale_gradients(optimizer)
         call_gradient_hooks(self, model, optimizer)
         if hasattr(optimizer, "fused_backward"):
             return None
@@ -69,7 +69,7 @@ class PlainPrecision(Precision):
         self.has_skipped_step = self.scaler.get_scale() < scale
         return result
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale of the loss, before they are clipped."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)

@@ -204,7 +204,7 @@ class RaySearch(SearchBackend):
         """The checkpoint of a step, if a trial can resume from it."""
         if self.components.run.last_saved_step != step or trainer.args.save_only_model:
             return None
-        self.components.saver.wait()
+        self.components.saver.wait_for_save()
         folder = Path(trainer._get_output_dir(self.components.run.trial), f"{PREFIX_CHECKPOINT_DIR}-{step}").absolute()
         return folder if folder.is_dir() and not self.components.checkpoint_writer.has_failed else None
 

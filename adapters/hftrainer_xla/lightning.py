@@ -60,7 +60,7 @@ class _ReplicaPrecision(PlainPrecision):
 
     reduce: Callable[[Any], None] | None = None
 
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Average the gradients, which are complete by now."""
         if self.reduce is not None:
             self.reduce(optimizer)

@@ -126,7 +126,7 @@ def _damaged_member(path: Path) -> str | None:
 # ---- Values --------------------------------------------------------------------------------------------------------
 
 
-def check_values(value: Any, expected: Any, name: str = "the state") -> None:
+def check_state(value: Any, expected: Any, name: str = "the state") -> None:
     """Check that plain values have the types of those they replace.
 
     Additional values are not checked.
@@ -137,10 +137,10 @@ def check_values(value: Any, expected: Any, name: str = "the state") -> None:
     if isinstance(expected, Mapping):
         if not isinstance(value, Mapping):
             raise TypeError(f"{name} is {reprlib.repr(value)}, not a dict")
-        if missing := [key for key in expected if key not in value]:
-            raise TypeError(f"{name} lacks {missing[0]!r}")
-        for key, item in expected.items():
-            check_values(value[key], item, str(key))
+        if missing_keys := [key for key in expected if key not in value]:
+            raise TypeError(f"{name} lacks {missing_keys[0]!r}")
+        for key, expected_item in expected.items():
+            check_state(value[key], expected_item, str(key))
     elif not _is_like(value, expected) and not (value is None and name in _NULLABLE_SWITCHES):
         raise TypeError(f"{name} is {reprlib.repr(value)}, but must have the type of {reprlib.repr(expected)}")
 
@@ -186,10 +186,10 @@ def check_optimizer_state(state: Any, optimizer: torch.optim.Optimizer) -> None:
 
 def _check_group(saved: dict[str, Any], group: dict[str, Any]) -> None:
     """Check that a saved parameter group has the settings and the number of tensors of the optimizer's."""
-    check_values(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
-    count, saved_count = len(group["params"]), len(saved["params"])
-    if (missing := (_SETTINGS & group.keys()) - saved.keys()) or count != saved_count:
-        problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {count}"
+    check_state(saved, {key: value for key, value in group.items() if key in saved and key != "params"})
+    tensor_count, saved_count = len(group["params"]), len(saved["params"])
+    if (missing := (_SETTINGS & group.keys()) - saved.keys()) or tensor_count != saved_count:
+        problem = f"lacks {min(missing)!r}" if missing else f"has {saved_count} tensors in a group, not {tensor_count}"
         advice = f"train the same parameters with the same optimizer. {FRESH_OPTIMIZER}"
         raise InvalidSetup(f"The checkpoint's optimizer {problem}: {advice}")
     if saved.get("fused") and saved.get("differentiable"):
@@ -207,15 +207,15 @@ def _check_state_keys(
     if (
         state_keys
         and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
-        and (missing := required_keys - state_keys[0])
+        and (missing_keys := required_keys - state_keys[0])
     ):
-        raise KeyError(f"the states lack {min(missing)}")
+        raise KeyError(f"the states lack {min(missing_keys)}")
 
 
 def _check_moment(name: str, value: Any, parameter: torch.Tensor) -> None:
     """Check a tensor's shape. Fused kernels do not check it, and a wrong shape crashes them."""
     if name == "step":
-        check_values(value, 0, name)
+        check_state(value, 0, name)
     elif isinstance(value, torch.Tensor) and value.shape != parameter.shape:
         raise ValueError(f"{name} has the shape {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
     # SGD's `momentum_buffer` may be None at the first step.

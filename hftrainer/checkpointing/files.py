@@ -72,53 +72,53 @@ class HostCopies:
         """A deep copy, in which tensors share memory as in the original."""
         memo: dict[int, Any] = {}
         views = []
-        for tensor in _tensors(values):
+        for tensor in _iterate_tensors(values):
             if type(tensor) in _STORAGE_TYPES and tensor.layout == torch.strided:
                 views.append((tensor, tensor.untyped_storage()))
             else:
                 memo[id(tensor)] = tensor.detach().to("cpu", copy=True)
         originals = {storage.data_ptr(): storage for _, storage in views}
-        self._reserve([storage.nbytes() for storage in originals.values()])
+        self._reserve_memory([storage.nbytes() for storage in originals.values()])
         storages = {key: self._copy_storage(storage) for key, storage in originals.items()}
         for tensor, storage in views:
             tensor_copy, storage_copy = torch.empty(0, dtype=tensor.dtype), storages[storage.data_ptr()]
             memo[id(tensor)] = tensor_copy.set_(storage_copy, tensor.storage_offset(), tensor.size(), tensor.stride())
-        for device in {tensor.device for tensor in _tensors(values) if tensor.is_cuda}:
+        for device in {tensor.device for tensor in _iterate_tensors(values) if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return copy.deepcopy(values, memo)
 
-    def _reserve(self, sizes: list[int]) -> None:
+    def _reserve_memory(self, sizes: list[int]) -> None:
         """Prepare for copies of storages of these sizes, in bytes."""
         self.size += sum(sizes)
 
     def _copy_storage(self, original: torch.UntypedStorage) -> torch.UntypedStorage:
         on_gpu = original.device.type == "cuda"
-        return self._buffer(original.nbytes(), pinned=on_gpu).copy_(original, non_blocking=on_gpu)
+        return self._next_buffer(original.nbytes(), pinned=on_gpu).copy_(original, non_blocking=on_gpu)
 
-    def _buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
+    def _next_buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
         """Memory of exactly this size, reused if possible. torch may pin up to twice as much."""
         if self._used_buffers >= len(self._buffers) or self._buffers[self._used_buffers].nbytes() != size:
             del self._buffers[self._used_buffers :]
             self._buffers.append(torch.UntypedStorage(size))
             if pinned and size >= _PINNED_BYTES:
-                self._pin(self._buffers[-1])
+                self._pin_buffer(self._buffers[-1])
         self._used_buffers += 1
         return self._buffers[self._used_buffers - 1]
 
     @staticmethod
-    def _pin(buffer: torch.UntypedStorage) -> None:
+    def _pin_buffer(buffer: torch.UntypedStorage) -> None:
         runtime, size = torch.cuda.cudart(), buffer.nbytes()
         # If the system limits pinned memory, copying is only slower.
         if int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0)) == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
 
 
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
+def _iterate_tensors(values: Any) -> Iterator[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (Mapping, list, tuple)):
         for value in values.values() if isinstance(values, Mapping) else values:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -161,13 +161,13 @@ class _StreamedFile:
 
     def write(self, data: Any) -> int:
         """Write all of the data, and raise the thread's error if it has failed."""
-        rest = memoryview(data).cast("B")
-        size = len(rest)
+        remaining = memoryview(data).cast("B")
+        size = len(remaining)
         try:
-            while rest:
-                count = self._raw_file.write(rest[:_CHUNK])
-                rest = rest[count:]
-                self._written_bytes += count
+            while remaining:
+                num_bytes = self._raw_file.write(remaining[:_CHUNK])
+                remaining = remaining[num_bytes:]
+                self._written_bytes += num_bytes
                 if self._written_bytes - self._submitted_bytes >= FLUSH_BYTES:
                     self._submit_flush()
         except BaseException as error:
@@ -188,10 +188,10 @@ class _StreamedFile:
     def _submit_flush(self) -> None:
         """Wait for the previous window, then let the thread flush the data written since."""
         checksum = 0 if self._checksum is None else self._checksum.result()
-        self._checksum = self._thread.submit(self._flush, self._submitted_bytes, self._written_bytes, checksum)
+        self._checksum = self._thread.submit(self._flush_range, self._submitted_bytes, self._written_bytes, checksum)
         self._submitted_bytes = self._written_bytes
 
-    def _flush(self, start: int, end: int, checksum: int) -> int:
+    def _flush_range(self, start: int, end: int, checksum: int) -> int:
         flush_to_disk(self._path)
         checksum = crc32_of_file(self._path, start, end, checksum)
         drop_from_cache(self._path, start, end)
@@ -235,11 +235,11 @@ def crc32_of_file(path: str | Path, start: int = 0, end: int | None = None, chec
     with open(path, "rb", buffering=0) as file:
         position = file.seek(start)
         while end is None or position < end:
-            count = file.readinto(buffer if end is None else buffer[: end - position])
-            if not count:
+            num_bytes = file.readinto(buffer if end is None else buffer[: end - position])
+            if not num_bytes:
                 break
-            checksum = zlib.crc32(buffer[:count], checksum)
-            position += count
+            checksum = zlib.crc32(buffer[:num_bytes], checksum)
+            position += num_bytes
     if end is not None and position < end:
         raise OSError(f"{path} has {position} bytes instead of {end}")
     return checksum

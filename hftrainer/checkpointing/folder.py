@@ -129,7 +129,7 @@ class CheckpointFolder:
             only_weights: check only the weights.
         """
         try:
-            return self._inspect(contents, only_weights)
+            return self._inspect_contents(contents, only_weights)
         # The checkpoint is being deleted, or the disk fails.
         except OSError as error:
             fault = f"{error.filename or self.path} cannot be read ({error.strerror or error})"
@@ -138,17 +138,17 @@ class CheckpointFolder:
             fault = str(error).rstrip(".")
         return Inspection(self.path, fault=fault)
 
-    def _inspect(self, contents: bool, only_weights: bool) -> Inspection:
+    def _inspect_contents(self, contents: bool, only_weights: bool) -> Inspection:
         state = self.path / names.TRAINER_STATE_NAME
         if not (only_weights or state.is_file()):
             return Inspection(self.path, fault=f"{state} is missing")
         manifest = read_manifest(self.path)
         if manifest is None:
             return Inspection(self.path, fault=self._visible_damage())
-        comparison = self._compare(manifest, contents, only_weights)
+        comparison = self._compare_with_manifest(manifest, contents, only_weights)
         return dataclasses.replace(comparison, fault=self._find_fault(comparison))
 
-    def _compare(self, manifest: Mapping[str, Entry], contents: bool, only_weights: bool) -> Inspection:
+    def _compare_with_manifest(self, manifest: Mapping[str, Entry], contents: bool, only_weights: bool) -> Inspection:
         """How the folder differs from its manifest, without a fault."""
         is_selected = _is_weights_file if only_weights else bool
         entries = [name for name in manifest if is_selected(name)]
@@ -194,8 +194,8 @@ class CheckpointFolder:
         """Which part is missing or resized, although its list of parts is unchanged."""
         removed, resized = inspection.removed, inspection.resized
         for name in (*removed, *resized):
-            is_removed, parts = name in removed, Path(name).with_name(names.LIST_OF_PARTS)
-            is_listed = (self.path / parts).is_file() and parts.as_posix() not in (*inspection.added, *resized)
+            is_removed, list_path = name in removed, Path(name).with_name(names.LIST_OF_PARTS)
+            is_listed = (self.path / list_path).is_file() and list_path.as_posix() not in (*inspection.added, *resized)
             if name.endswith(names.PART_SUFFIX) and is_listed:
                 return f"{self.path / name} {'is missing' if is_removed else _RESIZED}"
         return None
@@ -250,8 +250,8 @@ class CheckpointFolder:
         # An earlier run in the same output folder wrote this step, perhaps only in part.
         if self.path.exists():
             shutil.rmtree(self._replaced_folder, ignore_errors=True)
-            _move(self.path, self._replaced_folder)
-        _move(self.staging, self.path)
+            _move_folder(self.path, self._replaced_folder)
+        _move_folder(self.staging, self.path)
         flush_to_disk(self.path.parent)
         shutil.rmtree(self._replaced_folder, ignore_errors=True)
 
@@ -260,7 +260,7 @@ class CheckpointFolder:
         is_better = self.inspect().skip_reason and not CheckpointFolder(self._replaced_folder).inspect().skip_reason
         if is_better or (self._replaced_folder.exists() and not self.path.exists()):
             shutil.rmtree(self.path, ignore_errors=True)
-            _move(self._replaced_folder, self.path)
+            _move_folder(self._replaced_folder, self.path)
         shutil.rmtree(self.staging, ignore_errors=True)
         shutil.rmtree(self._replaced_folder, ignore_errors=True)
 
@@ -285,13 +285,13 @@ class CheckpointFolder:
         if is_intact and self.inspect().skip_reason is not None:
             if self.path.exists():
                 shutil.rmtree(self.path)
-            _move(source, self.path)
+            _move_folder(source, self.path)
             logger.warning(
                 "%s was complete but not yet renamed when its process was killed: it is now renamed.", self.path
             )
 
 
-def _move(source: Path, target: Path) -> None:
+def _move_folder(source: Path, target: Path) -> None:
     """Rename a folder; copy it if renaming fails."""
     try:
         source.rename(target)

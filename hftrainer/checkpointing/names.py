@@ -51,15 +51,15 @@ def step_of(path: str) -> int | None:
     return int(match[1]) if match is not None else None
 
 
-def holds(files: dict[str, str], kind: str, folder: str) -> bool:
+def holds_state(files: dict[str, str], state_name: str, folder: str) -> bool:
     """Whether a checkpoint holds a state in a layout.
 
     Args:
         files: the layout, `PARTS` or `FULL_STATES`.
-        kind: 'model' or 'optimizer'.
+        state_name: 'model' or 'optimizer'.
         folder: the checkpoint.
     """
-    return os.path.exists(os.path.join(folder, files[kind]))
+    return os.path.exists(os.path.join(folder, files[state_name]))
 
 
 #: State → the files of the other formats. If one of them exists, the folder `DCP` belongs to the script.
@@ -72,9 +72,9 @@ _OTHER_FORMATS = {
 }
 
 
-def folder_of_parts(kind: str, folder: str) -> str | None:
+def folder_of_parts(state_name: str, folder: str) -> str | None:
     """The folder that may hold the parts of the 'model' or the 'optimizer', or None."""
-    has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[kind])
+    has_others = any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FORMATS[state_name])
     if not has_others and os.path.isfile(os.path.join(folder, DCP, LIST_OF_PARTS)):
         return os.path.join(folder, DCP)
-    return os.path.join(folder, PARTS[kind]) if holds(PARTS, kind, folder) else None
+    return os.path.join(folder, PARTS[state_name]) if holds_state(PARTS, state_name, folder) else None

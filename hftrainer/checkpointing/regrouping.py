@@ -69,8 +69,8 @@ def _saved_names(groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer,
 
 def _renumber(states: dict[int, Any], numbers: dict[str, int], order: list[str]) -> dict[int, Any]:
     """The states of the parameters in `order`. `numbers` has the number of each in `states`."""
-    if missing := [name for name in order if name not in numbers]:
-        logger.warning("The checkpoint has no optimizer state for %s: it starts from zero.", ", ".join(missing))
+    if missing_names := [name for name in order if name not in numbers]:
+        logger.warning("The checkpoint has no optimizer state for %s: it starts from zero.", ", ".join(missing_names))
     saved_numbers = [numbers.get(name) for name in order]
     return {new: states[number] for new, number in enumerate(saved_numbers) if number in states}
 

@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names, regrouping
-from hftrainer.checkpointing.checks import FRESH_OPTIMIZER, check_optimizer_state, check_values
+from hftrainer.checkpointing.checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
     Inspection,
@@ -25,7 +25,7 @@ from hftrainer.checkpointing.folder import (
     get_last_checkpoint,
     sort_checkpoints,
 )
-from hftrainer.checkpointing.names import FULL_STATES, holds
+from hftrainer.checkpointing.names import FULL_STATES, holds_state
 from hftrainer.checkpointing.saved_arguments import read_arguments
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors, projectors
@@ -157,12 +157,12 @@ def _warn_about_changes(inspection: Inspection) -> None:
         )
 
 
-def unloadable_reason(best: str) -> str | None:
+def unloadable_reason(best_folder: str) -> str | None:
     """Why the weights of the best checkpoint cannot be loaded; None if they can.
 
     A callback may have converted the weights after saving, so readable changes are accepted here too.
     """
-    inspection = CheckpointFolder(best).inspect(only_weights=True)
+    inspection = CheckpointFolder(best_folder).inspect(only_weights=True)
     if inspection.unusable_reason is None:
         _warn_about_changes(inspection)
     return inspection.unusable_reason
@@ -171,11 +171,11 @@ def unloadable_reason(best: str) -> str | None:
 def load_state(folder: str, args: TrainingArguments) -> TrainerState:
     """Load the state of a checkpoint, and log a warning about changed arguments."""
     state = TrainerState.load_from_json(os.path.join(folder, names.TRAINER_STATE_NAME))
-    if (best := state.best_model_checkpoint) is not None and not os.path.isdir(best):
-        sibling = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best))
+    if (best_folder := state.best_model_checkpoint) is not None and not os.path.isdir(best_folder):
+        sibling = os.path.join(os.path.dirname(os.path.abspath(folder)), os.path.basename(best_folder))
         state.best_model_checkpoint = sibling if os.path.isdir(sibling) else None
         effect = "it is ignored" if state.best_model_checkpoint is None else f"{sibling} is used instead"
-        logger.warning("The best checkpoint, %s, is missing: %s.", best, effect)
+        logger.warning("The best checkpoint, %s, is missing: %s.", best_folder, effect)
     warn_about_changed_arguments(args, state)
     return state
 
@@ -213,7 +213,7 @@ def load_optimizer_and_scheduler(
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
     scheduler_file = os.path.join(folder, names.SCHEDULER_NAME)
-    has_parts, has_full_state = _has_optimizer_parts(folder), holds(FULL_STATES, "optimizer", folder)
+    has_parts, has_full_state = _has_optimizer_parts(folder), holds_state(FULL_STATES, "optimizer", folder)
     if not ((os.path.isfile(optimizer_file) or has_parts or has_full_state) and os.path.isfile(scheduler_file)):
         logger.warning("%s lacks the optimizer or scheduler state: both start from scratch.", folder)
         return
@@ -245,8 +245,8 @@ def _load_optimizer(
         has_parts: whether a folder of parts holds the state.
     """
     optimizer_file = os.path.join(folder, names.OPTIMIZER_NAME)
-    parts = names.folder_of_parts("optimizer", folder) if has_parts else None
-    has_dcp = parts is not None and os.path.basename(parts) == names.DCP
+    parts_dir = names.folder_of_parts("optimizer", folder) if has_parts else None
+    has_dcp = parts_dir is not None and os.path.basename(parts_dir) == names.DCP
     if sharded or (has_parts and not has_dcp):
         # Imported late, since the module imports torch's FSDP.
         from hftrainer.checkpointing.sharded import load_optimizer
@@ -259,7 +259,7 @@ def _load_optimizer(
     if has_dcp:
         from hftrainer.checkpointing.sharded import read_dcp_optimizer
 
-        _load_whole_optimizer(read_dcp_optimizer(str(parts), model, optimizer), str(parts), model, optimizer)
+        _load_whole_optimizer(read_dcp_optimizer(str(parts_dir), model, optimizer), str(parts_dir), model, optimizer)
         return False
     saved_state = _read_optimizer(optimizer_file)
     with name_file_in_errors(optimizer_file):
@@ -286,10 +286,10 @@ def explain_incompatible_state(folder: str, args: TrainingArguments, error: Exce
     """Raise InvalidSetup if a state did not load since it was written with another `optim` or `lr_scheduler_type`."""
     path = os.path.join(folder, names.TRAINING_ARGS_NAME)
     name = "lr_scheduler_type" if names.SCHEDULER_NAME in str(error) else "optim"
-    kind, saved_kind = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
-    if saved_kind not in (None, kind):
-        problem = f"{folder} was written with {name}={saved_kind!r}, whose state {name}={kind!r} cannot use"
-        raise InvalidSetup(f"{problem}: resume with {name}={saved_kind!r}. {FRESH_OPTIMIZER}") from error
+    current, saved = as_text(getattr(args, name)), read_arguments(path).get(name) if os.path.isfile(path) else None
+    if saved not in (None, current):
+        problem = f"{folder} was written with {name}={saved!r}, whose state {name}={current!r} cannot use"
+        raise InvalidSetup(f"{problem}: resume with {name}={saved!r}. {FRESH_OPTIMIZER}") from error
 
 
 def _check_group_count(scheduler_file: str, count: int) -> None:
@@ -312,13 +312,13 @@ def _check_group_count(scheduler_file: str, count: int) -> None:
 
 def _has_optimizer_parts(folder: str) -> bool:
     """Whether a folder of parts holds the optimizer's state. A DCP folder may lack it."""
-    parts = names.folder_of_parts("optimizer", folder)
-    if parts is None or os.path.basename(parts) != names.DCP:
-        return parts is not None
+    parts_folder = names.folder_of_parts("optimizer", folder)
+    if parts_folder is None or os.path.basename(parts_folder) != names.DCP:
+        return parts_folder is not None
     # Imported late, since the module imports torch's FSDP.
     from hftrainer.checkpointing.sharded import holds_optimizer
 
-    return holds_optimizer(parts)
+    return holds_optimizer(parts_folder)
 
 
 #: Keys of a parameter group that are not user settings, such as how a device computes the step.
@@ -360,7 +360,7 @@ def load_scheduler_or_scaler(target: Any, folder: str, name: str, convert: Calla
         expected = target.state_dict()
         # As in transformers, a schedule that follows a metric may continue any other.
         is_other = "factor" in expected and "lr_lambdas" in state
-        check_values(state, {key: value for key, value in expected.items() if key in state or not is_other})
+        check_state(state, {key: value for key, value in expected.items() if key in state or not is_other})
         target.load_state_dict(state)
 
 
@@ -371,7 +371,7 @@ def load_lightning_callbacks(folder: str | None) -> dict[str, Any] | None:
     path = os.path.join(folder, names.LIGHTNING_CALLBACKS_NAME)
     states: dict[str, Any] = load_torch_file(path) if os.path.isfile(path) else {}
     with name_file_in_errors(path):
-        check_values(states, {"callbacks": {}} if "callbacks" in states else {})
+        check_state(states, {"callbacks": {}} if "callbacks" in states else {})
     return states
 
 
@@ -384,8 +384,8 @@ def restore_callbacks(handler: CallbackHandler, control: TrainerControl, states:
             state = saved.pop(0)
             for name, value in {**state.get("args", {}), **state.get("attributes", {})}.items():
                 setattr(target, name, value)
-    if missing := [name for name, saved in remaining.items() if saved]:
-        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing))
+    if missing_names := [name for name, saved in remaining.items() if saved]:
+        logger.warning("The checkpoint has states of callbacks that this run lacks: %s.", ", ".join(missing_names))
     return control
 
 
@@ -425,7 +425,7 @@ def convert_ckpt(path: str, folder: str) -> str:
         CheckpointNotFound: if the file does not exist, or was not written by our LightningModule.
         UnsafeCheckpoint, DamagedCheckpoint: if the file cannot be read.
     """
-    saved, entry = _read_ckpt(path)
+    saved, trainer_entry = _read_ckpt(path)
 
     def write(name: str, value: Any) -> None:
         torch.save(value, os.path.join(folder, name))
@@ -440,15 +440,15 @@ def convert_ckpt(path: str, folder: str) -> str:
         for group in optimizer["param_groups"]:
             group["params"] = [name.removeprefix(prefix) for name in group["params"]]
     write(FULL_STATES["optimizer"] if has_names else names.OPTIMIZER_NAME, optimizer)
-    write(names.SCHEDULER_NAME, entry["scheduler"])
-    write(names.rng_name(0, 1), entry["rng"])
-    write(names.progress_name(0, 1), entry["progress"])
-    if entry["scaler"] is not None:
-        write(names.SCALER_NAME, entry["scaler"])
+    write(names.SCHEDULER_NAME, trainer_entry["scheduler"])
+    write(names.rng_name(0, 1), trainer_entry["rng"])
+    write(names.progress_name(0, 1), trainer_entry["progress"])
+    if trainer_entry["scaler"] is not None:
+        write(names.SCALER_NAME, trainer_entry["scaler"])
     if callback_states := {name: value for name, value in saved.items() if name not in _LIGHTNING_KEYS | {TRAINER_KEY}}:
         write(names.LIGHTNING_CALLBACKS_NAME, callback_states)
     with open(os.path.join(folder, names.TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
-        json.dump(entry["trainer_state"], file)
+        json.dump(trainer_entry["trainer_state"], file)
     return folder
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.checks import check_values
+from hftrainer.checkpointing.checks import check_state
 from hftrainer.compat.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument
@@ -120,7 +120,7 @@ class RunProgress:
         """Samples of this epoch that all processes together have trained on."""
         return self.position * count_samples(self.settings, _ROUND_SETTINGS)
 
-    def adapt(self, settings: dict[str, Any], *, skips_data: bool) -> None:
+    def adapt_to(self, settings: dict[str, Any], *, skips_data: bool) -> None:
         """Log the effect of changed arguments, and forget a position that they invalidate.
 
         Args:
@@ -192,12 +192,12 @@ def load_progress(folder: str, process_index: int, world_size: int) -> RunProgre
     if not candidates:
         return None
     first = _read(candidates[0])
-    count = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
-    if count == world_size:
-        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, count)))
-    others = [os.path.join(folder, names.progress_name(rank, count)) for rank in range(1, count)]
+    size = max(1, len(glob.glob(os.path.join(glob.escape(folder), "progress_*.pt"))))
+    if size == world_size:
+        return first if process_index == 0 else _read(os.path.join(folder, names.progress_name(process_index, size)))
+    other_paths = [os.path.join(folder, names.progress_name(rank, size)) for rank in range(1, size)]
     # A .ckpt file holds only the progress of rank 0.
-    all_progress = [first, *(_read(path) for path in others if os.path.isfile(path))]
+    all_progress = [first, *(_read(path) for path in other_paths if os.path.isfile(path))]
     first.loss = torch.stack([each.loss for each in all_progress]).mean()
     for name in first.sources:
         columns = zip(*(each.sources[name] for each in all_progress), strict=True)
@@ -228,7 +228,7 @@ def _check_progress(saved: dict[str, Any]) -> None:
     if invalid_counts := [name for name in _COUNTS if not 0 <= (saved[name] or 0) < 2**62]:
         raise ValueError(f"{invalid_counts[0]} is {saved[invalid_counts[0]]}, not between 0 and 2**62")
     if (data := saved["data"]) is not None:
-        check_values(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
+        check_state(data, {"opened": {}, "held": {}, "exhausted": False}, "data")
         if not isinstance(data.get("before"), (dict, type(None))):
             raise TypeError("data['before'] is not a dict")
     for name, row in saved.get("sources", {}).items():

@@ -65,7 +65,7 @@ def read_arguments(path: str | Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             pickle_name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            return _fields(_Unpickler(io.BytesIO(archive.read(pickle_name))).load().state)
+            return _readable_fields(_Unpickler(io.BytesIO(archive.read(pickle_name))).load().state)
     # A damaged pickle may raise any exception.
     except Exception as error:
         raise DamagedCheckpoint(
@@ -101,24 +101,24 @@ def describe_differences(runs: list[dict[str, Any]], labels: list[str]) -> list[
     return [textwrap.shorten(text, 100, placeholder=" …") for text in texts]
 
 
-def _fields(state: dict[str, Any]) -> dict[str, Any]:
+def _readable_fields(state: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: _plain(value)
+        name: _to_plain_value(value)
         for name, value in state.items()
         if not (name.startswith("_") or name.endswith("_token") or name in _OTHER_ATTRIBUTES)
     }
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     # For instance torch.float32.
     if isinstance(value, type):
         return value.__name__
     if isinstance(value, _Placeholder):
         if value.state is not None:
-            return _fields(value.state) if isinstance(value.state, dict) else _plain(value.state)
-        args = [_plain(item) for item in value.args]
+            return _readable_fields(value.state) if isinstance(value.state, dict) else _to_plain_value(value.state)
+        args = [_to_plain_value(item) for item in value.args]
         # An enum has one argument, its value.
         return args[0] if len(args) == 1 else f"{type(value).__name__}{tuple(args)}"
     if isinstance(value, dict):
-        return {str(_plain(key)): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {str(_to_plain_value(key)): _to_plain_value(item) for key, item in value.items()}
+    return [_to_plain_value(item) for item in value] if isinstance(value, (list, tuple)) else value

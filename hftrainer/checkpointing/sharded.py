@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, save
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, StateDictType
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
+from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
 from hftrainer.checkpointing.weights import LoadResult, first_file, weights_files
 from hftrainer.compat import peers
 from hftrainer.compat.peers import bare_name
@@ -178,17 +178,17 @@ def load_optimizer(
     for group in optimizer.param_groups:
         if "train_mode" in group:
             group["train_mode"] = True
-    if (parts := names.folder_of_parts("optimizer", folder)) is not None:
+    if (parts_folder := names.folder_of_parts("optimizer", folder)) is not None:
         state = optimizer_state(model, optimizer, full=False)
-        if os.path.basename(parts) == names.DCP:
-            check_unread_states(state["state"], parts)
-            _unflatten(_load_parts("optimizer", _flatten(state), parts), state)
+        if os.path.basename(parts_folder) == names.DCP:
+            check_unread_states(state["state"], parts_folder)
+            _unflatten_optimizer_state(_load_parts("optimizer", _flatten_optimizer_state(state), parts_folder), state)
         else:
-            _load_parts("optimizer", state, parts)
+            _load_parts("optimizer", state, parts_folder)
         state_dict.set_optimizer_state_dict(model, optimizer, state)
-        _remove_unstored(model, optimizer, state, parts)
+        _remove_unstored(model, optimizer, state, parts_folder)
         return
-    if holds(FULL_STATES, "optimizer", folder):
+    if holds_state(FULL_STATES, "optimizer", folder):
         state = load_torch_file(os.path.join(folder, FULL_STATES["optimizer"])) if _is_reader() else {}
     else:
         state = _key_by_name(read_unsharded(), model, optimizer)
@@ -219,8 +219,8 @@ def save_parts(states: dict[str, Any], folder: str, group: Any = None) -> None:
     Raises:
         OSError: the first error of any process.
     """
-    for kind, state in states.items():
-        _save({kind: state}, os.path.join(folder, PARTS[kind]), group)
+    for state_name, state in states.items():
+        _save_dcp({state_name: state}, os.path.join(folder, PARTS[state_name]), group)
 
 
 def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, shards: bool = True) -> dict[str, Any]:
@@ -239,11 +239,11 @@ def states_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer | None, *,
             state = optimizer_state(model, optimizer, full=False)
         else:
             state = _key_by_name(optimizer.state_dict(), model, optimizer)
-        states["optimizer"] = _flatten(state)
+        states["optimizer"] = _flatten_optimizer_state(state)
     return states
 
 
-def _flatten(state: dict[str, Any]) -> dict[str, Any]:
+def _flatten_optimizer_state(state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's state with keys such as 'state.NAME.exp_avg' and 'param_groups.NAME.lr'.
 
     This is torch's flat form, which torch itself cannot read if a group is empty.
@@ -264,7 +264,7 @@ def _has_parameters(setting: Any) -> bool:
     return isinstance(setting, dict) and any(isinstance(key, torch.Tensor) for key in setting)
 
 
-def _unflatten(flat: dict[str, Any], state: dict[str, Any]) -> None:
+def _unflatten_optimizer_state(flat: dict[str, Any], state: dict[str, Any]) -> None:
     """Write the values of a flat state into a nested one with the same names."""
     for name, values in state["state"].items():
         values.update({key: flat[f"state.{name}.{key}"] for key in values})
@@ -287,11 +287,11 @@ def check_unread_states(state: dict[str, dict[str, Any]], path: str) -> None:
     """
     for key in _PartsReader(path).read_metadata().state_dict_metadata:
         name = _find_parameter(key.removeprefix("optimizer."), state)
-        kind = key.removeprefix(f"optimizer.state.{name}.").partition(".")[0]
-        if name is not None and kind not in state[name]:
+        state_name = key.removeprefix(f"optimizer.state.{name}.").partition(".")[0]
+        if name is not None and state_name not in state[name]:
             raise UnsupportedArgument(
-                f"{path} holds {kind!r} of {name}, which this optimizer cannot read for a sharded model: train on one "
-                "device or with DDP, or write checkpoints with checkpoint_format='transformers'."
+                f"{path} holds {state_name!r} of {name}, which this optimizer cannot read for a sharded model: train "
+                "on one device or with DDP, or write checkpoints with checkpoint_format='transformers'."
             )
 
 
@@ -319,7 +319,7 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
     flat = states["optimizer"]
     # A script may have written torch's nested form.
     if "state" in flat:
-        flat = _flatten(flat)
+        flat = _flatten_optimizer_state(flat)
     order = _parameter_names(model, optimizer)
     numbers = {name: number for number, name in enumerate(order)}
     state: dict[int, dict[str, Any]] = {}
@@ -329,19 +329,19 @@ def read_dcp_optimizer(path: str, model: nn.Module, optimizer: torch.optim.Optim
     groups: list[dict[str, Any]] = []
     start = 0
     for group in optimizer.param_groups:
-        count = len(group["params"])
-        prefix = f"param_groups.{order[start]}." if count else ""
+        parameter_count = len(group["params"])
+        prefix = f"param_groups.{order[start]}." if parameter_count else ""
         settings = {key.removeprefix(prefix): value for key, value in flat.items() if prefix and key.startswith(prefix)}
-        groups.append({**(settings or group), "params": [*range(start, start + count)]})
-        start += count
+        groups.append({**(settings or group), "params": [*range(start, start + parameter_count)]})
+        start += parameter_count
     return {"state": state, "param_groups": groups}
 
 
 def _find_parameter(key: str, parameter_names: Container[str]) -> str | None:
     """The parameter in a key 'state.NAME.exp_avg'; None for groups and unknown parameters."""
-    kind, *parts = key.split(".")
-    candidates = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((name for name in candidates if name in parameter_names), None) if kind == "state" else None
+    section, *name_parts = key.split(".")
+    candidates = (".".join(name_parts[:count]) for count in range(1, len(name_parts)))
+    return next((name for name in candidates if name in parameter_names), None) if section == "state" else None
 
 
 def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_writer: bool = False) -> None:
@@ -359,19 +359,19 @@ def save_dcp(states: dict[str, Any], folder: str, group: Any = None, *, is_only_
             # `save` accepts `no_dist` only in newer releases; torch's own tool also calls this function.
             _save_state_dict(states, FileSystemWriter(path), no_dist=True)
     else:
-        _save(states, path, group)
+        _save_dcp(states, path, group)
 
 
-def _save(states: dict[str, Any], path: str, group: Any) -> None:
+def _save_dcp(states: dict[str, Any], path: str, group: Any) -> None:
     with _unwrap_errors():
         save(states, storage_writer=FileSystemWriter(path), process_group=group)
 
 
 def load_model_parts(model: nn.Module, folder: str, *, only_trainable: bool = False) -> None:
     """Load weights in place, whatever number of processes wrote them."""
-    parts = names.folder_of_parts("model", folder)
-    assert parts is not None
-    state = _load_parts("model", model_state(model, full=False, only_trainable=only_trainable), parts)
+    parts_folder = names.folder_of_parts("model", folder)
+    assert parts_folder is not None
+    state = _load_parts("model", model_state(model, full=False, only_trainable=only_trainable), parts_folder)
     state_dict.set_model_state_dict(model, state, options=StateDictOptions(strict=not only_trainable))
 
 
@@ -380,17 +380,17 @@ def holds_optimizer(path: str) -> bool:
     return any(name.startswith("optimizer.") for name in _PartsReader(path).read_metadata().state_dict_metadata)
 
 
-def _load_parts(kind: str, state: dict[str, Any], path: str) -> dict[str, Any]:
+def _load_parts(state_name: str, state: dict[str, Any], path: str) -> dict[str, Any]:
     reader = _PartsReader(path)
     stored = reader.read_metadata().state_dict_metadata
     # We and torchtitan store the weights under their plain names. Scripts often write {"model": ...}.
-    is_bare = kind == "model" and sum(name in stored for name in state) > sum(
-        f"{kind}.{name}" in stored for name in state
+    is_bare = state_name == "model" and sum(name in stored for name in state) > sum(
+        f"{state_name}.{name}" in stored for name in state
     )
     # Parameters that were never stepped have no state, so none was written.
-    planner = DefaultLoadPlanner(allow_partial_load=kind == "optimizer")
+    planner = DefaultLoadPlanner(allow_partial_load=state_name == "optimizer")
     with weights_only(path, projectors()), _unwrap_errors(name_file_in_errors(path)):
-        load(state if is_bare else {kind: state}, storage_reader=reader, planner=planner)
+        load(state if is_bare else {state_name: state}, storage_reader=reader, planner=planner)
     return state
 
 
@@ -438,14 +438,14 @@ class _PartsReader(FileSystemReader):
         return self._parts
 
 
-def _check_list(parts: Any, folder: str) -> None:
-    if not isinstance(parts, Metadata):
-        raise TypeError(f"it is a {type(parts).__name__}")
-    stored = parts.state_dict_metadata
+def _check_list(metadata: Any, folder: str) -> None:
+    if not isinstance(metadata, Metadata):
+        raise TypeError(f"it is a {type(metadata).__name__}")
+    stored = metadata.state_dict_metadata
     if not isinstance(stored, Mapping) or not all(isinstance(name, str) for name in stored):
         raise TypeError("state_dict_metadata is no dict of names")
     sizes = {entry.name: entry.stat().st_size for entry in os.scandir(folder) if entry.is_file()}
-    for part in parts.storage_data.values():
+    for part in metadata.storage_data.values():
         name = check_file_name(part.relative_path)
         if name not in sizes:
             raise ValueError(f"{name!r} is missing")

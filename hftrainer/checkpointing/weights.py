@@ -18,7 +18,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds
+from hftrainer.checkpointing.names import FULL_STATES, PARTS, holds_state
 from hftrainer.compat import peers
 from hftrainer.compat.safe_loading import check_file_name, name_file_in_errors, read_weights
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup
@@ -154,7 +154,7 @@ def _rewrite_as_bin(model: torch.nn.Module, folder: str) -> None:
 
 def has_weights(folder: str) -> bool:
     """Whether `folder` holds weights in a layout that `load_weights` reads."""
-    has_fsdp_files = names.folder_of_parts("model", folder) is not None or holds(FULL_STATES, "model", folder)
+    has_fsdp_files = names.folder_of_parts("model", folder) is not None or holds_state(FULL_STATES, "model", folder)
     return has_fsdp_files or has_deepspeed_parts(folder) or bool(weights_files(folder) or _adapter_folders(folder))
 
 

@@ -161,7 +161,7 @@ class ScriptFiles:
             if is_new and name not in trainer_files:
                 target = checkpoint.staging / name
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _link(checkpoint.path / name, target)
+                _link_file(checkpoint.path / name, target)
         # If the step is saved again, the files that the Trainer wrote this time do not count as the script's.
         self._known_stamps |= {checkpoint.path / name: stamp for name, stamp in trainer_files.items()}
 
@@ -173,7 +173,7 @@ def _stamps(folder: Path) -> dict[Path, _Stamp]:
     return {path.relative_to(folder): (path.lstat().st_ctime_ns, path.lstat().st_size) for path in paths}
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_file(source: Path, target: Path) -> None:
     """Hard-link `target` to `source`, or copy it if the file system has no links."""
     try:
         os.link(source, target, follow_symlinks=False)
@@ -255,13 +255,13 @@ class CheckpointWriter:
                 for future in current.futures:
                     future.result()
             if self.is_async:
-                self._pack(current)
-                current.publication = self._thread.submit(self._publish, current)
+                self._pack_writes(current)
+                current.publication = self._thread.submit(self._publish_checkpoint, current)
                 self._pending = current
             else:
-                self._publish(current)
+                self._publish_checkpoint(current)
 
-    def _publish(self, current: CheckpointInProgress) -> None:
+    def _publish_checkpoint(self, current: CheckpointInProgress) -> None:
         """Run the deferred writes, rename the folder, and call `on_complete`."""
         with current.discard_partial_on_error():
             if self._part_future is not None:
@@ -275,7 +275,7 @@ class CheckpointWriter:
         except OSError as error:
             logger.warning("Older checkpoints could not be deleted: %s", error)
 
-    def _pack(self, current: CheckpointInProgress) -> None:
+    def _pack_writes(self, current: CheckpointInProgress) -> None:
         """Pack a large checkpoint's writes for the writer process, or leave them to a thread."""
         if self._process is None or self._copies.size < _MIN_BYTES_FOR_PROCESS:
             return
@@ -292,8 +292,8 @@ class CheckpointWriter:
                 return
             except CannotUnpack as error:
                 self._fall_back_to_thread(error)
-        for each in current.writes:
-            each.write(each.values)
+        for deferred_write in current.writes:
+            deferred_write.write(deferred_write.values)
 
     def _fall_back_to_thread(self, error: Exception) -> None:
         logger.info("A thread now writes checkpoints: the writer process failed: %s: %s", type(error).__name__, error)
@@ -327,9 +327,9 @@ class CheckpointWriter:
             if (entry := files.save(values, path)) is not None:
                 entries[path] = entry
 
-        self.call(write, value, make_picklable=lambda: functools.partial(files.save, path=path))
+        self.call_or_defer(write, value, make_picklable=lambda: functools.partial(files.save, path=path))
 
-    def call(
+    def call_or_defer(
         self,
         write: Callable[[Any], None],
         values: Any,

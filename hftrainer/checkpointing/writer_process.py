@@ -41,8 +41,8 @@ import json, signal, sys
 for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"):
     signal.signal(getattr(signal, name), signal.SIG_IGN)
 sys.path[:] = json.loads(sys.argv[1])
-from hftrainer.checkpointing.writer_process import serve
-serve(int(sys.argv[2]), int(sys.argv[3]))
+from hftrainer.checkpointing.writer_process import serve_calls
+serve_calls(int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
@@ -82,12 +82,12 @@ class SharedCopies(HostCopies):
         """Close the file; its memory is released with the copies."""
         self._finalizer()
 
-    def place(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
+    def place_of(self, storage: torch.UntypedStorage) -> tuple[int, int] | None:
         """Offset and size of a copied storage in the file, in bytes; otherwise None."""
         return self._places.get(storage.data_ptr())
 
-    def _reserve(self, sizes: list[int]) -> None:
-        super()._reserve(sizes)
+    def _reserve_memory(self, sizes: list[int]) -> None:
+        super()._reserve_memory(sizes)
         length = max(sum(_align(size) for size in sizes), 1)
         if self._used_buffers == len(self._parts) or len(self._parts[self._used_buffers].mapping) < length:
             start, length = self._length, _align(length, mmap.ALLOCATIONGRANULARITY)
@@ -101,11 +101,11 @@ class SharedCopies(HostCopies):
         self._used_buffers += 1
         self._end = 0
 
-    def _buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
+    def _next_buffer(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
         part = self._parts[self._used_buffers - 1]
         if pinned and part.pinned is None:
             part.pinned = _map_storage(part.mapping, 0, len(part.mapping))
-            self._pin(part.pinned)
+            self._pin_buffer(part.pinned)
         storage = _map_storage(part.mapping, self._end, size)
         self._places[storage.data_ptr()] = (part.start + self._end, size)
         self._end += _align(size)
@@ -133,7 +133,7 @@ class _Pickler(pickle.Pickler):
         """The location and shape of a copied tensor; None for other values, which are pickled."""
         if type(value) is not torch.Tensor or value.device.type != "cpu":
             return None
-        place = self._copies.place(value.untyped_storage())
+        place = self._copies.place_of(value.untyped_storage())
         return place and (place, value.dtype, value.storage_offset(), tuple(value.size()), value.stride())
 
 
@@ -191,13 +191,13 @@ class WriterProcess:
             OSError: if the process has ended.
         """
         if self._pipe is None:
-            self._start()
+            self._start_process()
         assert self._pipe is not None
         try:
             self._pipe.send((list(calls), str(folder)))
             answer = self._pipe.recv()
         except (EOFError, OSError):
-            status = self._end()
+            status = self._end_process()
             exit_text = f"by signal {-status}" if status < 0 else f"with status {status}"
             if not self._has_answered:
                 raise CannotUnpack(f"it has ended {exit_text}") from None
@@ -210,7 +210,7 @@ class WriterProcess:
         entries: dict[str, Entry] = answer
         return entries
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         parent_end, child_end = Pipe()
         descriptors = (self._copies.descriptor, child_end.fileno())
         command = [sys.executable, "-c", _CODE, json.dumps(sys.path), *map(str, descriptors)]
@@ -226,7 +226,7 @@ class WriterProcess:
             child_end.close()
         self._pipe, self._has_answered = parent_end, False
 
-    def _end(self) -> int:
+    def _end_process(self) -> int:
         """End the process, and return its exit status."""
         assert self._pipe is not None and self._process is not None
         # The process may have ended already.
@@ -241,13 +241,13 @@ class WriterProcess:
     def close(self) -> None:
         """End the process, if it is running."""
         if self._pipe is not None:
-            self._end()
+            self._end_process()
 
 
 # ---- In the process --------------------------------------------------------------------------------------------------
 
 
-def serve(descriptor: int, pipe: int) -> None:
+def serve_calls(descriptor: int, pipe: int) -> None:
     """Answer calls until the pipe is closed.
 
     Args:

@@ -137,7 +137,7 @@ def _strategy(folder: str) -> tuple[str, str]:
 
     if os.path.isfile(os.path.join(folder, names.DCP, names.LIST_OF_PARTS)):
         return "in torch's distributed format (dcp)", "any number of processes, with DDP, FSDP or neither"
-    if names.holds(names.PARTS, "model", folder):
+    if names.holds_state(names.PARTS, "model", folder):
         return "a part from each process, by FSDP", "any number of processes"
     if os.path.isfile(os.path.join(folder, "latest")):
         tag = read_tag(folder)

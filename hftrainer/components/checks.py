@@ -187,8 +187,8 @@ def check_consistency(args: Any, processes: Processes) -> None:
     problems = []
     for name in texts:
         ranks: dict[str, list[str]] = {}
-        for rank, values in enumerate(texts_by_rank):
-            ranks.setdefault(values.get(name, "nothing"), []).append(str(rank))
+        for rank, texts_of_rank in enumerate(texts_by_rank):
+            ranks.setdefault(texts_of_rank.get(name, "nothing"), []).append(str(rank))
         if len(ranks) > 1:
             values_and_ranks = "; ".join(
                 f"{value} in rank {', '.join(ranks_of_value)}" for value, ranks_of_value in ranks.items()

@@ -113,7 +113,7 @@ class Components:
         self.trainer._memory_tracker = TrainerMemoryTracker(self.trainer.args.skip_memory_metrics)
         self.setup.resolve_arguments()
         self.trainer.create_accelerator_and_postprocess()
-        self.storage_sync.open()
+        self.storage_sync.open_mirror()
         if self.trainer.args.push_to_hub:
             self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
 

@@ -31,7 +31,7 @@ class HubUploader(Component):
         self.trainer.hub_model_id = repository.id
         self.trainer.push_in_progress = None
 
-    def push(
+    def push_model(
         self,
         commit_message: str,
         *,
@@ -81,7 +81,7 @@ class HubUploader(Component):
         jobs = uploads.push(commits)
         trainer.push_in_progress = PushInProgress(jobs if is_done else [*trainer.push_in_progress.jobs, *jobs])
 
-    def finish(self) -> None:
+    def finish_uploads(self) -> None:
         """Wait for the uploads, retry failed ones, and log which succeeded and which are missing."""
         if self.components.uploads is not None:
             self.components.uploads.finish(is_urgent=lambda: self.run.signal_listener.signal_number is not None)

@@ -55,7 +55,7 @@ class LoaderFactory(Component):
         # Without this, each evaluation would start new persistent workers.
         if trainer.args.dataloader_persistent_workers and name is not None:
             trainer._eval_dataloaders[name] = loader
-            progress = None if self.run.loop is None else self.run.loop.progress
+            progress = None if self.run.events is None else self.run.events.progress
             if progress is not None and name in progress.evaluation_workers and isinstance(loader, PreparedDataLoader):
                 loader.skip_worker_seed_draw()
         return loader
@@ -66,7 +66,7 @@ class LoaderFactory(Component):
         sampler = trainer._get_eval_sampler if is_overridden(trainer, "_get_eval_sampler") else _sequential_sampler
         return trainer._get_dataloader(test_dataset, "test", trainer.args.eval_batch_size, sampler)
 
-    def make(
+    def make_loader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[..., Any] | None, is_training: bool
     ) -> DataLoader[Any]:
         """Implements `Trainer._get_dataloader`: makes a loader, and prepares it for this rank."""
@@ -242,12 +242,12 @@ class LoaderFactory(Component):
         finally:
             self._prepares_training_data = previous_value
 
-    def prepare(self, loader: DataLoader[Any]) -> PreparedDataLoader:
+    def prepare_loader(self, loader: DataLoader[Any]) -> PreparedDataLoader:
         """Prepare a loader: shard its batches for this rank, and move them to the device."""
         trainer = self.trainer
         if isinstance(loader, PreparedDataLoader):
             return loader
-        processes, is_training, config = trainer.accelerator.processes, self._prepares_training_data, self.config()
+        processes, is_training, config = trainer.accelerator.processes, self._prepares_training_data, self.read_config()
         is_dispatched = isinstance(loader.dataset, IterableDataset) or config.dispatch_batches
         if is_training and is_dispatched and processes.tp_size > 1:
             raise UnsupportedArgument(
@@ -272,7 +272,7 @@ class LoaderFactory(Component):
         process_samples = self.run.train_batch_size * args.gradient_accumulation_steps
         return process_samples * self.trainer.accelerator.processes.data_world_size if args.elastic else None
 
-    def config(self) -> AcceleratorConfig:
+    def read_config(self) -> AcceleratorConfig:
         """`accelerator_config` with later changes to `accelerator.dataloader_config`.
 
         Raises:
@@ -316,8 +316,8 @@ class LoaderFactory(Component):
         multiple = getattr(self.trainer.data_collator, "pad_to_multiple_of", None)
         if multiple and not args.flatten_batches:
             lengths = [-(-length // multiple) * multiple for length in lengths]
-        kind = PackedBatchSampler if args.flatten_batches else TokenBatchSampler
-        return kind(
+        sampler_class = PackedBatchSampler if args.flatten_batches else TokenBatchSampler
+        return sampler_class(
             lengths,
             args.tokens_per_batch,
             seed_of_order(args),
@@ -333,9 +333,9 @@ class LoaderFactory(Component):
                 f"{argument} is for causal language models, whose loss compares each token with the next label; that "
                 f"of {type(self.components.unwrapped_model).__name__} does not: remove the argument."
             )
-        kind = peers.import_from_transformers("data.data_collator", "DataCollatorWithFlattening", argument)
+        collator_class = peers.import_from_transformers("data.data_collator", "DataCollatorWithFlattening", argument)
         attention = getattr(trainer.model.config, "_attn_implementation", None) or ""
-        return FlatCollator(kind(return_flash_attn_kwargs="flash" in attention))
+        return FlatCollator(collator_class(return_flash_attn_kwargs="flash" in attention))
 
     @property
     def _main_input(self) -> str:
@@ -349,8 +349,8 @@ class LoaderFactory(Component):
             InvalidArgument: if its DataLoader treats our batches as samples.
         """
         args, trainer = self.trainer.args, self.trainer
-        values = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
-        argument_names = [name for name, value in values.items() if value is not None]
+        arguments = {name: getattr(args, name) for name in ("tokens_per_batch", "mixture_column", "mixture_weights")}
+        argument_names = [name for name, value in arguments.items() if value is not None]
         batches = innermost(getattr(loader, "batch_sampler", None))
         our_samplers = (TokenBatchSampler, MixtureBatchSampler)
         if isinstance(getattr(batches, "sampler", None), our_samplers):
@@ -411,24 +411,24 @@ def check_dataset(dataset: Any, description: str) -> None:
     Raises:
         InvalidArgument: the error names the type of the object, and what to pass instead.
     """
-    kind = type(dataset).__name__
+    type_name = type(dataset).__name__
     if isinstance(dataset, (MixtureDataset, MixtureStream)):
         for name, source in dataset.sources.items():
             check_dataset(source, f"{description} source {name!r}")
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         raise InvalidArgument(
-            f"The {description} dataset is a {kind} with the keys {', '.join(map(str, dataset))}: pass one of its "
+            f"The {description} dataset is a {type_name} with the keys {', '.join(map(str, dataset))}: pass one of its "
             "datasets."
         )
     if isinstance(dataset, IterableDataset):
         return
     if isinstance(dataset, DataLoader):
         raise InvalidArgument(
-            f"The {description} dataset is a {kind}: pass its dataset, with its collate_fn as data_collator and "
+            f"The {description} dataset is a {type_name}: pass its dataset, with its collate_fn as data_collator and "
             "per_device_train_batch_size or per_device_eval_batch_size; or override get_train_dataloader or "
             "get_eval_dataloader to return it."
         )
-    if kind == "DataFrame":
+    if type_name == "DataFrame":
         raise InvalidArgument(
             f"The {description} dataset is a DataFrame: pass a list of its rows, frame.to_dict('records'), or "
             "datasets.Dataset.from_pandas(frame)."
@@ -436,7 +436,7 @@ def check_dataset(dataset: Any, description: str) -> None:
     if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
         hint = "; for a LightningDataModule, pass its datasets" if hasattr(dataset, "train_dataloader") else ""
         raise InvalidArgument(
-            f"The {description} dataset is a {kind}: pass a list, a Dataset or an IterableDataset{hint}."
+            f"The {description} dataset is a {type_name}: pass a list, a Dataset or an IterableDataset{hint}."
         )
     if description == "training" and has_length(dataset) and not len(dataset):
         raise InvalidArgument("The training dataset has no samples.")

@@ -69,7 +69,7 @@ class ModelSetup(Component):
         #: Attributes of the Trainer that are derived from its model, with the values that we set.
         self._inferred_values: dict[str, Any] = {}
 
-    def seed(self) -> None:
+    def seed_generators(self) -> None:
         """Seed all random generators from the arguments."""
         args = self.trainer.args
         if args.full_determinism:
@@ -87,12 +87,12 @@ class ModelSetup(Component):
                 f"model_init is a {type(model_init).__name__}, but must be a function that returns one: pass it "
                 "as model."
             )
-        count = number_of_arguments(model_init)
-        if count > 1:
+        num_arguments = number_of_arguments(model_init)
+        if num_arguments > 1:
             raise InvalidSetup(
-                f"model_init must accept no argument, or only the trial, but it accepts {count} arguments."
+                f"model_init must accept no argument, or only the trial, but it accepts {num_arguments} arguments."
             )
-        model = model_init(trial) if count else model_init()
+        model = model_init(trial) if num_arguments else model_init()
         if model is None:
             raise InvalidSetup("model_init returned None: it must return the model.")
         return model
@@ -100,7 +100,7 @@ class ModelSetup(Component):
     def remake_model(self, trial: Any) -> None:
         """Make the model of this `train()` with `model_init`, if the script passed it."""
         if self.trainer.model_init is not None:
-            self.seed()
+            self.seed_generators()
             self.set_model(self.trainer.call_model_init(trial))
             self.trainer.optimizer = self.trainer.lr_scheduler = None
 
@@ -122,7 +122,7 @@ class ModelSetup(Component):
             raise InvalidArgument(reason)
         inspection.check_lightning_module(model, calls_forward=not is_overridden(self.trainer, "compute_loss"))
         self.trainer.model = self.trainer.model_wrapped = model
-        self.set_inferred_attributes(self._inspect(model))
+        self.set_inferred_attributes(self._inspect_model(model))
         is_sharded = self.trainer.is_distributed_loading_by_transformers
         sharding_methods = (
             ("_defer_fsdp_gradient_reduction", "_sync_replicated_trainable_parameters") if is_sharded else ()
@@ -132,12 +132,12 @@ class ModelSetup(Component):
             self._check_script_optimizer()
             self.trainer._move_model_to_device(model, self.trainer.args.device)
 
-    def move(self, model: nn.Module, device: Any) -> None:
+    def move_model(self, model: nn.Module, device: Any) -> None:
         """Move the model, unless it is already on several devices."""
         if getattr(model, "hf_device_map", None) is None:
             self.components.strategy.move(model, device)
 
-    def _inspect(self, model: nn.Module) -> dict[str, Any]:
+    def _inspect_model(self, model: nn.Module) -> dict[str, Any]:
         """The attributes of a Trainer that are derived from its model, by name."""
         args, shards_model = self.trainer.args, self.components.strategy.shards_model
         inspected = type(inspection.called_model(model))
@@ -208,11 +208,11 @@ class ModelSetup(Component):
         args = self.trainer.args
         decayed_names = self.trainer.get_decay_parameter_names(model)
         if self.trainer.optimizer_cls_and_kwargs is not None:
-            kind, kwargs = _check_class_and_kwargs(self.trainer.optimizer_cls_and_kwargs)
+            optimizer_cls, kwargs = _check_class_and_kwargs(self.trainer.optimizer_cls_and_kwargs)
         else:
-            kind, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, args, model=model)
+            optimizer_cls, kwargs = call_with_accepted(self.trainer.get_optimizer_cls_and_kwargs, args, model=model)
         # Since v5.0, get_optimizer_cls_and_kwargs may return a factory.
-        is_factory = not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer))
+        is_factory = not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, torch.optim.Optimizer))
         # GaLore, LOMO and layer-wise optimizers bring their own parameter groups.
         group_arguments = [name for name in ("params", "model", "optimizer_dict") if name in kwargs]
         if args.param_groups:
@@ -223,20 +223,20 @@ class ModelSetup(Component):
                     f"param_groups: {source} creates its own parameter groups: use another optimizer, such as "
                     "optim='adamw_torch', or remove param_groups."
                 )
-            return self._create_grouped_optimizer(model, decayed_names, kind, kwargs)
+            return self._create_grouped_optimizer(model, decayed_names, optimizer_cls, kwargs)
         optimizer: torch.optim.Optimizer
         if is_factory:
-            optimizer = kind()(model, **kwargs)
+            optimizer = optimizer_cls()(model, **kwargs)
             return optimizer
         groups: Any = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
         for name in group_arguments:
             groups = kwargs.pop(name)
-        optimizer = kind(groups, **kwargs)
-        trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
+        optimizer = optimizer_cls(groups, **kwargs)
+        trainer_optimizer.use_32bit_embedding_moments(model, optimizer_cls, kwargs)
         return optimizer
 
     def _create_grouped_optimizer(
-        self, model: nn.Module, decayed_names: list[str], kind: Any, kwargs: dict[str, Any]
+        self, model: nn.Module, decayed_names: list[str], optimizer_cls: Any, kwargs: dict[str, Any]
     ) -> torch.optim.Optimizer:
         """A new optimizer with the named groups of `param_groups`. Logs the contents of each group.
 
@@ -251,13 +251,13 @@ class ModelSetup(Component):
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
         for group in groups:
             group["param_names"] = [names[id(parameter)] for parameter in group["params"]]
-        optimizer: torch.optim.Optimizer = kind(groups, **kwargs)
+        optimizer: torch.optim.Optimizer = optimizer_cls(groups, **kwargs)
         if problems := [*selection.problems, *param_groups.find_unknown_keys(entries, optimizer)]:
             raise InvalidArgument("\n".join(problems))
         plain_groups = trainer_optimizer.parameter_groups(model, decayed_names, args.weight_decay)
         order = [names[id(parameter)] for group in plain_groups for parameter in group["params"]]
         setattr(optimizer, NAMES_WITHOUT_GROUPS, order)
-        trainer_optimizer.use_32bit_embedding_moments(model, kind, kwargs)
+        trainer_optimizer.use_32bit_embedding_moments(model, optimizer_cls, kwargs)
         if self.trainer.is_world_process_zero():
             for line in param_groups.describe_groups(optimizer.param_groups):
                 tell(line)

@@ -101,7 +101,7 @@ class TrainerSetup(Component):
         args = self.trainer.args
         if args.push_to_hub:
             self.trainer.accelerator.processes.broadcast_from_main(self.trainer.init_hf_repo)
-        self.components.storage_sync.open()
+        self.components.storage_sync.open_mirror()
         if args.should_save:
             try:
                 os.makedirs(str(args.output_dir), exist_ok=True)
@@ -187,7 +187,7 @@ class TrainerSetup(Component):
         trainer.accelerator = EngineAccelerator(
             components.engine,
             strategy.device,
-            components.loaders.prepare,
+            components.loaders.prepare_loader,
             is_trainer_model=lambda model: model is trainer.model or model is trainer.model_wrapped,
             config=vars(components.resolved.accelerator_config),
             num_steps=components.policy.gradient_divisor(trainer.args),

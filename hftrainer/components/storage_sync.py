@@ -15,7 +15,7 @@ from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components.component import Component
 from hftrainer.errors import CheckpointNotFound, CheckpointNotWritten, DamagedCheckpoint
-from hftrainer.reporting.tracking import RunPlace
+from hftrainer.reporting.tracking import CheckpointPlace
 
 if TYPE_CHECKING:
     from hftrainer.storage.mirror import Mirror
@@ -44,7 +44,7 @@ class StorageSync(Component):
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "mirror": None}
 
-    def open(self) -> None:
+    def open_mirror(self) -> None:
         """Create the mirror, for a new Trainer or a copy.
 
         Raises:
@@ -63,16 +63,16 @@ class StorageSync(Component):
         stop_on_error = self.components.checkpoint_writer.stop_on_error
         return Mirror(RemoteFolder(url), local, self.trainer.args.keep_local, stop_on_error=stop_on_error)
 
-    def place(self, trial: Any) -> RunPlace:
+    def checkpoint_place(self, trial: Any) -> CheckpointPlace:
         """Where a run, or the run of a trial, keeps its checkpoints."""
         folder = os.path.abspath(run_folder(self.trainer, trial))
         if self.mirror is None:
-            return RunPlace(folder, folder)
-        return RunPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
+            return CheckpointPlace(folder, folder)
+        return CheckpointPlace(folder, f"{self.mirror.remote.url}/{os.path.relpath(folder, self.mirror.local)}")
 
     # ---- A run -------------------------------------------------------------------------------------------------
 
-    def fetch(self, checkpoint: str | bool | None) -> str | bool | None:
+    def fetch_checkpoint(self, checkpoint: str | bool | None) -> str | bool | None:
         """Download the checkpoint to resume from to the disk of this node.
 
         Args:
@@ -98,13 +98,13 @@ class StorageSync(Component):
         if mirror is None or not checkpoint:
             return checkpoint
 
-        def choose() -> str | None:
+        def choose_checkpoint() -> str | None:
             if checkpoint is True or checkpoint == "auto":
                 return mirror.fetch_newest(run_dir)
             path = os.fspath(checkpoint)
             return os.path.relpath(path, run_dir) if not os.path.isdir(path) and mirror.holds(path) else None
 
-        name = self._run_on_main(choose)
+        name = self._run_on_main(choose_checkpoint)
         if name is not None:
             return self._fetch_on_each_node(mirror, name)
         if checkpoint is True:
@@ -168,12 +168,12 @@ class StorageSync(Component):
     def _fetch_best_checkpoint(mirror: Mirror, name: str) -> None:
         """Fetch the best checkpoint that another one names, if it is at the URL and intact."""
         state = TrainerState.load_from_json(os.path.join(mirror.local, name, names.TRAINER_STATE_NAME))
-        best = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
-        path = mirror.local / best
+        best_name = os.path.join(os.path.dirname(name), os.path.basename(state.best_model_checkpoint or ""))
+        path = mirror.local / best_name
         if not state.best_model_checkpoint or path.is_dir() or not mirror.holds(str(path)):
             return
         try:
-            mirror.fetch(best)
+            mirror.fetch(best_name)
         except DamagedCheckpoint as error:
             logger.warning("The best checkpoint was not fetched: %s", error)
 
@@ -198,7 +198,7 @@ class StorageSync(Component):
         paths_to_keep = [path for path in keep if path is not None]
         return lambda: mirror.add_checkpoint(checkpoint, limit, paths_to_keep)
 
-    def discard(self, checkpoints: Sequence[str]) -> None:
+    def discard_checkpoints(self, checkpoints: Sequence[str]) -> None:
         """Delete the checkpoints of an attempt that restarts with smaller batches."""
         if self.mirror is not None:
             self.mirror.discard_checkpoints(checkpoints)
@@ -206,7 +206,7 @@ class StorageSync(Component):
         for folder in filter(os.path.isdir, checkpoints):
             shutil.rmtree(folder)
 
-    def finish(self, run_dir: str, best: str | None) -> None:
+    def finish_uploads(self, run_dir: str, best: str | None) -> None:
         """Wait for the uploads at the end of a run.
 
         Args:

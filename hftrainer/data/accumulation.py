@@ -85,8 +85,8 @@ class MicroBatchIterator(abc.ABC):
         """The batches of an epoch, called when its iteration begins."""
 
     @abc.abstractmethod
-    def get_window(self, iterator: Iterator[Any], count: int) -> tuple[list[Any], Any]:
-        """At most `count` micro-batches of a window, and their number of items."""
+    def get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
+        """At most `num_batches` micro-batches of a window, and their number of items."""
 
     @abc.abstractmethod
     def on_first_window(self) -> None:
@@ -113,8 +113,8 @@ class MicroBatchIterator(abc.ABC):
         remainder = total % size or size
         first_update, last_update = index // size, math.ceil(total / self.planned_accumulation_steps()) - 1
         for update in range(first_update, last_update + 1):
-            count = remainder if update == last_update else self.accumulation_steps()
-            samples, num_items = self.get_window(iterator, count)
+            num_batches = remainder if update == last_update else self.accumulation_steps()
+            samples, num_items = self.get_window(iterator, num_batches)
             if update == first_update:
                 self.on_first_window()
             if not samples:
@@ -219,8 +219,8 @@ def position_at_step(
         global_step -= steps
         epoch += 1
     position = global_step * accumulation_steps_of(epoch)
-    for each, start in starts:
-        if each == epoch and start <= position:
+    for skipped_epoch, start in starts:
+        if skipped_epoch == epoch and start <= position:
             position += accumulation_steps_of(epoch)
     return epoch, position
 

@@ -36,20 +36,20 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     Raises:
         WrongObject: for samples without keys, such as the tuples of a `TensorDataset`.
     """
-    samples = [feature if isinstance(feature, (dict, Mapping)) else _attributes(feature) for feature in features]
+    samples = [feature if isinstance(feature, (dict, Mapping)) else _read_attributes(feature) for feature in features]
     first = samples[0]
     batch: dict[str, Any] = {}
     if first.get("label") is not None:
-        batch["labels"] = _labels([sample["label"] for sample in samples], first["label"])
+        batch["labels"] = _stack_labels([sample["label"] for sample in samples], first["label"])
     elif first.get("label_ids") is not None:
         values = [sample["label_ids"] for sample in samples]
-        batch["labels"] = _labels(values, values[0][0])
+        batch["labels"] = _stack_labels(values, values[0][0])
     for key, value in first.items():
         if isinstance(value, str) and key == "labels":
             log_once(logger, f"'labels' is dropped: its values are texts, such as {value!r}. A model needs numbers.")
         elif key not in ("label", "label_ids") and value is not None and not isinstance(value, str):
             try:
-                batch[key] = _stack(key, [sample[key] for sample in samples])
+                batch[key] = _stack_values(key, [sample[key] for sample in samples])
             except KeyError as error:
                 add_note(error, f"Not all samples of this batch have {key!r}, but the first has.")
                 raise
@@ -58,7 +58,7 @@ def default_data_collator(features: Sequence[Any], return_tensors: str = "pt") -
     return batch
 
 
-def _attributes(sample: Any) -> dict[str, Any]:
+def _read_attributes(sample: Any) -> dict[str, Any]:
     try:
         attributes: dict[str, Any] = vars(sample)
     except TypeError:
@@ -70,7 +70,7 @@ def _attributes(sample: Any) -> dict[str, Any]:
     return attributes
 
 
-def _labels(values: list[Any], sample: Any) -> torch.Tensor:
+def _stack_labels(values: list[Any], sample: Any) -> torch.Tensor:
     """Int64 labels if `sample` is an integer, else float32. Tensors with dimensions are stacked."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.ndim > 0:
@@ -79,7 +79,7 @@ def _labels(values: list[Any], sample: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.long if isinstance(number, (int, np.integer)) else torch.float)
 
 
-def _stack(key: str, values: list[Any]) -> torch.Tensor:
+def _stack_values(key: str, values: list[Any]) -> torch.Tensor:
     try:
         if isinstance(values[0], torch.Tensor):
             return torch.stack(values)
@@ -143,8 +143,8 @@ def draws_nothing(collate_fn: Any, known: Sequence[str] = _WITHOUT_DRAWS) -> boo
     """Whether a collator is one of those that are known to draw no random numbers."""
     if isinstance(collate_fn, RemoveColumnsCollator):
         collate_fn = collate_fn.data_collator
-    kind = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
-    return kind.__name__ in known and kind.__module__ in (__name__, "transformers.data.data_collator")
+    definition = collate_fn if inspect.isfunction(collate_fn) else type(collate_fn)
+    return definition.__name__ in known and definition.__module__ in (__name__, "transformers.data.data_collator")
 
 
 def holds_samples(dataset: Any) -> bool:
@@ -193,9 +193,9 @@ def explain_removed_column(error: KeyError, datasets: Sequence[Any], columns: Se
     Raises:
         RemovedColumn: in place of such an error.
     """
-    missing = {*error.args, *re.findall(r"^KeyError: '(.+)'$", str(error), re.MULTILINE)}
+    missing_keys = {*error.args, *re.findall(r"^KeyError: '(.+)'$", str(error), re.MULTILINE)}
     removed = {name for dataset in datasets for name in _columns_of(dataset)} - {*columns}
-    for name in removed & {name for name in missing if isinstance(name, str)}:
+    for name in removed & {name for name in missing_keys if isinstance(name, str)}:
         raise RemovedColumn(
             f"The data collator or the loss reads the column {name!r}, which was removed since the model's forward "
             "does not accept it: set remove_unused_columns=False, and let the collator or compute_loss drop what the "
@@ -338,8 +338,8 @@ def number_of_tokens(loader: Iterable[Any], max_steps: int | None) -> int:
     """Input tokens in a loader, or in its first batch times `max_steps`. Reads the data."""
     tokens = 0
     for batch in loader:
-        count: int = batch["input_ids"].numel()
+        batch_tokens: int = batch["input_ids"].numel()
         if max_steps is not None:
-            return count * max_steps
-        tokens += count
+            return batch_tokens * max_steps
+        tokens += batch_tokens
     return tokens

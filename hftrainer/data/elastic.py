@@ -45,9 +45,9 @@ def complete_groups(
         yield from group
 
 
-def count_complete_samples(count: int, size: int, drop_last: bool) -> int:
-    """The number of samples that `complete_groups` yields for `count` samples."""
-    return (count // size if drop_last else -(-count // size)) * size
+def count_complete_samples(samples: int, size: int, drop_last: bool) -> int:
+    """The number of samples that `complete_groups` yields for `samples` of them."""
+    return (samples // size if drop_last else -(-samples // size)) * size
 
 
 class GlobalBatchSampler(Sampler[int]):

@@ -201,7 +201,7 @@ class EpochReader:
         if isinstance(loader, PreparedDataLoader):
             self._log = loader.log = ReadingLog(loader, self._sources)
 
-    def open(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
+    def open_epoch(self, epoch: int, resume_point: ResumePoint | None = None) -> Iterator[Any]:
         """The batches of an epoch. When resuming, only the remaining ones."""
         saved_state = resume_point.saved_state if resume_point is not None else None
         if resume_point is not None and not resume_point.position:

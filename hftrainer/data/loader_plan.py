@@ -106,7 +106,7 @@ def plan_loader(
     elif trains:
         plan = _plan_batches(loader, config, shard_spec, seed, global_batch)
     elif shard_spec.processes > 1 and not is_stream:
-        shards = ShardedBatchSampler(_batches(loader, seed), shard_spec)
+        shards = ShardedBatchSampler(_seedable_batches(loader, seed), shard_spec)
         plan = LoaderPlan(loader.dataset, _sampler_args(loader, shards), shards)
     else:
         plan = _plan_unsharded(loader, config, seed, global_batch)
@@ -121,7 +121,7 @@ def _plan_unsharded(
     """The plan of a process that reads all of the data."""
     if isinstance(loader.dataset, IterableDataset):
         return LoaderPlan(loader.dataset, {"batch_size": loader.batch_size, "drop_last": loader.drop_last})
-    batches = _batches(loader, seed, seedable=config.use_seedable_sampler)
+    batches = _seedable_batches(loader, seed, seedable=config.use_seedable_sampler)
     batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
     return LoaderPlan(loader.dataset, _sampler_args(loader, batches))
 
@@ -130,7 +130,7 @@ def _plan_batches(
     loader: DataLoader[Any], config: AcceleratorConfig, shards: ShardSpec, seed: int | None, global_batch: int | None
 ) -> LoaderPlan:
     """The plan for training data of which each process reads its batches."""
-    batches, generator = _batches(loader, seed, seedable=config.use_seedable_sampler), None
+    batches, generator = _seedable_batches(loader, seed, seedable=config.use_seedable_sampler), None
     if not config.use_seedable_sampler:
         batches, generator = _ensure_generator(batches)
     batches = batches if global_batch is None else elastic.make_global_batch_sampler(batches, global_batch, seed)
@@ -167,7 +167,7 @@ def _sampler_args(loader: DataLoader[Any], batches: Any) -> dict[str, Any]:
     return {"batch_sampler": samplers.SkippingBatchSampler(batches)}
 
 
-def _batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True) -> Any:
+def _seedable_batches(loader: DataLoader[Any], seed: int | None, *, seedable: bool = True) -> Any:
     """The sampler of batches, with a seedable random order. The user's object is not changed."""
     if loader.batch_sampler is None:
         return loader.sampler
@@ -200,9 +200,9 @@ def _ensure_generator(batches: Any) -> tuple[Any, torch.Generator | None]:
 
 
 def _replace_sampler(batches: Any, sampler: Any) -> Any:
-    result = copy.copy(batches)
-    result.sampler = sampler
-    return result
+    batch_sampler = copy.copy(batches)
+    batch_sampler.sampler = sampler
+    return batch_sampler
 
 
 def samples_per_batch(loader: DataLoader[Any]) -> int | None:
@@ -213,9 +213,9 @@ def samples_per_batch(loader: DataLoader[Any]) -> int | None:
 # ---- Batches that the main process reads for all ---------------------------------------------------------------------
 
 
-def group_batches(batches: Iterator[Any], count: int, drop_last: bool) -> Iterator[list[Any]]:
-    """Yields groups of `count` batches without reading ahead. An incomplete last group may be dropped."""
-    while len(group := list(islice(batches, count))) == count:
+def group_batches(batches: Iterator[Any], group_size: int, drop_last: bool) -> Iterator[list[Any]]:
+    """Yields groups of `group_size` batches without reading ahead. An incomplete last group may be dropped."""
+    while len(group := list(islice(batches, group_size))) == group_size:
         yield group
     if group and not drop_last:
         yield group
@@ -231,18 +231,18 @@ def split_groups(groups: Iterable[list[Any]], processes: int, drop_last: bool) -
     """
     first_rows: Any = None
     for group in groups:
-        batch = _concatenate(group)
+        batch = _concatenate_batches(group)
         first_rows = _slice_rows(batch, 0, processes) if first_rows is None else first_rows
         size, remainder = divmod(find_batch_size(batch) or 0, processes)
         if remainder and not drop_last:
-            batch, size = _concatenate([batch, first_rows]), size + 1
+            batch, size = _concatenate_batches([batch, first_rows]), size + 1
         yield [_slice_rows(batch, rank * size, (rank + 1) * size) for rank in range(processes)]
 
 
 _ADVICE = "set accelerator_config={'dispatch_batches': False}, so that each process reads its own batches."
 
 
-def _concatenate(batches: list[Any]) -> Any:
+def _concatenate_batches(batches: list[Any]) -> Any:
     first = batches[0]
     if isinstance(first, torch.Tensor):
         try:
@@ -253,10 +253,10 @@ def _concatenate(batches: list[Any]) -> Any:
                 f"length, or {_ADVICE}"
             ) from error
     if isinstance(first, (dict, Mapping)):
-        kind: Any = type(first)
-        return kind({key: _concatenate([batch[key] for batch in batches]) for key in first})
+        container_class: Any = type(first)
+        return container_class({key: _concatenate_batches([batch[key] for batch in batches]) for key in first})
     if isinstance(first, (list, tuple)):
-        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
+        columns = [_concatenate_batches(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     raise InvalidArgument(f"The main process can scatter tensors, not a {type(first).__name__}: {_ADVICE}")
 

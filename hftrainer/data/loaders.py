@@ -200,7 +200,7 @@ class PreparedDataLoader(DataLoader[Any]):
             saved: the log's `state_dict` at that point, if known.
             restore_random: called after the first batch is read, if `saved` allows reading it again.
         """
-        start, read_again, used = self._start, 0, position
+        start, read_again, used_batches = self._start, 0, position
         position *= self.loader_plan.round_size or 1
         if saved is not None and self.num_workers and "workers" in saved:
             assert self.log is not None
@@ -219,7 +219,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 )
         self.skip_first(position)
         start.skipped_batches += read_again
-        if saved is not None and used:
+        if saved is not None and used_batches:
             start.states_before_batch, start.restore_random = saved.get("before"), restore_random
 
     def skip_worker_seed_draw(self) -> None:
@@ -250,7 +250,7 @@ class PreparedDataLoader(DataLoader[Any]):
         self.position = self.position._replace(iteration=number)
         unread = getattr(self.batch_sampler, "unread", None)
         try:
-            yield from self._batches(number)
+            yield from self._iterate_epoch(number)
         except Exception as error:
             # Any other error means that a worker has ended, and it may have read a later batch.
             is_worker_error = self.in_order and "in DataLoader worker process" in str(error)
@@ -262,9 +262,9 @@ class PreparedDataLoader(DataLoader[Any]):
         finally:
             self.position = self.position._replace(iteration=0)
 
-    def _batches(self, number: int) -> Iterator[Any]:
+    def _iterate_epoch(self, iteration: int) -> Iterator[Any]:
         self.set_epoch(self.iteration)
-        self.position = BatchPosition(iteration=number)
+        self.position = BatchPosition(iteration=iteration)
         plan = self.loader_plan
         plan.synchronize()
         if plan.round_size is not None:
@@ -273,7 +273,7 @@ class PreparedDataLoader(DataLoader[Any]):
             # In an evaluation, every process reads the complete stream.
             reads_all = plan.processes is None and isinstance(self.dataset, IterableDataset)
             spec = self.shard_spec if reads_all else UNSHARDED
-            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read(spec.processes)), spec)
+            iterator = samplers.batches_of_rank(plan.stop_at_shortest_shard(self._read_batches(spec.processes)), spec)
         next_item = next(iterator, _NOTHING)
         while next_item is not _NOTHING:
             batch, is_filler = next_item
@@ -285,23 +285,23 @@ class PreparedDataLoader(DataLoader[Any]):
             is_last = next_item is _NOTHING
             is_filler = is_filler or (is_last and plan.ends_with_filler)
             counted = self._counted_samples(batch, is_last=is_last, is_filler=is_filler)
-            self.position = BatchPosition(is_last, is_filler, counted, number)
+            self.position = BatchPosition(is_last, is_filler, counted, iteration)
             yield batch
-        self.position = BatchPosition(is_last=self.position.is_last, iteration=number)
+        self.position = BatchPosition(is_last=self.position.is_last, iteration=iteration)
         self.iteration += 1
 
     def _receive_batches(self) -> Iterator[Any]:
         """Yields this process's part of the batches that the main process reads."""
-        processes, count = self.loader_plan.processes, self.shard_spec.processes
+        processes, num_processes = self.loader_plan.processes, self.shard_spec.processes
         assert processes is not None
-        groups = split_groups(self._read(1), count, self.drops_last)
+        groups = split_groups(self._read_batches(1), num_processes, self.drops_last)
         if self.shard_spec.rank:
             # Opening the data draws random numbers, and every process must draw them.
             next(groups, None)
-        while (part := processes.scatter(lambda: next(groups, [None] * count))) is not None:
-            yield part
+        while (batch := processes.scatter(lambda: next(groups, [None] * num_processes))) is not None:
+            yield batch
 
-    def _read(self, times: int) -> Iterator[Any]:
+    def _read_batches(self, times: int) -> Iterator[Any]:
         """Yields the batches from the start position of this iteration, or the rounds to scatter.
 
         Args:
@@ -314,7 +314,7 @@ class PreparedDataLoader(DataLoader[Any]):
             if start.restore_random is not None:
                 start.restore_random()
             return
-        batches = self._mark_read(self._open(start))
+        batches = self._mark_read(self._open_data(start))
         if isinstance(self.batch_sampler, SkippingBatchSampler):
             self.batch_sampler.skip_now()
         for _ in range(start.skipped_batches * times):
@@ -360,7 +360,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 torch.empty((), dtype=torch.int64).random_()
             self._has_drawn_seed = True
 
-    def _open(self, start: _IterationStart) -> Iterator[Any]:
+    def _open_data(self, start: _IterationStart) -> Iterator[Any]:
         """Open the data. If there is a log, new workers send their random states with each batch."""
         if self.persistent_workers and self._iterator is not None:
             return super().__iter__()

@@ -51,9 +51,9 @@ class MixtureDataset(ConcatDataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """The samples of a micro-batch, which one source may read at once."""
-        number = bisect.bisect_right(self.cumulative_sizes, indices[0])
-        source: Any = self.datasets[number]
-        end = self.cumulative_sizes[number]
+        source_index = bisect.bisect_right(self.cumulative_sizes, indices[0])
+        source: Any = self.datasets[source_index]
+        end = self.cumulative_sizes[source_index]
         first = end - len(source)
         if not hasattr(source, "__getitems__") or not all(first <= index < end for index in indices):
             return [self[index] for index in indices]
@@ -149,20 +149,20 @@ def make_shares(weights: Any, temperature: float, sizes: Mapping[str, int | None
     if callable(weights):
         return partial(_call_weights, weights, sizes)
     if weights is not None:
-        return partial(constant, _read_weights(weights, sizes, "mixture_weights"))
-    if unknown := [name for name, size in sizes.items() if size is None]:
+        return partial(constant_shares, _read_weights(weights, sizes, "mixture_weights"))
+    if unsized := [name for name, size in sizes.items() if size is None]:
         raise InvalidArgument(
-            f"mixture_weights is needed: train_dataset[{unknown[0]!r}] is a stream, whose size is not known."
+            f"mixture_weights is needed: train_dataset[{unsized[0]!r}] is a stream, whose size is not known."
         )
     largest = max(size or 0 for size in sizes.values())
     powers = {name: ((size or 0) / largest) ** (1 / temperature) for name, size in sizes.items()}
-    return partial(constant, _read_weights(powers, sizes, "mixture_temperature"))
+    return partial(constant_shares, _read_weights(powers, sizes, "mixture_temperature"))
 
 
 # Functions of the module, so that workers can unpickle them.
 
 
-def constant(shares: Any, _: int) -> Any:
+def constant_shares(shares: Any, _: int) -> Any:
     """The same shares at each step."""
     return shares
 
@@ -175,19 +175,19 @@ def _read_weights(weights: Any, names: Iterable[str], argument: str) -> Any:
     names = list(names)
     if not isinstance(weights, Mapping):
         raise InvalidArgument(f"{argument} is {weights!r}: it must be a dict, source → weight.")
-    if unknown := [name for name in weights if name not in names]:
-        hint = suggest(unknown[0], names, f"; sources: {', '.join(map(str, names))}.")
-        raise InvalidArgument(f"{argument} has a weight for {unknown[0]!r}, which is no source{hint}")
-    if missing := [name for name in names if name not in weights]:
-        raise InvalidArgument(f"{argument} has no weight for {missing[0]!r}: add one, or 0 to skip this source.")
+    if unknown_names := [name for name in weights if name not in names]:
+        hint = suggest(unknown_names[0], names, f"; sources: {', '.join(map(str, names))}.")
+        raise InvalidArgument(f"{argument} has a weight for {unknown_names[0]!r}, which is no source{hint}")
+    if missing_names := [name for name in names if name not in weights]:
+        raise InvalidArgument(f"{argument} has no weight for {missing_names[0]!r}: add one, or 0 to skip this source.")
     try:
-        values = [float(weights[name]) for name in names]
+        numbers = [float(weights[name]) for name in names]
     except (TypeError, ValueError) as error:
         raise InvalidArgument(f"{argument}={dict(weights)}: weights must be numbers.") from error
-    total = sum(values)
-    if not (0 < total < float("inf")) or min(values) < 0:
+    total = sum(numbers)
+    if not (0 < total < float("inf")) or min(numbers) < 0:
         raise InvalidArgument(f"{argument}={dict(weights)}: weights must be at least 0, and one of them above 0.")
-    return np.asarray(values) / total
+    return np.asarray(numbers) / total
 
 
 class MixturePlan:
@@ -262,13 +262,13 @@ class SourceOrder:
         self._seed = None if seed is None else (seed, zlib.crc32(name.encode()))
         self._cached_pass: tuple[int, Any] = -1, None
 
-    def indices_of_pass(self, number: int) -> Any:
+    def indices_of_pass(self, pass_number: int) -> Any:
         """The sample indices of a pass, counted from 0, as an array."""
-        if self._cached_pass[0] != number:
+        if self._cached_pass[0] != pass_number:
             order = self._indices
             if self._seed is not None:
-                order = np.random.default_rng((*self._seed, number)).permutation(order)
-            self._cached_pass = number, order
+                order = np.random.default_rng((*self._seed, pass_number)).permutation(order)
+            self._cached_pass = pass_number, order
         return self._cached_pass[1]
 
     def take_indices(self, start: int, size: int) -> list[int]:

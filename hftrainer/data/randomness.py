@@ -49,7 +49,7 @@ class RandomSources:
         """Search again: some samplers make their generator at first use."""
         self._generators = [
             (f"{path}.{name}", value)
-            for path, owner in self._owners().items()
+            for path, owner in self._owners_by_path().items()
             for name, value in vars(owner).items()
             if isinstance(value, _KINDS)
         ]
@@ -60,7 +60,7 @@ class RandomSources:
 
     def generator_states(self) -> dict[str, Any]:
         """The states of the generators found in the parts, by path."""
-        return {path: _state(generator) for path, generator in self._generators}
+        return {path: _get_state(generator) for path, generator in self._generators}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the states that `capture` returned.
@@ -77,7 +77,7 @@ class RandomSources:
 
         Call this method within `name_file_in_errors`.
         """
-        owners = self._owners()
+        owners = self._owners_by_path()
         for path, state in held.items():
             owner, _, name = path.rpartition(".")
             # Until 0.1, paths contained our wrappers of batch samplers.
@@ -96,7 +96,7 @@ class RandomSources:
                 setattr(owners[owner], f"_{name}_pid", os.getpid())
         self.find_generators()
 
-    def _owners(self) -> dict[str, Any]:
+    def _owners_by_path(self) -> dict[str, Any]:
         return {path: owner for name, part in self._parts.items() for path, owner in _parts_of(part, name)}
 
 
@@ -111,7 +111,7 @@ def _parts_of(owner: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _parts_of(attributes.get(name), f"{path}.{name}")
 
 
-def _state(generator: Any) -> dict[str, Any]:
+def _get_state(generator: Any) -> dict[str, Any]:
     if isinstance(generator, torch.Generator):
         return {"kind": "torch", "device": str(generator.device), "state": generator.get_state()}
     if isinstance(generator, np.random.Generator):

@@ -132,9 +132,9 @@ class SkippingBatchSampler(BatchSamplerWrapper):
 
     def __iter__(self) -> Iterator[list[int]]:
         self._batches = iter(self.batch_sampler)
-        return self._indices()
+        return self._read_batches()
 
-    def _indices(self) -> Iterator[list[int]]:
+    def _read_batches(self) -> Iterator[list[int]]:
         # Skip at the first request, not earlier: the loader draws its seed in between.
         self.skip_now()
         self.unread.clear()
@@ -244,9 +244,9 @@ class ShardSpec:
     rank: int = 0
     processes: int = 1
 
-    def needs_filler(self, count: int) -> bool:
-        """Whether this rank gets one batch fewer than other ranks, out of `count` batches."""
-        remainder = count % self.processes
+    def needs_filler(self, num_batches: int) -> bool:
+        """Whether this rank gets one batch fewer than other ranks, out of `num_batches` batches."""
+        remainder = num_batches % self.processes
         return remainder > 0 and self.rank >= remainder
 
 
@@ -321,7 +321,7 @@ class EvenBatchSampler(BatchSamplerWrapper):
         return self._split_batches() if self.split else self._assign_batches()
 
     def _assign_batches(self) -> Iterator[list[int]]:
-        size, processes = self._size, self.shard_spec.processes
+        size, processes = self._batch_size, self.shard_spec.processes
         first_batches: list[list[int]] = []
         current_round: list[list[int]] = []
         for batch in self.batch_sampler:
@@ -346,27 +346,27 @@ class EvenBatchSampler(BatchSamplerWrapper):
         yield current_round[self.shard_spec.rank]
 
     def _split_batches(self) -> Iterator[list[int]]:
-        size, first_batch = self._size, None
+        size, first_batch = self._batch_size, None
         assert size is not None
         part_size = size // self.shard_spec.processes
-        part = slice(self.shard_spec.rank * part_size, (self.shard_spec.rank + 1) * part_size)
+        rank_slice = slice(self.shard_spec.rank * part_size, (self.shard_spec.rank + 1) * part_size)
         for batch in self.batch_sampler:
             first_batch = list(batch) if first_batch is None else first_batch
             if len(batch) < size and self.even:
                 batch = [*batch, *islice(cycle(first_batch), size - len(batch))]
-            yield batch[part]
+            yield batch[rank_slice]
 
     def _divides_evenly(self) -> bool:
         """Whether all processes get equally many batches if the last round is not completed."""
         if not self.split:
             return has_length(self.batch_sampler) and len(self.batch_sampler) % self.shard_spec.processes == 0
-        sampler, size = getattr(self.batch_sampler, "sampler", None), self._size
+        sampler, size = getattr(self.batch_sampler, "sampler", None), self._batch_size
         assert size is not None
         remainder = len(sampler) % size if has_length(sampler) else 1  # type: ignore[arg-type]
         return not remainder or remainder > size - size // self.shard_spec.processes
 
     @property
-    def _size(self) -> int | None:
+    def _batch_size(self) -> int | None:
         return getattr(self.batch_sampler, "batch_size", None)
 
     @property
@@ -446,16 +446,16 @@ class ShardedStream(StreamWrapper):
     def __iter__(self) -> Iterator[Any]:
         self.seed_generator()
         round_size = self.size * self.shard_spec.processes
-        part = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
+        rank_slice = slice(self.shard_spec.rank * self.size, (self.shard_spec.rank + 1) * self.size)
         first_round: list[Any] | None = None
         samples: list[Any] = []
         for sample in self.dataset:
             samples.append(sample)
             if len(samples) == round_size:
-                yield from samples[part]
+                yield from samples[rank_slice]
                 first_round, samples = first_round or samples, []
         if samples and not self.drop_last:
-            yield from [*samples, *islice(cycle(first_round or samples), round_size - len(samples))][part]
+            yield from [*samples, *islice(cycle(first_round or samples), round_size - len(samples))][rank_slice]
 
     def __len__(self) -> int:
         round_size = self.size * self.shard_spec.processes
@@ -465,11 +465,11 @@ class ShardedStream(StreamWrapper):
 
 def batches_of_rank(batches: Iterable[Any], shard_spec: ShardSpec) -> Iterator[tuple[Any, bool]]:
     """Yields this rank's batches, each with a flag whether it is a filler."""
-    first_batch, count = None, 0
+    first_batch, num_batches = None, 0
     for batch in batches:
         first_batch = batch if first_batch is None else first_batch
-        if count % shard_spec.processes == shard_spec.rank:
+        if num_batches % shard_spec.processes == shard_spec.rank:
             yield batch, False
-        count += 1
-    if shard_spec.needs_filler(count):
+        num_batches += 1
+    if shard_spec.needs_filler(num_batches):
         yield first_batch, True

@@ -21,18 +21,18 @@ _MAX_CANDIDATES = 512
 
 def choose_boundaries(lengths: np.ndarray) -> list[int]:
     """The maximum length of each bucket, for the fewest with at most 5 % padding (up to 64)."""
-    values, counts = np.unique(lengths, return_counts=True)
-    candidates = np.unique(np.linspace(0, len(values) - 1, min(len(values), _MAX_CANDIDATES)).round().astype(int))
-    ends, samples = values[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
+    distinct, counts = np.unique(lengths, return_counts=True)
+    candidates = np.unique(np.linspace(0, len(distinct) - 1, min(len(distinct), _MAX_CANDIDATES)).round().astype(int))
+    ends, samples = distinct[candidates], np.concatenate([[0], counts.cumsum()[candidates]])
     tokens = int(lengths.sum())
     # padded[i, j]: tokens, including padding, of a bucket with the samples after candidate i - 1 up to candidate j.
     padded_tokens = ((samples[None, 1:] - samples[:-1, None]) * ends[None, :]).astype(float)
     padded_tokens[np.tril_indices(len(ends), -1)] = np.inf
-    best, previous = padded_tokens[0], list[np.ndarray]()
-    while tokens < (1 - _MAX_PADDING) * best[-1] and len(previous) + 1 < _MAX_BUCKETS:
-        totals = np.concatenate([[np.inf], best[:-1]])[:, None] + padded_tokens
+    fewest_tokens, previous = padded_tokens[0], list[np.ndarray]()
+    while tokens < (1 - _MAX_PADDING) * fewest_tokens[-1] and len(previous) + 1 < _MAX_BUCKETS:
+        totals = np.concatenate([[np.inf], fewest_tokens[:-1]])[:, None] + padded_tokens
         previous.append(totals.argmin(axis=0))
-        best = totals.min(axis=0)
+        fewest_tokens = totals.min(axis=0)
     end_indices, last = [len(ends) - 1], len(ends) - 1
     for starts in reversed(previous):
         last = int(starts[last]) - 1
@@ -70,9 +70,9 @@ class TokenBatchSampler(Sampler[list[int]]):
                 f"tokens_per_batch={budget}: sample {longest} has {self.lengths[longest]} tokens. Raise "
                 "tokens_per_batch, truncate the samples, or remove the long samples."
             )
-        self._prepare()
+        self._plan_batches()
 
-    def _prepare(self) -> None:
+    def _plan_batches(self) -> None:
         self.boundaries = choose_boundaries(self.lengths)
         bucket_of = np.searchsorted(self.boundaries, self.lengths)
         self.buckets = [np.flatnonzero(bucket_of == bucket) for bucket in range(len(self.boundaries))]
@@ -87,11 +87,11 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        batches = self._batches(generator)
+        batches = self._draw_batches(generator)
         for index in torch.randperm(len(batches), generator=generator).tolist():
             yield batches[index]
 
-    def _batches(self, generator: torch.Generator) -> list[list[int]]:
+    def _draw_batches(self, generator: torch.Generator) -> list[list[int]]:
         batches = []
         for bucket, size in zip(self.buckets, self.sizes, strict=True):
             order = bucket[torch.randperm(len(bucket), generator=generator).numpy()].tolist()
@@ -115,10 +115,10 @@ class PackedBatchSampler(TokenBatchSampler):
     lengths, so it is computed once. An epoch varies the order of the samples, unless a batch overflows.
     """
 
-    def _prepare(self) -> None:
+    def _plan_batches(self) -> None:
         sort_keys, too_few = self.lengths.astype(float), 0
         self.count = max(1, -(-int(self.lengths.sum()) // self.budget))
-        while self._pack(sort_keys) is None:
+        while self._pack_batches(sort_keys) is None:
             too_few, self.count = self.count, min(self.count + max(1, self.count // 64), len(self.lengths))
             # Samples are so long that hardly two fit together.
             if too_few > len(self.lengths) // 2:
@@ -126,22 +126,22 @@ class PackedBatchSampler(TokenBatchSampler):
         # Search between the last failure and this count.
         while self.count - too_few > max(1, self.count // 1000):
             enough, self.count = self.count, (too_few + self.count) // 2
-            if self._pack(sort_keys) is None:
+            if self._pack_batches(sort_keys) is None:
                 too_few, self.count = self.count, enough
 
     def __len__(self) -> int:
         return self.count
 
-    def _batches(self, generator: torch.Generator) -> list[list[int]]:
+    def _draw_batches(self, generator: torch.Generator) -> list[list[int]]:
         factors = torch.rand(len(self.lengths), generator=generator, dtype=torch.float64).numpy()
-        batches = self._pack(self.lengths * (0.5 + factors))
+        batches = self._pack_batches(self.lengths * (0.5 + factors))
         # A smaller variation only reorders samples of equal length.
         if batches is None:
-            batches = self._pack(self.lengths + factors / 2)
+            batches = self._pack_batches(self.lengths + factors / 2)
         assert batches is not None
         return batches
 
-    def _pack(self, sort_keys: np.ndarray) -> list[list[int]] | None:
+    def _pack_batches(self, sort_keys: np.ndarray) -> list[list[int]] | None:
         """The batches, filled with samples by descending `sort_keys`; None if a batch overflows."""
         batches: list[list[int]] = [[] for _ in range(self.count)]
         fill_levels = [(0, index) for index in range(self.count)]

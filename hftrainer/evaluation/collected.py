@@ -140,9 +140,9 @@ class OutputCollector:
             if not self.concatenate:
                 self._batches.append(batch)
             elif self._joined_batches is None:
-                self._joined_batches = nested_apply(self._start, batch)
+                self._joined_batches = nested_apply(self._start_array, batch)
             else:
-                _extend(self._joined_batches, batch)
+                _append_batch(self._joined_batches, batch)
         self._device_batches.clear()
 
     def arrays(self) -> Any:
@@ -152,7 +152,7 @@ class OutputCollector:
             return self._batches or None
         return None if self._joined_batches is None else nested_apply(GrowingArray.finish, self._joined_batches)
 
-    def _start(self, leaf: Any) -> GrowingArray:
+    def _start_array(self, leaf: Any) -> GrowingArray:
         return GrowingArray(_as_rows(leaf), self.rows, self.folder)
 
 
@@ -166,7 +166,7 @@ def _as_rows(leaf: Any) -> np.ndarray:
     return array
 
 
-def _extend(arrays: Any, batch: Any) -> None:
+def _append_batch(arrays: Any, batch: Any) -> None:
     """Append a batch, leaf by leaf.
 
     Raises:
@@ -182,13 +182,13 @@ def _extend(arrays: Any, batch: Any) -> None:
             f"{_describe(arrays)} and {_describe(batch)}; eval_do_concat_batches=False returns a list of batches."
         )
     for key in arrays if isinstance(arrays, Mapping) else range(len(arrays)):
-        _extend(arrays[key], batch[key])
+        _append_batch(arrays[key], batch[key])
 
 
-def _describe(data: Any) -> str:
-    if isinstance(data, GrowingArray):
+def _describe(output: Any) -> str:
+    if isinstance(output, GrowingArray):
         return "a tensor"
-    return f"a {type(data).__name__}" + (f" of {len(data)}" if isinstance(data, (Mapping, list, tuple)) else "")
+    return f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, (Mapping, list, tuple)) else "")
 
 
 class GrowingArray:
@@ -219,7 +219,7 @@ class GrowingArray:
         data = self._data
         if batch.shape[1:] != data.shape[1:] or batch.dtype != data.dtype or stop > len(data):
             self._make_space(batch, stop)
-        _write(self._data[self._row_count : stop], batch)
+        _write_padded(self._data[self._row_count : stop], batch)
         self._row_count = stop
         if batch.ndim > 1:
             self._width = max(self._width, batch.shape[1])
@@ -245,7 +245,7 @@ class GrowingArray:
             row_shape = (max(batch.shape[1], row_shape[0] + row_shape[0] // 8), *row_shape[1:])
         if dtype != data.dtype or row_shape != data.shape[1:] or (self._folder is not None and rows > len(data)):
             self._data = self._allocate((rows, *row_shape), dtype)
-            _write(self._data[: self._row_count], data[: self._row_count])
+            _write_padded(self._data[: self._row_count], data[: self._row_count])
         elif rows > len(data):
             # The allocator moves pages without copying them. No view outlives the method that made it.
             data.resize((rows, *row_shape), refcheck=False)
@@ -259,7 +259,7 @@ class GrowingArray:
         return array
 
 
-def _write(rows: np.ndarray, values: np.ndarray) -> None:
+def _write_padded(rows: np.ndarray, values: np.ndarray) -> None:
     """Write values into the same number of rows, and pad the ends of longer rows."""
     if rows.shape != values.shape:
         # The padding wraps around in unsigned types, as in torch.

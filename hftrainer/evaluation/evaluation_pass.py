@@ -107,7 +107,7 @@ class EvaluationPass:
         """A list that receives each batch's sample indices, or None if the loader provides none."""
         return self.dataloader.record_batches() if isinstance(self.dataloader, PreparedDataLoader) else None
 
-    def step(self, inputs: Any, is_last: bool) -> Any:
+    def predict_batch(self, inputs: Any, is_last: bool) -> Any:
         """Predict one batch, keep the required outputs, and return the predictions.
 
         Args:
@@ -124,10 +124,10 @@ class EvaluationPass:
                 place = f"batch {self.seen_batches} of an evaluation"
                 note_batch(error, place, inputs, getattr(self.trainer.model, "config", None))
                 raise
-            rows = self._rows(*outputs, inputs, position)
+            rows = self._make_rows(*outputs, inputs, position)
             self._collect_rows(rows, inputs, is_last, is_full=not (position.is_last or position.is_filler))
         self.components.call_callbacks("on_prediction_step")
-        self.components.run.signal_listener.check()
+        self.components.run.signal_listener.abort_if_signalled()
         # After the last batch, computing the metrics may take long.
         self.components.run.heartbeat.beat(is_slow=is_last)
         if self.seen_batches % (self.args.eval_accumulation_steps or 1) == 0:
@@ -150,7 +150,7 @@ class EvaluationPass:
         finally:
             self.dataloader.position = next_position
 
-    def _rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, position: BatchPosition) -> dict[str, Any]:
+    def _make_rows(self, loss: Any, logits: Any, labels: Any, inputs: Any, position: BatchPosition) -> dict[str, Any]:
         """The outputs of a batch, before gathering."""
         self.has_labels |= labels is not None
         main_input = self._main_input(inputs) if "inputs" in self.args.include_for_metrics else None

@@ -46,14 +46,14 @@ class FunctionMetrics:
         """The metrics of all outputs, or the result for the last batch. Empty without predictions and labels."""
         if not self.is_batchwise:
             self._call_function(prediction)
-        result = self._result
-        if self.is_batchwise and not result:
+        metrics = self._result
+        if self.is_batchwise and not metrics:
             return {}
-        if not isinstance(result, Mapping) or not all(isinstance(name, str) for name in result):
+        if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
             raise InvalidArgument(
-                f"compute_metrics returned {reprlib.repr(result)}: it must return a dict with a name for each metric."
+                f"compute_metrics returned {reprlib.repr(metrics)}: it must return a dict with a name for each metric."
             )
-        return dict(result)
+        return dict(metrics)
 
     def _call_function(self, prediction: EvalPrediction, **keywords: Any) -> None:
         if self.function is None or prediction.predictions is None or prediction.label_ids is None:
@@ -120,16 +120,16 @@ class TorchMetrics:
         """Update the metrics with this rank's batch, unless it is a filler."""
         if prediction.predictions is None or (self.adapter is None and prediction.label_ids is None):
             return
-        arguments = self.adapter(prediction) if self.adapter is not None else _pair(prediction)
+        arguments = self.adapter(prediction) if self.adapter is not None else _predictions_and_labels(prediction)
         if not self._updates:
             self._first_arguments = drop_all_rows(arguments, lists_of_samples=True) if is_filler else arguments
         if not is_filler:
-            self._update(arguments)
+            self._update_collection(arguments)
             self._updates += 1
         if self._updates > 1:
             self._first_arguments = None
 
-    def _update(self, arguments: Any) -> None:
+    def _update_collection(self, arguments: Any) -> None:
         if not self._updates and (device := _find_device(arguments)) is not None:
             self.collection.to(device)
         try:
@@ -155,7 +155,7 @@ class TorchMetrics:
         # batches instead.
         arguments = gather(self._first_arguments, objects=True)
         self.collection.reset()
-        self._update(arguments)
+        self._update_collection(arguments)
         available_fns = {metric: metric.distributed_available_fn for metric in self.collection.values(copy_state=False)}
         try:
             for metric in available_fns:
@@ -167,7 +167,7 @@ class TorchMetrics:
                 metric.distributed_available_fn = is_distributed
 
     def _compute_values(self) -> dict[str, Any]:
-        return {name: _plain(value) for name, value in self.collection.compute().items()}
+        return {name: _to_plain_values(value) for name, value in self.collection.compute().items()}
 
 
 def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionMetrics | TorchMetrics:
@@ -203,7 +203,7 @@ def as_metrics(compute_metrics: Any, *, is_batchwise: bool = False) -> FunctionM
     return FunctionMetrics(compute_metrics, is_batchwise=True)
 
 
-def _pair(prediction: EvalPrediction) -> tuple[Any, Any]:
+def _predictions_and_labels(prediction: EvalPrediction) -> tuple[Any, Any]:
     predictions, labels = prediction.predictions, prediction.label_ids
     for name, value in (("outputs", predictions), ("labels", labels)):
         if not isinstance(value, torch.Tensor):
@@ -222,10 +222,10 @@ def _find_device(data: Any) -> torch.device | None:
     return next((device for value in values if (device := _find_device(value)) is not None), None)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_values(value: Any) -> Any:
     value = denumpify_detensorize(value)
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return {name: _plain(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+        return [_to_plain_values(item) for item in value]
+    return {name: _to_plain_values(item) for name, item in value.items()} if isinstance(value, Mapping) else value

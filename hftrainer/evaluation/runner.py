@@ -80,7 +80,7 @@ class EvaluationRunner(Component):
         self.components.call_callbacks("on_predict", metrics)
         return PredictionOutput(output.predictions, output.label_ids, metrics)
 
-    def loop(
+    def evaluation_loop(
         self,
         dataloader: DataLoader[Any],
         description: str,
@@ -93,10 +93,10 @@ class EvaluationRunner(Component):
         if not trainer.is_in_train:
             self.components.setup.apply_changed_arguments(trainer.args)
         loss_only = trainer.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        count: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
+        examples: Any = trainer.num_examples(dataloader) if has_length(dataloader) else "unknown"
         batch_size = getattr(dataloader, "batch_size", None) or trainer.args.eval_batch_size
-        log_facts(logger, f"Running {description} begins.", {"Number of examples": count, "Batch size": batch_size})
-        model = self._prepare(dataloader)
+        log_facts(logger, f"Running {description} begins.", {"Number of examples": examples, "Batch size": batch_size})
+        model = self._prepare_model(dataloader)
         is_prediction = description == "Prediction"
         step = functools.partial(call_with_accepted, trainer.prediction_step, model)
         evaluation = EvaluationPass(self.components, dataloader, step, prefix, is_prediction, loss_only, ignore_keys)
@@ -106,7 +106,7 @@ class EvaluationRunner(Component):
         run.past, run.logged_metrics = None, LoggedMetrics()
         try:
             collective_call = CollectiveCall("the other ranks in an evaluation")
-            precision = self._precision(model)
+            precision = self._evaluation_precision(model)
             with (
                 devices.error_hints(),
                 trainer.accelerator.gradient_state.limit_to_loader(dataloader),
@@ -149,7 +149,7 @@ class EvaluationRunner(Component):
             trainer.model_preparation_time = evaluation.preparation_time
         return output
 
-    def step(
+    def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Loss, logits and labels of one batch; see `Trainer.prediction_step`."""
@@ -184,15 +184,15 @@ class EvaluationRunner(Component):
             # An override for v4.1 returns only the loss, so a separate forward pass computes the outputs.
             has_only_loss = "return_outputs" not in keywords
             outputs = model(**inputs) if has_only_loss and not loss_only else ()
-            result = trainer.compute_loss(model, inputs, **keywords)
+            loss_and_outputs = trainer.compute_loss(model, inputs, **keywords)
         if has_only_loss:
-            return result, outputs
-        if not (isinstance(result, tuple) and len(result) == 2):
+            return loss_and_outputs, outputs
+        if not (isinstance(loss_and_outputs, tuple) and len(loss_and_outputs) == 2):
             raise InvalidArgument(
-                f"{type(trainer).__name__}.compute_loss returned a {type(result).__name__} for "
+                f"{type(trainer).__name__}.compute_loss returned a {type(loss_and_outputs).__name__} for "
                 "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
             )
-        return result
+        return loss_and_outputs
 
     @contextlib.contextmanager
     def _prepare_loss_computation(
@@ -253,7 +253,7 @@ class EvaluationRunner(Component):
             return EvalLoopOutput(predictions, label_ids, metrics, self.trainer.num_examples(dataloader))
         return cast("EvalLoopOutput", output)
 
-    def report(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
+    def report_metrics(self, output: EvalLoopOutput, prefix: str, start_time: float) -> dict[str, float]:
         """Log the metrics of an evaluation with its speed, announce them, and return them.
 
         Args:
@@ -277,7 +277,7 @@ class EvaluationRunner(Component):
         size = self.trainer.args.eval_batch_size * self.trainer.accelerator.processes.data_world_size
         return metrics | speed_metrics(prefix, start_time, num_samples=samples, num_steps=math.ceil(samples / size))
 
-    def _prepare(self, dataloader: DataLoader[Any]) -> nn.Module:
+    def _prepare_model(self, dataloader: DataLoader[Any]) -> nn.Module:
         """Set model and optimizer to evaluation mode.
 
         Returns:
@@ -296,7 +296,7 @@ class EvaluationRunner(Component):
         model.eval()
         return model
 
-    def _precision(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def _evaluation_precision(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """A context with half precision, for `fp16_full_eval` and `bf16_full_eval` outside of training."""
         trainer, args = self.trainer, self.trainer.args
         casts = args.fp16_full_eval or args.bf16_full_eval
@@ -338,8 +338,8 @@ def use_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         return tensor.to(dtype)
 
     def restore(tensor: torch.Tensor) -> torch.Tensor:
-        original = originals.popleft()
-        return tensor if original is None else original.to(tensor.device)
+        original_weight = originals.popleft()
+        return tensor if original_weight is None else original_weight.to(tensor.device)
 
     model._apply(convert)
     try:

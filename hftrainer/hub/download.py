@@ -12,7 +12,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from hftrainer.checkpointing import names
 from hftrainer.errors import CheckpointNotFound
-from hftrainer.hub.failures import is_transient, reason
+from hftrainer.hub.failures import hub_reason, is_transient
 
 _REFERENCE = re.compile(r"hub:(?P<id>[^/@]+(?:/[^/@]+)?)(?:/(?P<folder>[^@]+?))?/?(?:@(?P<revision>.+))?")
 _STATE_FILE = re.compile(
@@ -62,7 +62,7 @@ def download_checkpoint(
         return path
     # Raise from None: the traceback of the cause may show the token.
     except Exception as error:
-        problem = _REASONS.get(type(error).__name__) or reason(error, token)
+        problem = _REASONS.get(type(error).__name__) or hub_reason(error, token)
         raise CheckpointNotFound(f"resume_from_checkpoint={reference!r}: {problem}.") from None
 
 

@@ -61,7 +61,7 @@ def remove_tokens(text: str, token: str | None = None) -> str:
     return text
 
 
-def reason(error: BaseException, token: str | None = None) -> str:
+def hub_reason(error: BaseException, token: str | None = None) -> str:
     """What went wrong and what to do about it, as the end of a sentence."""
     cause = _unwrap(error)
     text = remove_tokens(" ".join(str(cause).split()) or type(cause).__name__, token)

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from hftrainer.errors import HubError, InvalidArgument
-from hftrainer.hub.failures import call_with_retries, reason
+from hftrainer.hub.failures import call_with_retries, hub_reason
 
 #: Seconds to wait before each retry of opening a repository.
 _WAITS = (1.0, 4.0)
@@ -121,12 +121,13 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     try:
         return call_with_retries(lambda: _open_repository(repository, private), _WAITS)
     except HFValidationError as error:
-        raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {reason(error, token)}") from None
+        problem = hub_reason(error, token)
+        raise InvalidArgument(f"hub_model_id={name!r} is not a valid repository name: {problem}") from None
     # Raise from None: the traceback of the cause may show the token.
     except Exception as error:
         where = f"{name!r}" if revision is None else f"{name!r}, hub_revision={revision!r}"
         raise HubError(
-            f"push_to_hub to {where}: {reason(error, token)}. You can train without push_to_hub, and upload "
+            f"push_to_hub to {where}: {hub_reason(error, token)}. You can train without push_to_hub, and upload "
             "later with trainer.push_to_hub()."
         ) from None
 

@@ -18,7 +18,7 @@ from typing import Any
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names
 from hftrainer.errors import HubError
-from hftrainer.hub.failures import reason
+from hftrainer.hub.failures import hub_reason
 from hftrainer.hub.repository import IGNORE_PATTERNS, Repository
 from hftrainer.hub.snapshots import Commit, UploadSnapshots, model_files
 
@@ -160,7 +160,7 @@ class Uploads:
         try:
             commit_info = repository.upload(commit.snapshot, commit.message, path_in_repo=commit.path_in_repo)
         except Exception as error:
-            problem = reason(error, repository.token)
+            problem = hub_reason(error, repository.token)
             self._record_missing_commit(commit, problem)
             logger.warning(
                 "Uploading %r to %s failed and will be retried at the end: %s", commit.message, repository, problem
@@ -236,7 +236,7 @@ class Uploads:
             commit_info = target.upload(folder, commit.message, ignore_patterns=IGNORE_PATTERNS, show_progress=blocking)
         except Exception as error:
             failure = (
-                f"push_to_hub to {target.id!r}: {reason(error, target.token)}. The model is in {folder}. "
+                f"push_to_hub to {target.id!r}: {hub_reason(error, target.token)}. The model is in {folder}. "
                 f"To upload it: {target.command(folder, '', exclude=IGNORE_PATTERNS)}"
             )
             if not blocking:

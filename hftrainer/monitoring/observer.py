@@ -56,7 +56,7 @@ class Measurements:
 
 
 class Observer(TrainerCallback):
-    """A callback that measures the intervals between log lines. `RunWatch` reports micro-batches and phases to it.
+    """A callback that measures the intervals between log lines. `RunMonitors` reports micro-batches and phases to it.
 
     Args:
         observed_parts: what to observe, from `OBSERVE_PARTS`.

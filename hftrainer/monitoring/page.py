@@ -26,7 +26,7 @@ SILENCE = 300.0
 
 
 @dataclass
-class RunSummary:
+class JournalSummary:
     """A summary of a run's events. Of steps that a later start undid, only the time counts.
 
     Attributes:
@@ -149,7 +149,7 @@ class WatchedRun:
     def _start(self) -> None:
         """Forget what was read."""
         self._runs, self._offset = journal.RunNumbers(), 0
-        self._summaries: defaultdict[int, RunSummary] = defaultdict(RunSummary)
+        self._summaries: defaultdict[int, JournalSummary] = defaultdict(JournalSummary)
         self.summary = self._summaries[0]
 
     def _update(self) -> None:
@@ -181,7 +181,7 @@ class WatchedRun:
         # A checkpoint was removed meanwhile: the next update reads the others.
         except FileNotFoundError:
             return
-        self.summary, self._source = RunSummary(max_steps=state.max_steps), save_times
+        self.summary, self._source = JournalSummary(max_steps=state.max_steps), save_times
         step, last_save = 0, max(save_times.values(), default=None)
         for line in state.log_history:
             step = line.get("step", step)

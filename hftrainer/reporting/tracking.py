@@ -406,7 +406,7 @@ def reporting_callbacks(callbacks: Sequence[Any]) -> list[ReportingCallback]:
 
 
 @dataclass(frozen=True)
-class RunPlace:
+class CheckpointPlace:
     """The location of a run's checkpoints.
 
     Args:
@@ -427,14 +427,14 @@ class RunPlace:
         return {**ids, "folder": os.path.join(self.folder, ids["folder"])} if "folder" in ids else dict(ids)
 
 
-def ids_of_open_runs(callbacks: Sequence[Any], place: RunPlace) -> dict[str, Any]:
+def ids_of_open_runs(callbacks: Sequence[Any], place: CheckpointPlace) -> dict[str, Any]:
     """A checkpoint's entry for open runs in trackers: the run's place, and the ids by tracker."""
     runs = {each.name: place.relative(ids) for each in reporting_callbacks(callbacks) if (ids := each.run_ids())}
     return {"place": place.name, "runs": runs} if runs else {}
 
 
 def begin_runs(
-    callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, place: RunPlace
+    callbacks: Sequence[Any], saved: Mapping[str, Any], args: Any, state: TrainerState, place: CheckpointPlace
 ) -> None:
     """Prepare trackers for the start of training: for a new trial, or to continue the checkpoint's runs.
 

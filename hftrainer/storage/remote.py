@@ -214,7 +214,7 @@ class RemoteFolder:
         try:
             return self._call_on_existing_file(operation, failure)
         except FileNotFoundError as error:
-            raise StorageError(f"{failure}: {reason(error)}.") from None
+            raise StorageError(f"{failure}: {storage_reason(error)}.") from None
 
     def _call_on_existing_file(self, operation: Callable[[], T], failure: str) -> T:
         """Call `operation` as `_call` does, but raise FileNotFoundError for a missing file."""
@@ -225,7 +225,7 @@ class RemoteFolder:
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _FULL:
                 raise
-            raise StorageError(f"{failure}: {reason(error)}.{self._hint(error)}") from None
+            raise StorageError(f"{failure}: {storage_reason(error)}.{self._hint(error)}") from None
 
     def _hint(self, error: Exception) -> str:
         """Where the credentials are expected, if they are missing or refused."""
@@ -239,7 +239,7 @@ def digest(entries: dict[str, Entry] | None) -> int | None:
     return None if entries is None else crc32_of_list({name: vars(entry) for name, entry in entries.items()})
 
 
-def reason(error: BaseException) -> str:
+def storage_reason(error: BaseException) -> str:
     """What went wrong, without credentials, as the end of a sentence."""
     text = remove_tokens(" ".join(str(error).split())).rstrip(".")
     for name, value in os.environ.items():

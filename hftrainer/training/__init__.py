@@ -1,1 +1,1 @@
-"""One call of `train()`: schedule, loop, losses, checkpoints, signals."""
+"""One call of `train()`: schedule, events, losses, checkpoints, signals."""

@@ -34,7 +34,7 @@ from hftrainer.monitoring import journal
 if TYPE_CHECKING:
     from hftrainer.components.components import Components
     from hftrainer.trainer import Trainer
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 logger = logging.getLogger(__name__)
 
@@ -87,30 +87,30 @@ class Diverged(Exception):
 
 
 class DivergenceWatch(Component):
-    """Checks the steps of a `TrainingLoop` for divergence, and tells which windows to skip.
+    """Checks the steps of a run for divergence, and tells which windows to skip.
 
     Args:
         components: the parts of the Trainer.
-        loop: the loop.
+        events: the events of the run.
     """
 
-    def __init__(self, components: Components, loop: TrainingLoop) -> None:
+    def __init__(self, components: Components, events: TrainingEvents) -> None:
         super().__init__(components)
-        self.loop = loop
+        self.events = events
         self.is_enabled = self.run.skipped_samples is not None
-        losses = [] if loop.progress is None else loop.progress.recent_losses
+        losses = [] if events.progress is None else events.progress.recent_losses
         self.recent_losses: collections.deque[float] = collections.deque(losses, maxlen=_MAX_LOSSES)
         self._loss: torch.Tensor | None = None
         self._spans: list[Span] = []
-        if self.is_enabled and isinstance(loop.micro_batches.reader.loader, PreparedDataLoader):
-            loop.micro_batches.reader.loader.keep_indices()
+        if self.is_enabled and isinstance(events.micro_batches.reader.loader, PreparedDataLoader):
+            events.micro_batches.reader.loader.keep_indices()
 
     def should_skip(self, start: int) -> bool:
         """Whether to skip the window that was just read, from micro-batch `start` of the epoch."""
-        if self.run.skipped_samples is None or (self.loop.epoch, start) not in self.run.skipped_samples.windows:
+        if self.run.skipped_samples is None or (self.events.epoch, start) not in self.run.skipped_samples.windows:
             return False
         # A skipped window belongs to no step.
-        self.loop.is_between_steps = True
+        self.events.is_between_steps = True
         return True
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -118,11 +118,11 @@ class DivergenceWatch(Component):
         if not self.is_enabled:
             return
         self._loss = loss if self._loss is None else self._loss + loss
-        batches = self.loop.micro_batches
-        if (span := Span(self.loop.epoch, batches.window_start, batches.window.size)) not in self._spans:
+        batches = self.events.micro_batches
+        if (span := Span(self.events.epoch, batches.window_start, batches.window.size)) not in self._spans:
             self._spans.append(span)
 
-    def check(self, model: torch.nn.Module) -> None:
+    def check_step(self, model: torch.nn.Module) -> None:
         """Check the step before the optimizer makes it.
 
         Raises:
@@ -133,20 +133,20 @@ class DivergenceWatch(Component):
         assert self._loss is not None
         # The scaler skips steps with infinite gradients.
         has_scaler = self.trainer.accelerator.scaler is not None
-        norm = self.loop.grad_norm
+        norm = self.events.grad_norm
         if norm is None and not has_scaler:
             norm = self.trainer._get_grad_norm(model)
         norm = torch.as_tensor(0.0 if norm is None else norm).to(self._loss.device)
         loss, norm = torch.stack([self._loss.float(), norm.float()]).tolist()
-        reason, value = self._judge(loss, 0.0 if has_scaler else norm)
+        reason, value = self._judge_step(loss, 0.0 if has_scaler else norm)
         processes = self.trainer.accelerator.processes
         if processes.start_max_over_ranks([int(reason)])()[0] if processes.is_distributed else reason:
             step = self.trainer.state.global_step + 1
-            raise Diverged(Finding(step, reason, value, self._spans, self._samples()))
+            raise Diverged(Finding(step, reason, value, self._spans, self._step_samples()))
         self.recent_losses.append(loss)
         self._loss, self._spans = None, []
 
-    def _judge(self, loss: float, norm: float) -> tuple[_Reason, float]:
+    def _judge_step(self, loss: float, norm: float) -> tuple[_Reason, float]:
         if not math.isfinite(loss):
             return _Reason.LOSS, loss
         if not math.isfinite(norm):
@@ -161,13 +161,13 @@ class DivergenceWatch(Component):
                 return _Reason.SPIKE, loss
         return _Reason.NONE, loss
 
-    def _samples(self) -> list[Any] | None:
+    def _step_samples(self) -> list[Any] | None:
         """The indices of the step's samples on this rank, by micro-batch; None if unknown."""
-        loader = self.loop.micro_batches.reader.loader
-        count = sum(span.micro_batches for span in self._spans)
+        loader = self.events.micro_batches.reader.loader
+        micro_batches = sum(span.micro_batches for span in self._spans)
         if not isinstance(loader, PreparedDataLoader) or len(self._spans) != 1:
             return None
-        return loader.last_indices(count)
+        return loader.last_indices(micro_batches)
 
 
 class SkippedSamples:
@@ -187,7 +187,7 @@ class SkippedSamples:
         )
         self.windows: dict[tuple[int, int], int] = {}
         for entry in self.entries:
-            self._apply(entry)
+            self._skip_windows(entry)
 
     def _load_entries(self, checkpoint: str | None) -> list[dict[str, Any]]:
         """The entries that a resumed run applies. Entries of another run are moved to an `earlier_` file."""
@@ -207,9 +207,9 @@ class SkippedSamples:
             file.writelines(json.dumps(entry) + "\n" for entry in run_entries)
         return run_entries
 
-    def _settings(self) -> dict[str, Any]:
+    def _position_settings(self) -> dict[str, Any]:
         """The settings that a position in the data depends on."""
-        args, data = self.trainer.args, self.trainer.train_dataset
+        args, dataset = self.trainer.args, self.trainer.train_dataset
         return {
             "per_device_train_batch_size": self.trainer._hftrainer.run.train_batch_size,
             "world_size": self.trainer.accelerator.processes.data_world_size,
@@ -217,16 +217,16 @@ class SkippedSamples:
             "seed": seed_of_order(args),
             "train_sampling_strategy": str(args.train_sampling_strategy),
             "tokens_per_batch": args.tokens_per_batch,
-            "samples in the data": len(data) if has_length(data) else None,
+            "samples in the data": len(dataset) if has_length(dataset) else None,
         }
 
-    def _apply(self, entry: Mapping[str, Any]) -> None:
+    def _skip_windows(self, entry: Mapping[str, Any]) -> None:
         """Skip the windows of an entry, if its positions apply to this run."""
-        old, new, ratio = entry["settings"], self._settings(), 1.0
-        if old != new:
-            changes = ", ".join(f"{name}={new[name]}, was {old[name]}" for name in new if new[name] != old[name])
-            is_same_step = count_samples(old) == count_samples(new)
-            is_same_data = all(old[name] == new[name] for name in new if name not in STEP_SETTINGS)
+        saved, new, ratio = entry["settings"], self._position_settings(), 1.0
+        if saved != new:
+            changes = ", ".join(f"{name}={new[name]}, was {saved[name]}" for name in new if new[name] != saved[name])
+            is_same_step = count_samples(saved) == count_samples(new)
+            is_same_data = all(saved[name] == new[name] for name in new if name not in STEP_SETTINGS)
             if not (self.trainer.args.elastic and is_same_step and is_same_data):
                 logger.warning(
                     "%s: the samples of step %s are not skipped, since their position differs with %s.%s",
@@ -234,11 +234,11 @@ class SkippedSamples:
                     "" if self.trainer.args.elastic else " elastic=True keeps the samples of a step.",
                 )
                 return
-            ratio = new["gradient_accumulation_steps"] / old["gradient_accumulation_steps"]
-        for epoch, start, count in entry["windows"]:
-            self.windows[epoch, round(start * ratio)] = round(count * ratio)
+            ratio = new["gradient_accumulation_steps"] / saved["gradient_accumulation_steps"]
+        for epoch, start, size in entry["windows"]:
+            self.windows[epoch, round(start * ratio)] = round(size * ratio)
 
-    def extend(self, schedule: TrainingSchedule) -> TrainingSchedule:
+    def extend_schedule(self, schedule: TrainingSchedule) -> TrainingSchedule:
         """The lengths of the run with more epochs, if max_steps needs them, or else fewer steps."""
         if not self.windows:
             return schedule
@@ -283,10 +283,10 @@ class SkippedSamples:
             "windows": [list(dataclasses.astuple(span)) for span in finding.spans],
             "samples": samples,
             "checkpoint": folder,
-            "settings": self._settings(),
+            "settings": self._position_settings(),
         }
         self.entries.append(entry)
-        self._apply(entry)
+        self._skip_windows(entry)
         processes.broadcast_from_main(lambda: journal.append_line(self.path, entry, is_durable=True))
         return (
             f"{message}. Rollback {len(self.entries)} of {args.max_rollbacks}; {_describe_samples(samples)} are skipped"

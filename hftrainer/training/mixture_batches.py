@@ -76,7 +76,7 @@ def _find_order_seed(components: Components, plan: MixturePlan) -> int | None:
 
 def _make_plan(components: Components, sizes: Mapping[str, int | None]) -> MixturePlan:
     trainer, args = components.trainer, components.trainer.args
-    if components.loaders.config().split_batches:
+    if components.loaders.read_config().split_batches:
         raise UnsupportedArgument(
             "accelerator_config['split_batches']=True: each batch of a mixture is for one process. Remove it, and set "
             "per_device_train_batch_size to the batch size of one process."
@@ -140,14 +140,14 @@ class SourceLog:
         #: Whether the sums cover all steps since the last log line.
         self._is_complete = True
         if components.run.progress is not None:
-            self._restore(components.run.progress.sources)
+            self._restore_sums(components.run.progress.sources)
 
     def state_dict(self) -> dict[str, list[float]]:
         """The sums, by source: loss, samples and tokens."""
         rows = zip(self.names, self._losses.tolist(), self._counts.tolist(), strict=True)
         return {name: [loss, *counts] for name, loss, counts in rows}
 
-    def _restore(self, saved: dict[str, list[float]]) -> None:
+    def _restore_sums(self, saved: dict[str, list[float]]) -> None:
         self._is_complete = set(saved) == set(self.names)
         for index, name in enumerate(self.names):
             loss, *counts = saved.get(name, (0.0, 0.0, 0.0))
@@ -188,9 +188,9 @@ class SourceLog:
         for column, unit in ((1, "samples"), (2, "tokens")):
             if any(row[column] for row in rows):
                 logs |= {f"{unit}/{name}": round(row[column]) for name, row in zip(self.names, rows, strict=True)}
-        return logs | {f"epoch/{name}": passes for name, passes in zip(self.names, self._passes(), strict=False)}
+        return logs | {f"epoch/{name}": passes for name, passes in zip(self.names, self._count_passes(), strict=False)}
 
-    def _passes(self) -> list[float]:
+    def _count_passes(self) -> list[float]:
         """The passes over each source; empty if another process reads the stream."""
         if self.sizes is None:
             passes = [] if self.stream is None else list(self.stream.passes.values())

@@ -1,4 +1,4 @@
-"""`RunWatch`: the observer and the requests of a run, built from its arguments."""
+"""`RunMonitors`: the observer and the requests of a run, built from its arguments."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hftrainer.training.mixture_batches import make_source_log
 
 if TYPE_CHECKING:
     from hftrainer.components.components import Components
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 
-class RunWatch(Component):
+class RunMonitors(Component):
     """Reports the events of a run to its observers, and polls its requests.
 
     Args:
         components: the parts of the Trainer.
-        loop: the loop of the run.
+        events: the events of the run.
         loader: the loader of its training data.
 
     Attributes:
@@ -37,12 +37,12 @@ class RunWatch(Component):
         requests: the requests to the run; None except on the main process.
     """
 
-    def __init__(self, components: Components, loop: TrainingLoop, loader: Any) -> None:
+    def __init__(self, components: Components, events: TrainingEvents, loader: Any) -> None:
         super().__init__(components)
-        self.loop = loop
+        self.events = events
         self.sources = make_source_log(components, loader)
-        self.observer = _make_observer(components, loop)
-        self.requests = _make_requests(components, loop)
+        self.observer = _make_observer(components, events)
+        self.requests = _make_requests(components, events)
         self._flops = None if self.observer is None else self.observer.flops
 
     def begin_micro_batch(self) -> None:
@@ -57,13 +57,13 @@ class RunWatch(Component):
             self._flops.begin_backward()
 
     def end_micro_batch(self, loss: torch.Tensor, inputs: Any) -> None:
-        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add`."""
+        """Count a micro-batch after its backward pass. `loss` is the result of `LossSum.add_loss`."""
         self.run.heartbeat.beat()
         if self.sources is None and self.observer is None:
             return
         samples, tokens = count_batch(self.trainer, inputs)
         if self.sources is not None:
-            self.sources.add(self.loop.epoch, self.loop.micro_batches.window.index, loss, samples, tokens)
+            self.sources.add(self.events.epoch, self.events.micro_batches.window.index, loss, samples, tokens)
         if self.observer is not None:
             self.observer.end_micro_batch(samples, tokens)
 
@@ -81,7 +81,7 @@ class RunWatch(Component):
         if self.requests is not None:
             self.requests.record_phase_end(name)
 
-    def values(self, steps: int) -> dict[str, float]:
+    def log_values(self, steps: int) -> dict[str, float]:
         """The values for a log line over the last `steps` steps. A collective operation."""
         source_values = {} if self.sources is None else self.sources.pop(steps)
         return source_values if self.observer is None else source_values | self.observer.values()
@@ -95,22 +95,22 @@ class RunWatch(Component):
             self.trainer.remove_callback(self.observer)
 
 
-def _make_observer(components: Components, loop: TrainingLoop) -> Observer | None:
+def _make_observer(components: Components, events: TrainingEvents) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
-    trainer, plan = components.trainer, components.engine.plan
-    observations = read_observe(trainer.args.observe)
+    trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
+    observations = read_observe(args.observe)
     if not observations:
         return None
-    loop.micro_batches.reader.time_collator()
-    peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in observations else None
+    events.micro_batches.reader.time_collator()
+    peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
     has_journal = "journal" in observations and trainer.is_world_process_zero()
     observer = Observer(
         observations,
-        Measurements(lambda: components.run.seconds, loop.micro_batches.reader.waits),
+        Measurements(lambda: components.run.seconds, events.micro_batches.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
-        Journal(run_folder(trainer, loop.trial) if has_journal else None),
-        {"world_size": trainer.args.world_size, "device": str(trainer.args.device), "resumed_from": loop.resume_folder},
+        Journal(run_folder(trainer, events.trial) if has_journal else None),
+        {"world_size": args.world_size, "device": str(args.device), "resumed_from": events.resume_folder},
     )
     trainer.add_callback(observer)
     return observer
@@ -131,16 +131,16 @@ def count_batch(trainer: Any, inputs: Any) -> tuple[int, int]:
     return find_batch_size(inputs) or 0, 0
 
 
-def _make_requests(components: Components, loop: TrainingLoop) -> Requests | None:
+def _make_requests(components: Components, events: TrainingEvents) -> Requests | None:
     """The requests to a run; None except on the main process."""
     trainer, args = components.trainer, components.trainer.args
     if not trainer.is_world_process_zero():
         return None
     return Requests(
-        run_folder(trainer, loop.trial),
+        run_folder(trainer, events.trial),
         args.save_minutes,
         args.eval_minutes,
-        0.0 if loop.progress is None else loop.progress.since_evaluation,
+        0.0 if events.progress is None else events.progress.since_evaluation,
         can_evaluate=trainer.eval_dataset is not None,
         saves=args.save_strategy != SaveStrategy.NO,
     )

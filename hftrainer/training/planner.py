@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 class Planner(Component):
     """Plans a run from its arguments and its training loader."""
 
-    def plan(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
+    def plan_run(self, args: TrainingArguments, dataloader: Any) -> TrainingSchedule:
         """Compute the lengths of the run with `set_initial_training_values`, whose signature depends on the release."""
         size = self.trainer.get_total_train_batch_size(args)
-        count = count_positional_arguments(self.trainer.set_initial_training_values)
-        needs_size = not self.components.policy.returns_steps_in_epoch if count is None else count > 2
-        values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
-        return read_schedule(values, args, total_train_batch_size=size)
+        argument_count = count_positional_arguments(self.trainer.set_initial_training_values)
+        needs_size = not self.components.policy.returns_steps_in_epoch if argument_count is None else argument_count > 2
+        initial_values = self.trainer.set_initial_training_values(args, dataloader, *([size] if needs_size else []))
+        return read_schedule(initial_values, args, total_train_batch_size=size)
 
     def lengths(self, args: TrainingArguments, dataloader: Any, size: int | None) -> TrainingSchedule | EarlierSchedule:
         """Implements `Trainer.set_initial_training_values`."""
@@ -101,7 +101,7 @@ class Planner(Component):
             return schedule.num_update_steps_per_epoch
         return sys.maxsize if strategy == IntervalStrategy.NO else max(1, int(self.trainer.state.logging_steps))
 
-    def log(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
+    def log_start(self, schedule: TrainingSchedule, position: tuple[int, int] | None) -> None:
         """Log the sizes and the start of the run, and warn about batches that XLA compiles separately.
 
         Args:
@@ -162,23 +162,23 @@ class Planner(Component):
 
     # ---- Lightning's finders -----------------------------------------------------------------------------------
 
-    def find_batch_size(self) -> None:
+    def set_found_batch_size(self) -> None:
         """Run the `BatchSizeFinder` among the callbacks, if any."""
         optimizer = self.trainer.optimizer
-        batch_size = self.components.engine.find_batch_size(TrialSteps(self.components), self.trainer.model)
+        batch_size = self.components.engine.run_batch_size_finder(TrialSteps(self.components), self.trainer.model)
         # Discard the optimizer of the trial steps.
         self.trainer.optimizer = optimizer
         if batch_size is not None:
             self.run.train_batch_size = batch_size
             logger.info("BatchSizeFinder: training with %d samples in a batch.", batch_size)
 
-    def find_learning_rate(self, max_steps: int) -> None:
+    def set_found_learning_rate(self, max_steps: int) -> None:
         """Run the `LearningRateFinder` among the callbacks, if any.
 
         Args:
             max_steps: optimizer steps of the run.
         """
-        learning_rate = self.components.engine.find_learning_rate(TrialSteps(self.components), self.trainer.model)
+        learning_rate = self.components.engine.run_learning_rate_finder(TrialSteps(self.components), self.trainer.model)
         if learning_rate is None:
             return
         logger.info("LearningRateFinder: %g replaces learning_rate=%g.", learning_rate, self.trainer.args.learning_rate)
@@ -207,7 +207,7 @@ class TrialSteps:
         self.learning_rate = self.trainer.args.learning_rate
         self.max_grad_norm = self.trainer.args.max_grad_norm
 
-    def loader(self, batch_size: int) -> Any:
+    def make_loader(self, batch_size: int) -> Any:
         """The training data in batches of `batch_size` samples."""
         run = self.components.run
         batch_size_of_run = run.train_batch_size

@@ -96,7 +96,7 @@ def _to_cpu(leaf: Any) -> Any:
 class Restarts(Component):
     """Restarts the training of a run, and releases the objects of the previous attempt."""
 
-    def prepare(self, folder: str | None, trial: Any) -> None:
+    def prepare_run(self, folder: str | None, trial: Any) -> None:
         """Copy the initial state if the run may restart, and read which samples it skips."""
         args = self.trainer.args
         self.run.has_rolled_back = False
@@ -113,7 +113,7 @@ class Restarts(Component):
         """
         assert self.run.skipped_samples is not None
         initial_state, self.run.has_rolled_back = self.run.initial_state, True
-        self.components.saver.wait()
+        self.components.saver.wait_for_save()
         processes, mirror = self.trainer.accelerator.processes, self.components.storage_sync.mirror
         if mirror is not None:
             processes.run_on_main(mirror.wait)
@@ -154,20 +154,20 @@ class Restarts(Component):
         self.run.train_batch_size //= 2
         logger.warning("Out of memory: restarting with %d samples in a batch.", self.run.train_batch_size)
         self._end_attempt("out of memory", initial_state.optimizers)
-        self.components.storage_sync.discard(self.run.checkpoints_written)
+        self.components.storage_sync.discard_checkpoints(self.run.checkpoints_written)
         initial_state.restore()
         return folder
 
     def _end_attempt(self, reason: str, optimizers: tuple[Any, Any]) -> None:
         """Release the objects of an attempt, and set the optimizer and scheduler from before it."""
-        if self.run.loop is not None:
-            self.run.loop.close(reason)
-        self.release()
+        if self.run.events is not None:
+            self.run.events.close(reason)
+        self.release_run()
         self.trainer.optimizer, self.trainer.lr_scheduler = optimizers
         gc.collect()
         devices.empty_cache()
 
-    def release(self) -> None:
+    def release_run(self) -> None:
         """Release a run's optimizer and its hooks."""
         handler = self.trainer.callback_handler
         if isinstance(self.trainer.optimizer, LayerWiseDummyOptimizer):

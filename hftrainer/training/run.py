@@ -20,7 +20,7 @@ from hftrainer.training.sums import LoggedMetrics
 
 if TYPE_CHECKING:
     from hftrainer.training.divergence import SkippedSamples
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
     from hftrainer.training.restarts import InitialStateSnapshot
 
 
@@ -33,7 +33,7 @@ class Run:
         accumulation_steps: micro-batches in the current optimizer step.
         has_created_scheduler: True if the Trainer created the scheduler.
         trial: the hyperparameter trial, if any.
-        loop: the training loop while it runs.
+        events: what Lightning calls while the run lasts.
         signal_listener: the signals that ask this run to stop.
         schedule: the lengths of the run.
         progress: our progress data in the checkpoint that the run resumes from, or None.
@@ -44,7 +44,7 @@ class Run:
         initial_step: optimizer steps at the start of the run.
         initial_tokens: input tokens seen at the start of the run.
         tokens: input tokens of this run, over all processes.
-        is_probed: whether the model has been checked for `elastic` and `flatten_batches`.
+        has_checked_model: whether the model has been checked for `elastic` and `flatten_batches`.
         flos: floating-point operations since they were last added to the state.
         logged_metrics: sums for the next log line, besides the loss.
         seconds: phase besides training, such as 'saving' → its duration.
@@ -61,7 +61,7 @@ class Run:
     accumulation_steps: int = 1
     has_created_scheduler: bool = False
     trial: Any = None
-    loop: TrainingLoop | None = None
+    events: TrainingEvents | None = None
     signal_listener: SignalListener = field(default_factory=lambda: SignalListener(should_save=False))
     schedule: TrainingSchedule | None = None
     progress: RunProgress | None = None
@@ -72,7 +72,7 @@ class Run:
     initial_step: int = 0
     initial_tokens: int = 0
     tokens: int = 0
-    is_probed: bool = False
+    has_checked_model: bool = False
     flos: float = 0.0
     logged_metrics: LoggedMetrics = field(default_factory=LoggedMetrics)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Run:
         return {
             **vars(self),
             "signal_listener": SignalListener(should_save=False),
-            "loop": None,
+            "events": None,
             "skipped_samples": None,
         }
 
@@ -106,7 +106,7 @@ class Run:
         """Reset the state of one attempt at training."""
         self.logged_metrics = LoggedMetrics()
         self.checkpoints_written = []
-        self.flos, self.is_probed = 0.0, False
+        self.flos, self.has_checked_model = 0.0, False
 
     def set_start_values(self, state: TrainerState) -> None:
         """Set the counters to their values at the start of the run."""

@@ -32,7 +32,7 @@ from hftrainer.reporting import summary
 from hftrainer.reporting.tracking import begin_runs
 from hftrainer.trainer_utils import TrainOutput, speed_metrics
 from hftrainer.training.divergence import Diverged
-from hftrainer.training.loop import TrainingLoop
+from hftrainer.training.events import TrainingEvents
 from hftrainer.training.planner import Planner
 from hftrainer.training.restarts import Restarts
 from hftrainer.training.stopping import SignalListener
@@ -111,7 +111,7 @@ class TrainingRunner(Component):
             clear_stale(str(args.output_dir))
         processes.barrier()
         folder: str | None
-        resume_from_checkpoint = self.components.storage_sync.fetch(resume_from_checkpoint)
+        resume_from_checkpoint = self.components.storage_sync.fetch_checkpoint(resume_from_checkpoint)
         if not (isinstance(resume_from_checkpoint, str) and resume_from_checkpoint.startswith("hub:")):
             folder = processes.broadcast_from_main(lambda: resume.find_folder(resume_from_checkpoint, args))
             return folder
@@ -154,7 +154,7 @@ class TrainingRunner(Component):
             ignore_keys: outputs of the model that evaluation leaves out.
         """
         with self._training_context():
-            self.restarts.prepare(folder, trial)
+            self.restarts.prepare_run(folder, trial)
             optimizers = self.trainer.optimizer, self.trainer.lr_scheduler
             restart: Callable[[], str | None]
             while True:
@@ -209,7 +209,7 @@ class TrainingRunner(Component):
             self._finish_after_error(error)
             raise
         finally:
-            self._release(error_name)
+            self._release_run(error_name)
             if watcher is not None:
                 watcher.remove()
 
@@ -228,13 +228,13 @@ class TrainingRunner(Component):
             components.uploads.finish(is_urgent=lambda: True)
         components.storage_sync.finish_after_error()
 
-    def _release(self, error_name: str) -> None:
-        """Close the loop and release the objects of the run. `error_name` is empty if no error ended it."""
+    def _release_run(self, error_name: str) -> None:
+        """Close the run's events and release the objects of the run. `error_name` is empty if no error ended it."""
         state = self.trainer.state
-        if self.run.loop is not None:
+        if self.run.events is not None:
             is_stopped = state.global_step < state.max_steps
-            self.run.loop.close(error_name or ("stopped" if is_stopped else "complete"))
-        self.run.past = self.run.loop = self.run.skipped_samples = self.run.initial_state = None
+            self.run.events.close(error_name or ("stopped" if is_stopped else "complete"))
+        self.run.past = self.run.events = self.run.skipped_samples = self.run.initial_state = None
         self.trainer.is_in_train = False
 
     def _describe_saves(self) -> str:
@@ -260,36 +260,36 @@ class TrainingRunner(Component):
         self.run.reset_attempt()
         trainer.callback_handler.stopped_by = ""
         if folder is None:
-            self.planner.find_batch_size()
-        loop, model = self._make_loop(args, folder, trial, ignore_keys)
-        self._announce_run(trial, loop)
+            self.planner.set_found_batch_size()
+        events, model = self._make_events(args, folder, trial, ignore_keys)
+        self._announce_run(trial, events)
         self.run.set_start_values(trainer.state)
-        if loop.progress is not None:
-            loop.loss_sum.restore(loop.progress)
-        if loop.is_finished:
-            self._resume_finished_run(loop, folder, trial)
+        if events.progress is not None:
+            events.loss_sum.restore(events.progress)
+        if events.is_finished:
+            self._resume_finished_run(events, folder, trial)
         else:
-            recorder = loop.step_details.record_outputs(trainer.model)
+            recorder = events.step_details.record_outputs(trainer.model)
             with _add_step_note(trainer.state), recorder, devices.error_hints():
                 self.components.engine.fit(
-                    loop,
+                    events,
                     model,
                     self.components.require_optimizer(),
                     trainer.lr_scheduler,
-                    log_every_n_steps=self.planner.steps_between_logs(loop.schedule),
+                    log_every_n_steps=self.planner.steps_between_logs(events.schedule),
                     resumed_state=resume.load_lightning_callbacks(folder),
                     find_unused_parameters=self.components.model_setup.finds_unused_parameters(),
                 )
         self.run.heartbeat.enter_phase("ended")
-        return trainer._finalize_training(trial, loop.schedule.num_train_samples, loop.start_time)
+        return trainer._finalize_training(trial, events.schedule.num_train_samples, events.start_time)
 
-    def _make_loop(
+    def _make_events(
         self, args: TrainingArguments, folder: str | None, trial: Any, ignore_keys: list[str] | None
-    ) -> tuple[TrainingLoop, Any]:
+    ) -> tuple[TrainingEvents, Any]:
         """Plan the run and prepare its data, state, model and optimizer.
 
         Returns:
-            The loop of the run, and the model to train.
+            The events of the run, and the model to train.
         """
         # An override of get_train_dataloader prepares its loader in this block.
         with self.components.loaders.treat_as_training_data():
@@ -299,9 +299,9 @@ class TrainingRunner(Component):
                 f"on_divergence={args.on_divergence!r} needs Trainer.train: let your train() call super().train()."
             )
         self.components.loaders.warn_of_custom_loader(dataloader)
-        planned_schedule = self.planner.plan(args, dataloader)
+        planned_schedule = self.planner.plan_run(args, dataloader)
         skipped_samples = self.run.skipped_samples
-        schedule = planned_schedule if skipped_samples is None else skipped_samples.extend(planned_schedule)
+        schedule = planned_schedule if skipped_samples is None else skipped_samples.extend_schedule(planned_schedule)
         self.run.schedule = schedule
         self.run.progress = self.components.saver.load_progress(folder, schedule)
         first_epoch, position = self.trainer._init_training_state(
@@ -309,35 +309,35 @@ class TrainingRunner(Component):
         )
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
-            self.planner.find_learning_rate(schedule.max_steps)
+            self.planner.set_found_learning_rate(schedule.max_steps)
             self.trainer.callback_handler.lr_scheduler = self.trainer.lr_scheduler
-        self.planner.log(schedule, None if folder is None else (first_epoch, position))
-        self.run.loop = loop = TrainingLoop(
+        self.planner.log_start(schedule, None if folder is None else (first_epoch, position))
+        self.run.events = events = TrainingEvents(
             self.components, schedule, dataloader, trial, ignore_keys, folder, first_epoch, position
         )
-        return loop, model
+        return events, model
 
-    def _announce_run(self, trial: Any, loop: TrainingLoop) -> None:
+    def _announce_run(self, trial: Any, events: TrainingEvents) -> None:
         """Notify trackers and the checkpoint writer that a run begins.
 
         Trackers do not continue a finished run, which already has its last log line.
         """
         trainer, progress = self.trainer, self.run.progress
         if trainer.is_world_process_zero():
-            tracker_runs = (
-                {} if progress is None or (loop.is_finished and not progress.owes_evaluation) else progress.tracker_runs
-            )
-            run_place = self.components.storage_sync.place(trial)
-            begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, run_place)
+            tracker_runs: Mapping[str, Any] = {}
+            if progress is not None and (progress.owes_evaluation or not events.is_finished):
+                tracker_runs = progress.tracker_runs
+            place = self.components.storage_sync.checkpoint_place(trial)
+            begin_runs(trainer.callback_handler.callbacks, tracker_runs, trainer.args, trainer.state, place)
         if trainer.args.should_save:
             run_dir = None if is_overridden(trainer, "_get_output_dir") else trainer._get_output_dir(trial)
             self.components.checkpoint_writer.script_files.begin_run(run_dir)
 
-    def _resume_finished_run(self, loop: TrainingLoop, folder: str | None, trial: Any) -> None:
+    def _resume_finished_run(self, events: TrainingEvents, folder: str | None, trial: Any) -> None:
         """Load and upload the checkpoint of a finished run, without training."""
         trainer = self.trainer
-        loop.load_optimizer()
-        loop.begin()
+        events.load_optimizer()
+        events.begin()
         # The run may have ended before its last upload.
         if trainer.args.push_to_hub and folder is not None:
             trainer._push_from_checkpoint(folder)
@@ -349,13 +349,13 @@ class TrainingRunner(Component):
         trainer = self.trainer
         saver = self.components.saver
         writer = self.components.checkpoint_writer
-        assert self.run.loop is not None
+        assert self.run.events is not None
         if not self.components.policy.loads_best_after_logging:
-            saver.wait()
+            saver.wait_for_save()
             saver.load_best_at_end()
         metrics = self._final_metrics(num_train_samples, start_time)
         trainer.log(metrics)
-        saver.wait()
+        saver.wait_for_save()
         writer.close()
         if self.components.policy.loads_best_after_logging:
             saver.load_best_at_end()
@@ -372,26 +372,24 @@ class TrainingRunner(Component):
             trainer.accelerator.processes.run_on_main(trainer._finish_current_push)
         else:
             trainer._finish_current_push()
-        self.components.storage_sync.finish(run_dir, best_checkpoint if should_keep_only_best else None)
+        self.components.storage_sync.finish_uploads(run_dir, best_checkpoint if should_keep_only_best else None)
         if trial is None and trainer.is_world_process_zero():
-            self._summarize(metrics, self.run.loop)
+            self._print_summary(metrics, self.run.events)
         if getattr(trainer, "neftune_hook_handle", None) is not None:
             # Copies of transformers' `train` rely on this method to remove the hook and to reset `is_in_train`.
             trainer.neftune_hook_handle.remove()
         trainer.is_in_train = False
         return TrainOutput(trainer.state.global_step, metrics["train_loss"], metrics)
 
-    def _summarize(self, metrics: Mapping[str, float], loop: TrainingLoop) -> None:
+    def _print_summary(self, metrics: Mapping[str, float], events: TrainingEvents) -> None:
         """Print a summary of the run."""
         run, state = self.run, self.trainer.state
         steps = state.global_step - run.initial_step
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        data_seconds, evaluation_seconds = (
-            sum(loop.micro_batches.reader.waits().values()),
-            run.seconds.get("evaluation", 0.0),
-        )
+        data_seconds = sum(events.micro_batches.reader.waits().values())
+        evaluation_seconds = run.seconds.get("evaluation", 0.0)
         seconds = {
             "waiting for data": data_seconds,
             "in evaluations": evaluation_seconds,
@@ -401,7 +399,7 @@ class TrainingRunner(Component):
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
         lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, stopper)]
-        if (observer := loop.watch.observer) is not None:
+        if (observer := events.monitors.observer) is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
@@ -429,7 +427,7 @@ class TrainingRunner(Component):
         """Release a trial's model and everything made for it."""
         components = self.components
         handler = self.trainer.callback_handler
-        self.restarts.release()
+        self.restarts.release_run()
         components.engine.release()
         self.trainer.accelerator.free_memory()
         components.checkpoint_writer.close()

@@ -32,7 +32,7 @@ from hftrainer.training import mixture_batches
 from hftrainer.training_args import without_tokens
 
 if TYPE_CHECKING:
-    from hftrainer.training.loop import TrainingLoop
+    from hftrainer.training.events import TrainingEvents
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class CheckpointSaver(Component):
             self.trainer.accelerator.processes.barrier()
             return {}
         own_files: dict[str, Any] = {names.rng_name(rank, size): rng_state()}
-        if self.run.loop is not None:
-            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.loop))
+        if self.run.events is not None:
+            own_files[names.progress_name(rank, size)] = vars(self.make_progress(self.run.events))
         files_by_rank = self.trainer.accelerator.processes.gather_objects([own_files])
         return {
             name: state
@@ -65,7 +65,7 @@ class CheckpointSaver(Component):
         trainer = self.trainer
         components = self.components
         components.strategy.write_parts(folder, components.checkpoint_writer.write_part)
-        components.strategy.write_full_states(folder, components.checkpoint_writer.call)
+        components.strategy.write_full_states(folder, components.checkpoint_writer.call_or_defer)
         uses_thread = not trainer.args.save_only_model and self._can_write_optimizer_in_parallel()
         if uses_thread:
             with components.checkpoint_writer.write_in_thread():
@@ -93,12 +93,12 @@ class CheckpointSaver(Component):
         if is_overridden(self.trainer, "save_model", "_save", "_save_optimizer_and_scheduler"):
             # An override expects the files that transformers writes before it.
             return False
-        kind = self.trainer.args.device.type
-        if kind == "cuda":
+        device_type = self.trainer.args.device.type
+        if device_type == "cuda":
             # The thread may use another stream.
             torch.cuda.synchronize()
         # XLA's states are copied to the CPU before they are written.
-        return kind in ("cpu", "cuda", "xla")
+        return device_type in ("cpu", "cuda", "xla")
 
     def write_state(self, folder: str) -> None:
         """Write `trainer_state.json`, with only the fields of the followed release."""
@@ -127,7 +127,7 @@ class CheckpointSaver(Component):
         else:
             logger.error("The best model cannot be loaded, so the Trainer keeps the last one: %s.", reason)
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for a background checkpoint, and notify all ranks whether it was written."""
         state, writer = self.trainer.state, self.components.checkpoint_writer
         broadcast_from_main = self.trainer.accelerator.processes.broadcast_from_main
@@ -140,12 +140,12 @@ class CheckpointSaver(Component):
 
     def save_if_needed(self, trial: Any) -> None:
         """Write a checkpoint of this step unless it exists, and wait until it is on disk."""
-        self.wait()
+        self.wait_for_save()
         if self.run.last_saved_step != self.trainer.state.global_step or self.components.checkpoint_writer.has_failed:
             self.trainer._save_checkpoint(self.trainer.model_wrapped, trial)
             self.run.last_saved_step = self.trainer.state.global_step
             self.call_on_save()
-        self.wait()
+        self.wait_for_save()
 
     def last_checkpoint(self) -> str | None:
         """The newest complete checkpoint of the run; None in a process that writes no checkpoints."""
@@ -178,9 +178,9 @@ class CheckpointSaver(Component):
     def save_progress(self, output_dir: str) -> None:
         """Write the progress that `trainer_state.json` does not hold."""
         # A checkpoint within a step resumes from the step count alone.
-        if self.run.loop is not None and self.run.loop.is_between_steps:
+        if self.run.events is not None and self.run.events.is_between_steps:
             name = names.progress_name(self.trainer.args.process_index, self.trainer.args.world_size)
-            torch.save(vars(self.make_progress(self.run.loop)), os.path.join(output_dir, name))
+            torch.save(vars(self.make_progress(self.run.events)), os.path.join(output_dir, name))
 
     def load_weights(self, model: nn.Module, folder: str, *, is_best: bool = False) -> None:
         """Load a checkpoint's weights into the model, sharded or not; with `is_best`, at the end of a run."""
@@ -213,7 +213,7 @@ class CheckpointSaver(Component):
             return None
         progress = load_progress(folder, self.trainer.args.process_index, self.trainer.args.world_size)
         if progress is not None:
-            progress.adapt(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
+            progress.adapt_to(self.position_settings(schedule), skips_data=not self.trainer.args.ignore_data_skip)
         return progress
 
     def position_settings(self, schedule: TrainingSchedule) -> dict[str, Any]:
@@ -229,28 +229,28 @@ class CheckpointSaver(Component):
             "mixture": mixture_batches.collect_settings(self.components),
         }
 
-    def make_progress(self, loop: TrainingLoop) -> RunProgress:
+    def make_progress(self, events: TrainingEvents) -> RunProgress:
         """The current progress for a checkpoint, in addition to the trainer's state."""
-        window = loop.micro_batches.window
+        window = events.micro_batches.window
         return RunProgress(
-            settings=self.position_settings(loop.schedule),
-            epoch=loop.epoch if window.size else None,
-            position=window.index + 1 if window.size else loop.position,
-            epoch_ended=loop.epoch_ended,
-            epoch_left=loop.epoch_ended and self.trainer.control.should_epoch_stop,
-            owes_evaluation=loop.owes_evaluation,
+            settings=self.position_settings(events.schedule),
+            epoch=events.epoch if window.size else None,
+            position=window.index + 1 if window.size else events.position,
+            epoch_ended=events.epoch_ended,
+            epoch_left=events.epoch_ended and self.trainer.control.should_epoch_stop,
+            owes_evaluation=events.owes_evaluation,
             loss=self.run.loss_since_log.cpu().clone(),
             last_logged=self.run.last_logged,
             metrics=self.run.logged_metrics.state_dict(),
-            sources={} if loop.watch.sources is None else loop.watch.sources.state_dict(),
-            grad_norm=loop.grad_norm.cpu() if isinstance(loop.grad_norm, torch.Tensor) else loop.grad_norm,
-            learning_rate=loop.learning_rate,
+            sources={} if events.monitors.sources is None else events.monitors.sources.state_dict(),
+            grad_norm=events.grad_norm.cpu() if isinstance(events.grad_norm, torch.Tensor) else events.grad_norm,
+            learning_rate=events.learning_rate,
             evaluation_workers=list(self.trainer._eval_dataloaders),
-            data=loop.micro_batches.reader.state_dict() if window.size else None,
-            since_evaluation=0.0 if loop.watch.requests is None else loop.watch.requests.since_evaluation,
-            recent_losses=list(loop.divergence.recent_losses),
+            data=events.micro_batches.reader.state_dict() if window.size else None,
+            since_evaluation=0.0 if events.monitors.requests is None else events.monitors.requests.since_evaluation,
+            recent_losses=list(events.divergence.recent_losses),
             tracker_runs=ids_of_open_runs(
-                self.trainer.callback_handler.callbacks, self.components.storage_sync.place(loop.trial)
+                self.trainer.callback_handler.callbacks, self.components.storage_sync.checkpoint_place(events.trial)
             ),
         )
 
@@ -300,7 +300,7 @@ class CheckpointSaver(Component):
             if (self.components.checkpoint_writer.defers_writes or needs_copy) and weights is None:
                 # Pass the weights, so that the writer copies them before training changes the model.
                 weights = peers.unwrap_compiled(self.trainer.model).state_dict()
-            self.components.checkpoint_writer.call(
+            self.components.checkpoint_writer.call_or_defer(
                 write,
                 weights,
                 make_picklable=lambda: functools.partial(save_weights, make_meta_copy(model), folder, safe=safe),
@@ -323,15 +323,15 @@ class CheckpointSaver(Component):
         """
         state = self.trainer.state
         self.trainer.store_flos()
-        self.wait()
+        self.wait_for_save()
         self.components.storage_sync.wait_for_space()
         self.run.last_saved_step = state.global_step
         run_dir = self.trainer._get_output_dir(trial)
         earlier_best = state.best_model_checkpoint
-        best = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
-        is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best))
+        best_path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        is_best_on_disk = self.trainer.accelerator.processes.broadcast_from_main(lambda: os.path.isdir(best_path))
         if state.best_global_step == state.global_step or is_best_on_disk:
-            state.best_model_checkpoint = best
+            state.best_model_checkpoint = best_path
         path = os.path.join(run_dir, f"{names.PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         rotate = self._make_rotation(run_dir, path)
 
@@ -354,7 +354,7 @@ class CheckpointSaver(Component):
             )
         # The override may write into the folder after this method returns.
         if is_overridden(self.trainer, "_save_checkpoint"):
-            self.wait()
+            self.wait_for_save()
 
     @contextlib.contextmanager
     def _write_on_all_ranks(

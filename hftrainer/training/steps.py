@@ -77,8 +77,8 @@ def split_losses(loss: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split a dict of losses into the loss for backward ('loss', or the sum) and the other entries."""
     if not isinstance(loss, Mapping):
         return loss, {}
-    parts = {name: value for name, value in loss.items() if name != "loss"}
-    return loss["loss"] if "loss" in loss else sum(parts.values()), parts
+    other_losses = {name: value for name, value in loss.items() if name != "loss"}
+    return loss["loss"] if "loss" in loss else sum(other_losses.values()), other_losses
 
 
 @functools.lru_cache(maxsize=8)
@@ -130,10 +130,10 @@ class TrainingSteps(Component):
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         inputs = trainer._prepare_inputs(inputs)
-        if not self.run.is_probed:
-            self._probe(model, inputs, num_items_in_batch)
+        if not self.run.has_checked_model:
+            self._check_first_batch(model, inputs, num_items_in_batch)
             # A batch without labels cannot show whether the model divides its loss.
-            self.run.is_probed = num_items_in_batch is not None or not trainer.args.elastic
+            self.run.has_checked_model = num_items_in_batch is not None or not trainer.args.elastic
         kwargs = accepted_args(trainer.compute_loss, {"num_items_in_batch": num_items_in_batch})
         try:
             with trainer.compute_loss_context_manager():
@@ -146,23 +146,23 @@ class TrainingSteps(Component):
         interval = trainer.args.torch_empty_cache_steps
         if interval is not None and trainer.state.global_step % interval == 0:
             devices.empty_cache()
-        loss, parts = split_losses(loss)
-        loss = check_loss(loss, self._remedy)
+        loss, other_losses = split_losses(loss)
+        loss = check_loss(loss, self._loss_remedy)
         divisor = self.components.policy.loss_divisor(self.run.accumulation_steps, trainer.args)
         if divisor > 1 and self._is_loss_scaled(num_items_in_batch):
             divisor = 1
-        for name, part in parts.items():
-            if part is not None:
-                self.run.logged_metrics.add(name, part / divisor, count=0)
+        for name, other_loss in other_losses.items():
+            if other_loss is not None:
+                self.run.logged_metrics.add(name, other_loss / divisor, count=0)
         return loss / divisor if divisor > 1 else loss
 
-    def _remedy(self) -> str:
+    def _loss_remedy(self) -> str:
         if not is_overridden(self.trainer, "compute_loss"):
             return REMEDY
         name = type(self.trainer).__name__
         return f"{name}.compute_loss must return the loss, or (loss, outputs) with return_outputs=True."
 
-    def _probe(self, model: nn.Module, inputs: Any, items: Any) -> None:
+    def _check_first_batch(self, model: nn.Module, inputs: Any, items: Any) -> None:
         """Check on a run's first batch, in its precision, what `elastic` and `flatten_batches` require of the model."""
         args, counts_items = self.trainer.args, self.trainer.model_accepts_loss_kwargs and items is not None
         needs_division = args.elastic and counts_items and isinstance(inputs, Mapping)
@@ -274,10 +274,10 @@ class TrainingSteps(Component):
         if not all(isinstance(each, torch.Tensor) for each in labels):
             # The labels of detection models are lists of dicts.
             return None
-        count = sum(each.ne(-100).sum() for each in labels).to(device)
+        items = sum(each.ne(-100).sum() for each in labels).to(device)
         if self.components.averages_tokens:
-            count = self.sum_over_data(count)
-        return policy.num_items(count)
+            items = self.sum_over_data(items)
+        return policy.num_items(items)
 
     def track_tokens(self, inputs: dict[str, Any]) -> None:
         """Count the input tokens of a micro-batch over all ranks, if an argument requests it."""
@@ -287,9 +287,9 @@ class TrainingSteps(Component):
         if mode == "no":
             return
         main_input = getattr(self.trainer.model, "main_input_name", "input_ids")
-        count = count_tokens(inputs, main_input, mode, getattr(self.trainer.processing_class, "pad_token_id", None))
-        if count is not None:
-            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(count))
+        tokens = count_tokens(inputs, main_input, mode, getattr(self.trainer.processing_class, "pad_token_id", None))
+        if tokens is not None:
+            self.trainer.state.num_input_tokens_seen += int(self.sum_over_data(tokens))
 
     def token_metrics(self, start_time: float | None) -> dict[str, float]:
         """Input tokens seen so far, and tokens per second since `start_time`, if arguments request them."""
@@ -317,8 +317,8 @@ class TrainingSteps(Component):
         """Floating-point operations of forward and backward per token, counted once for each model."""
         model: Any = self.trainer.model
         if self.flos_per_token is None or self.flos_per_token[0] is not model:
-            count = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
-            self.flos_per_token = (model, 6 * count)
+            parameters = peers.num_parameters(model, exclude_embeddings=True) if hasattr(model, "num_parameters") else 0
+            self.flos_per_token = (model, 6 * parameters)
         return self.flos_per_token[1]
 
     def sum_over_data(self, count: torch.Tensor) -> torch.Tensor:

@@ -75,15 +75,15 @@ class SignalListener:
             number: handler for number in SIGNALS if (handler := signal.getsignal(number)) in _DEFAULTS
         }
         for number in self._default_handlers:
-            signal.signal(number, self._note)
+            signal.signal(number, self._handle_signal)
         try:
             yield
         finally:
-            self._restore()
+            self._restore_handlers()
 
-    def _restore(self) -> None:
+    def _restore_handlers(self) -> None:
         for number, handler in self._default_handlers.items():
-            if signal.getsignal(number) == self._note:
+            if signal.getsignal(number) == self._handle_signal:
                 signal.signal(number, handler)
 
     @contextlib.contextmanager
@@ -97,7 +97,7 @@ class SignalListener:
         finally:
             self.can_abort_evaluation = False
 
-    def check(self) -> None:
+    def abort_if_signalled(self) -> None:
         """Abort the evaluation if a signal has arrived. Called after each batch.
 
         Raises:
@@ -106,28 +106,28 @@ class SignalListener:
         if self.signal_number is not None and self.can_abort_evaluation:
             raise EvaluationAborted
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
         # A forked process, such as a loader's worker, ends at once, except on Ctrl-C: the step still needs its data.
         if os.getpid() != self._process_id:
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
+            if signal_number != signal.SIGINT:
+                signal.signal(signal_number, signal.SIG_DFL)
+                os.kill(os.getpid(), signal_number)
             return
         if self.signal_number is None:
-            self.signal_number = number
+            self.signal_number = signal_number
             self._signal_time = time.monotonic()
-            name = signal.Signals(number).name
+            name = signal.Signals(signal_number).name
             logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
             return
         if time.monotonic() - self._signal_time < self._duplicate_window:
             return
-        self._restore()
+        self._restore_handlers()
         self.is_forced = True
-        if number == signal.SIGINT:
+        if signal_number == signal.SIGINT:
             raise KeyboardInterrupt
         if text := self._describe():
             tell(text)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal_number)
 
     def end_script(self) -> NoReturn:
         """End the script as the signal would: by KeyboardInterrupt or with status 128 + signal number.
@@ -175,7 +175,7 @@ class ControlSync(Component):
         """Synchronize after an optimizer step; does nothing in one process."""
         if not self.is_distributed:
             return
-        requests = self._requests()
+        requests = self._collect_requests()
         self._pending_all_reduce = self._start_all_reduce(requests)
         if not any(requests):
             return
@@ -190,11 +190,11 @@ class ControlSync(Component):
         """Synchronize immediately. For use after epochs and long operations, when ranks wait for each other anyway."""
         if not self.is_distributed:
             return
-        wait_for_votes = self._start_all_reduce(self._requests())
+        wait_for_votes = self._start_all_reduce(self._collect_requests())
         self._pending_all_reduce = None
         self._apply_requests(wait_for_votes()[1:])
 
-    def _requests(self) -> list[int]:
+    def _collect_requests(self) -> list[int]:
         """The signal and flags of this rank, merged with the pending requests of all ranks."""
         flags = [getattr(self.trainer.control, name) for name in _FLAGS]
         rank_requests = [self.run.signal_listener.signal_number or 0, *map(int, flags), int(self.engine.should_stop)]

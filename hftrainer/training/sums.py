@@ -96,7 +96,7 @@ class LossSum:
         self._has_non_finite = torch.zeros((), dtype=torch.bool, device=device)
         self._has_warned = False
 
-    def add(self, loss: torch.Tensor) -> torch.Tensor:
+    def add_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Add a micro-batch's loss.
 
         With `logging_nan_inf_filter`, add the mean so far in place of a loss that is not finite.

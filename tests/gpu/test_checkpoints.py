@@ -48,7 +48,7 @@ class Copies(TrainerCallback):
 @pytest.mark.parametrize("held", [False, True], ids=["written at once", "written two steps later"])
 def test_background_save(tmp_path, monkeypatch, held):
     """It has the weights of its step: what is written at once was copied whole, what is written later is a copy."""
-    copies, threads, publish = Copies(), [], writer.CheckpointWriter._publish
+    copies, threads, publish = Copies(), [], writer.CheckpointWriter._publish_checkpoint
 
     def observed(self, *args):
         threads.append(threading.current_thread())
@@ -56,7 +56,7 @@ def test_background_save(tmp_path, monkeypatch, held):
             copies.later.wait()
         publish(self, *args)
 
-    monkeypatch.setattr(writer.CheckpointWriter, "_publish", observed)
+    monkeypatch.setattr(writer.CheckpointWriter, "_publish_checkpoint", observed)
     settings = {**HERE, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "bf16": True}
     background = {"lightning_config": {"async_checkpoint": True}, "trainer": {"callbacks": [copies]}}
     trainer, _ = build("hftrainer", "wide", tmp_path, **settings, **background)

@@ -517,7 +517,7 @@ def test_others_are_not_refused(tmp_path):
     text = """
 class Own(Trainer):
     def training_step(self, *args, **kwargs):
-        assert self._hftrainer.run.loop is not None
+        assert self._hftrainer.run.events is not None
         return super().training_step(*args, **kwargs)
 """
     exec(text, namespace := {"Trainer": hftrainer.Trainer, "__name__": "a_script"})

@@ -36,7 +36,7 @@ class ValidationGroup:
 
 
 class _FastEvaluationLoop(_EvaluationLoop):
-    """Skips hook dispatch without callbacks and profiler. Lightning reads its state 40 times per batch."""
+    """Skips hook dispatch without listeners. Lightning reads its state 40 times per batch."""
 
     def _on_before_fetch(self) -> None:
         if has_listeners(self.trainer):

@@ -34,7 +34,7 @@ class _FinderModule(pl.LightningModule):
 
     def train_dataloader(self) -> Any:
         """The Trainer's loader, with the batch size to try."""
-        return self._trial_steps.loader(getattr(self, self._size_name))
+        return self._trial_steps.make_loader(getattr(self, self._size_name))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The Trainer's optimizer."""
@@ -50,17 +50,17 @@ _lightning_logger = logging.getLogger("lightning.pytorch")
 TrainerFactory = Callable[..., pl.Trainer]
 
 
-def find_batch_size(
+def search_batch_size(
     build_trainer: TrainerFactory, finder: BatchSizeFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> int:
     """Size in samples of the largest batch that fits into memory, found by `finder`."""
     argument = finder._batch_arg_name
     finder_module = _FinderModule(model, trial_steps, argument, "learning_rate")
-    _run(build_trainer, finder, trial_steps, finder_module)
+    _run_search(build_trainer, finder, trial_steps, finder_module)
     return int(getattr(finder_module, argument))
 
 
-def find_learning_rate(
+def search_learning_rate(
     build_trainer: TrainerFactory, finder: LearningRateFinder, trial_steps: TrialSteps, model: torch.nn.Module
 ) -> float | None:
     """The learning rate that `finder` suggests; None if it finds none, or with `update_attr=False`.
@@ -68,7 +68,7 @@ def find_learning_rate(
     The curve is in `finder.optimal_lr` afterwards.
     """
     # Without a name, the finder would choose one.
-    _run(
+    _run_search(
         build_trainer,
         finder,
         trial_steps,
@@ -78,7 +78,7 @@ def find_learning_rate(
     return optimal_lr.suggestion() if optimal_lr is not None and finder._update_attr else None
 
 
-def _run(
+def _run_search(
     build_trainer: TrainerFactory,
     finder: BatchSizeFinder | LearningRateFinder,
     trial_steps: TrialSteps,

@@ -135,7 +135,7 @@ _NULL_CONTEXT = contextlib.nullcontext()
 
 
 def has_listeners(trainer: pl.Trainer) -> bool:
-    """Whether a callback or a profiler needs the hooks of Lightning's loops."""
+    """Whether a callback or a profiler needs the hooks of Lightning's loops. `training.py` begins with what differs."""
     return bool(trainer.callbacks) or not isinstance(trainer.profiler, NoProfiler)  # type: ignore[attr-defined]
 
 

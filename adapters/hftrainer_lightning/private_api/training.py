@@ -1,4 +1,27 @@
-"""Lightning's training loops: their counters, and per-batch work that the Trainer skips."""
+"""Lightning's training loops: their counters, and per-batch work that the Trainer skips.
+
+A micro-batch goes one of two ways, which `has_listeners` chooses: the methods below, if there are neither Lightning
+callbacks nor a profiler, else those of Lightning, which also call the hooks of these. Both do the same to the model, in
+the same order. They differ in when `TrainerModule.optimizer_step` begins, which is called for the last micro-batch of a
+window: Lightning passes forward and backward to it as a closure.
+
+what happens          without listeners                     with listeners
+
+on_train_batch_start  _WindowedEpochLoop.advance            _TrainingEpochLoop.advance
+                                                            TrainerModule.optimizer_step begins
+training_step         _FastOptimization.run                 a closure, which PlainPrecision.optimizer_step calls
+scaling of the loss   PlainPrecision.pre_backward           the same, then on_before_backward
+backward              TrainerModule.backward                the same
+on_after_backward     PlainPrecision.post_backward          the same
+                      TrainerModule.optimizer_step begins
+clipping              call_gradient_hooks                   the same, after on_before_optimizer_step
+optimizer.step        PlainPrecision.optimizer_step         the same
+schedule              TrainerModule.optimizer_step ends     the same
+on_train_batch_end    _WindowedEpochLoop.advance            _TrainingEpochLoop.advance
+
+Manual optimization takes the first and last row; `TrainerModule.training_step` does the rest. `_FastEvaluationLoop` in
+`evaluation.py` is chosen the same way.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +78,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
         """Do nothing: we synchronize signals once per step, not for every batch as Lightning does."""
 
     def advance(self, data_fetcher: Any) -> None:
-        """Run a micro-batch. Without callbacks and profiler, call only the module's own hooks."""
+        """Run a micro-batch. Without listeners, call only the module's own hooks."""
         trainer: Any = self.trainer
         if self.restarting or has_listeners(trainer):
             super().advance(data_fetcher)
@@ -99,7 +122,7 @@ class _TrainerFitLoop(_FitLoop):
     def advance(self) -> None:
         """Run the epoch and its end hooks."""
         module: Any = self.trainer.lightning_module
-        module.training_loop.call_run_epoch(self._advance_and_end)
+        module.events.call_run_epoch(self._advance_and_end)
 
     def _advance_and_end(self) -> None:
         super().advance()
@@ -110,10 +133,9 @@ class _TrainerFitLoop(_FitLoop):
 
 
 class _FastOptimization(_AutomaticOptimization):
-    """Announces `zero_grad` only to callbacks. The training run clears the gradients after the step.
+    """Runs backward before the optimizer step, if nobody listens, and keeps no copy of the loss.
 
-    Without callbacks and profiler, forward and backward run before the optimizer step instead of in closures
-    within it, and no copy of the loss is kept.
+    Announces `zero_grad` only to callbacks: the training run clears the gradients after the step.
     """
 
     output_result_cls = _UndividedLoss
@@ -162,8 +184,8 @@ class _StepLoggerConnector(_LoggerConnector):
 
     def on_batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:
         if self.trainer.state.stage is RunningStage.TRAINING:
-            loop = self.trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped = loop.global_step + 1
+            epoch_loop = self.trainer.fit_loop.epoch_loop
+            epoch_loop._batches_that_stepped = epoch_loop.global_step + 1
         super().on_batch_start(batch, dataloader_idx)
 
 
@@ -179,11 +201,11 @@ def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIt
 
 def switch_optimization(trainer: pl.Trainer, module: TrainerModule) -> None:
     """Switch between automatic and manual optimization within a run, and set both loops' step counters."""
-    loop = trainer.fit_loop.epoch_loop
-    steps = loop.global_step
+    epoch_loop = trainer.fit_loop.epoch_loop
+    steps = epoch_loop.global_step
     module.automatic_optimization = not module.automatic_optimization
-    automatic = loop.automatic_optimization.optim_progress.optimizer.step.total
-    manual = loop.manual_optimization.optim_step_progress.total
+    automatic = epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    manual = epoch_loop.manual_optimization.optim_step_progress.total
     for counters in (automatic, manual):
         counters.ready = counters.completed = steps
 

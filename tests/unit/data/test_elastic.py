@@ -127,7 +127,7 @@ def read_steps(loaders, epoch, skipped, size, global_batch, state=None):
     of_ranks = []
     for loader in loaders:
         start = ResumePoint(skipped * accumulation, restore_random_states=list, saved_state=state)
-        of_ranks.append([sample for batch in EpochReader(loader).open(epoch, start) for sample in batch])
+        of_ranks.append([sample for batch in EpochReader(loader).open_epoch(epoch, start) for sample in batch])
     width = global_batch // len(loaders)
     steps = len(of_ranks[0]) // width
     assert all(len(each) == steps * width for each in of_ranks)
@@ -193,7 +193,7 @@ def test_a_stream_goes_on_from_its_state(kind, size, processes):
     before = make_loaders(kind, 30, 4, 8, 1)
     expected = read_steps(before, 1, 0, 4, 8)
     reader = EpochReader(before[0])
-    assert len([*islice(reader.open(1), 4)]) == 4
+    assert len([*islice(reader.open_epoch(1), 4)]) == 4
     state = reader.state_dict() | {"before": None}
     after = make_loaders(kind, 30, size, 8, processes)
     assert read_steps(after, 1, 2, size, 8, state) == expected[2:]

@@ -26,10 +26,10 @@ def run_requested(*flags, is_best=True, save_strategy="steps", last_logged=4):
         _save_checkpoint=record("save"),
     )
     run = Run(last_logged=last_logged)
-    run.loop = SimpleNamespace(
+    run.events = SimpleNamespace(
         **dict.fromkeys(("grad_norm", "learning_rate", "start_time")),
         control_sync=SimpleNamespace(sync_control_flags=record("sync")),
-        watch=SimpleNamespace(phase=lambda name: contextlib.nullcontext(calls.append(name))),
+        monitors=SimpleNamespace(phase=lambda name: contextlib.nullcontext(calls.append(name))),
     )
     saver = SimpleNamespace(call_on_save=record("on_save"))
     actions = ControlActions(SimpleNamespace(trainer=trainer, run=run, saver=saver))

@@ -27,7 +27,7 @@ def make_steps(release="5.20", *, averages_tokens=False, world_size=1, **attribu
         "compute_loss_context_manager": contextlib.nullcontext,
         "_prepare_inputs": dict,
     }
-    trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation_steps=4, is_probed=True)
+    trainer, run = SimpleNamespace(**{**defaults, **attributes}), Run(accumulation_steps=4, has_checked_model=True)
     parts = {"policy": followed.from_text(release), "averages_tokens": averages_tokens, "past_index": -1}
     return TrainingSteps(SimpleNamespace(trainer=trainer, run=run, **parts))
 

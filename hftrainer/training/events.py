@@ -1,4 +1,4 @@
-"""`TrainingLoop`: the events of a training run, in order. Lightning's hooks call its methods.
+"""`TrainingEvents`: the events of a training run, in order. Lightning's hooks call its methods.
 
 The order of events, log lines and random draws is that of `transformers.Trainer` v5.24.
 """
@@ -27,7 +27,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.divergence import DivergenceWatch
-from hftrainer.training.observation import RunWatch
+from hftrainer.training.observation import RunMonitors
 from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class TrainingLoop:
+class TrainingEvents:
     """Handles all events of one call of `train()`.
 
     Args:
@@ -77,7 +77,7 @@ class TrainingLoop:
         self.loss_sum, self.divergence = LossSum(trainer, self.run), DivergenceWatch(self.components, self)
         self.control_sync = ControlSync(self.components, functools.partial(self.saver.save_if_needed, self.trial))
         self.step_details = StepDetails(trainer.callback_handler.callbacks)
-        self.watch = RunWatch(self.components, self, train_dataloader)
+        self.monitors = RunMonitors(self.components, self, train_dataloader)
         #: True during an optimizer step, which may have changed the weights.
         self._is_stepping = False
         #: True after a step of the optimizer that `global_step` does not count yet.
@@ -121,7 +121,7 @@ class TrainingLoop:
         self.components.strategy.run_recorded_operations()
         self.components.call_callbacks("on_train_begin")
         if self.trainer.args.eval_on_start:
-            with self.control_sync.abort_evaluation_on_signal(), self.watch.phase("evaluation"):
+            with self.control_sync.abort_evaluation_on_signal(), self.monitors.phase("evaluation"):
                 self.trainer._evaluate(self.trial, self.ignore_keys, skip_scheduler=True)
             self.control_sync.sync_control_flags()
             self.control_sync.stop_if_signalled()
@@ -233,7 +233,7 @@ class TrainingLoop:
         """Call `on_step_begin` at the first micro-batch of an optimizer step."""
         window = self.micro_batches.window
         self.trainer.accelerator.sync_gradients = window.is_last
-        self.watch.begin_micro_batch()
+        self.monitors.begin_micro_batch()
         if window.is_first:
             self.components.call_callbacks("on_step_begin")
 
@@ -241,7 +241,7 @@ class TrainingLoop:
         """The loss of a micro-batch, of which Lightning then runs backward."""
         loss = self.components.steps.loss(model, inputs, self.micro_batches.window.num_items)
         self._micro_batch = loss, inputs
-        self.watch.begin_backward()
+        self.monitors.begin_backward()
         return loss
 
     def call_training_step(self, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
@@ -268,7 +268,7 @@ class TrainingLoop:
         (loss, inputs), self._micro_batch = self._micro_batch, None
         loss = loss.detach()
         self.divergence.add_loss(loss)
-        self.watch.end_micro_batch(self.loss_sum.add(loss), inputs)
+        self.monitors.end_micro_batch(self.loss_sum.add_loss(loss), inputs)
         self.step_details.add_micro_batch(loss, inputs)
         self.run.flos += float(self.trainer.floating_point_ops(inputs))
         # Reads the arguments at each step, since a callback may have changed them.
@@ -289,7 +289,7 @@ class TrainingLoop:
         norm = self.trainer._clip_grad_norm(model) if should_clip else None
         needs_norm = norm is not None or self.components.policy.logs_grad_norm_without_clipping
         self.grad_norm = self.trainer._get_grad_norm(model, grad_norm=norm) if needs_norm else None
-        self.divergence.check(model)
+        self.divergence.check_step(model)
         self.components.call_callbacks("on_pre_optimizer_step")
 
     def after_optimizer_step(self, is_skipped: bool, *, is_schedule_replaced: bool) -> None:
@@ -325,7 +325,7 @@ class TrainingLoop:
         self._is_stepping = self._has_uncounted_step = False
         self.is_between_steps = True
         self.components.call_callbacks("on_step_end", **self.step_details.pop())
-        self.watch.grant_requests()
+        self.monitors.grant_requests()
         self.control_sync.end_step()
         self._log_save_evaluate()
         self.components.checkpoint_writer.poll()
@@ -385,7 +385,7 @@ class TrainingLoop:
         is_due = control.should_log or control.should_evaluate or control.should_save
         if is_due or overrides.is_overridden(self.trainer, "_maybe_log_save_evaluate"):
             self.loss_sum.check_before_log()
-            values = {
+            arguments = {
                 "tr_loss": self.run.loss_since_log,
                 "grad_norm": self.grad_norm,
                 "model": self.trainer.model_wrapped,
@@ -396,7 +396,7 @@ class TrainingLoop:
                 "learning_rate": self.learning_rate,
             }
             method = self.trainer._maybe_log_save_evaluate
-            args, kwargs = overrides.log_save_evaluate_arguments(method, values)
+            args, kwargs = overrides.log_save_evaluate_arguments(method, arguments)
             with self.control_sync.abort_evaluation_on_signal():
                 method(*args, **kwargs)
         if self.components.search is not None and self.trial is not None:
@@ -409,7 +409,7 @@ class TrainingLoop:
         # A failed micro-batch leaves its loss and batch.
         self._micro_batch = None
         self.micro_batches.reader.close()
-        self.watch.close(reason)
+        self.monitors.close(reason)
 
     @property
     def should_stop(self) -> bool:
