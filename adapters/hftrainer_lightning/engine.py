@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import Logger
 
-from hftrainer.parallel.environment import cluster_environment
+from hftrainer.parallel.environment import find_plugin
 from hftrainer.strategies.strategy import Strategy
 from hftrainer_lightning import callbacks as lightning_callbacks
 from hftrainer_lightning.callbacks import (
@@ -363,7 +363,7 @@ class LightningEngine:
         options["accelerator"] = make_accelerator(self.plan.accelerator)
         plugin = options.pop("plugins", None) or []
         plugins = plugin if isinstance(plugin, list) else [plugin]
-        if cluster_environment(plugins) is None:
+        if find_plugin(plugins, "ClusterEnvironment") is None:
             plugins = [LaunchedEnvironment(self.plan.processes), *plugins]
         options["profiler"] = copy_profiler(options.get("profiler", NoProfiler()))
         trainer = TrainerWithoutSignals(

@@ -20,10 +20,15 @@ from hftrainer.arguments.field import Argument, arguments_of
 from hftrainer.arguments.old_fields import ARGUMENTS
 from hftrainer.arguments.resolved import ResolvedArguments
 from hftrainer.arguments.validation import check_ranges
-from hftrainer.compat.peers import is_instance
 from hftrainer.errors import SYNONYMS, InvalidArgument, InvalidConfig, UnknownArgument, suggest
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend, visible_device_count
-from hftrainer.parallel.environment import LAUNCHERS, can_rerun_script, check_launcher_config, check_rank_info
+from hftrainer.parallel.environment import (
+    LAUNCHERS,
+    can_rerun_script,
+    check_launcher_config,
+    check_rank_info,
+    find_plugin,
+)
 from hftrainer.parallel.plan import LightningPlan, check_layout
 from hftrainer.parallel.processes import Processes
 from hftrainer.plugins import load
@@ -124,7 +129,8 @@ def make_plan(resolved: ResolvedArguments) -> LightningPlan:
         sharding=resolved.sharding,
         layout=resolved.layout,
         deepspeed=resolved.deepspeed,
-        async_checkpoint=config.get("async_checkpoint", False) or _has_async_checkpoint_plugin(config.get("plugins")),
+        async_checkpoint=config.get("async_checkpoint", False)
+        or find_plugin(config.get("plugins"), "AsyncCheckpointIO") is not None,
         stop_on_save_error=config.get("on_save_error") == "stop",
         read_once=MappingProxyType(
             {name: copy.copy(getattr(args, name, None)) for name, argument in ARGUMENTS.items() if argument.read_once}
@@ -257,12 +263,6 @@ def _check_keywords(config: Mapping[str, Any]) -> list[str]:
             hint = suggest(name, [*FORWARDED, *RESERVED, *ALLOWED, *RELEASE_KEYWORDS], ".")
             errors.append(f"lightning_config[{name!r}]: lightning.Trainer has no such argument{hint}")
     return errors
-
-
-def _has_async_checkpoint_plugin(plugins: Any) -> bool:
-    """Whether Lightning's `AsyncCheckpointIO` is among the plugins. Does not import Lightning."""
-    plugin_list = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
-    return any(is_instance(plugin, "lightning.pytorch.plugins.io", "AsyncCheckpointIO") for plugin in plugin_list)
 
 
 # ---- Changes after the Trainer is made ------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def save_weights(model: Any, folder: str, state_dict: dict[str, Any] | None = No
         safe: write safetensors; otherwise `torch.save` files with the names of v4.
     """
     if peers.is_transformers_model(model) or peers.is_peft(model):
-        with _without_distributed_config(model), _without_progress_bar():
+        with _saving_alone(model):
             _save_pretrained(model, folder, state_dict, safe)
         return
     logger.info("The model has no save_pretrained: saving its state dict.")
@@ -81,32 +81,25 @@ def make_meta_copy(model: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_distributed_config(model: Any) -> Iterator[None]:
-    """Let one process save a model's gathered weights. transformers would wait for the others."""
+def _saving_alone(model: Any) -> Iterator[None]:
+    """Let one process save a model's gathered weights, for which transformers would wait for the others.
+
+    The bar of `save_pretrained`, which would print a line for each checkpoint, is hidden.
+    """
+    transformers_logging = importlib.import_module("transformers.utils.logging")
     config: Any = getattr(model, "config", None)
     distributed_config = getattr(config, "distributed_config", None)
-    if distributed_config is None:
-        yield
-        return
-    config.distributed_config = None
-    try:
-        yield
-    finally:
-        config.distributed_config = distributed_config
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Hide the bar of `save_pretrained`, which would print a line for each checkpoint."""
-    transformers_logging = importlib.import_module("transformers.utils.logging")
-    if not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
+    if distributed_config is not None:
+        config.distributed_config = None
+    has_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.enable_progress_bar()
+        if distributed_config is not None:
+            config.distributed_config = distributed_config
+        if has_bar:
+            transformers_logging.enable_progress_bar()
 
 
 def save_configs(model: Any, folder: str) -> None:

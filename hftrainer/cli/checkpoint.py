@@ -112,7 +112,7 @@ def describe(folder: str) -> dict[str, Any]:
         "processes": settings.get("world_size"),
         "per_device_train_batch_size": settings.get("per_device_train_batch_size"),
         "gradient_accumulation_steps": settings.get("gradient_accumulation_steps"),
-        "transformers": _transformers_release(folder),
+        "transformers": release_that_saved(folder),
         "weights": kind,
         "resumes_on": resumes_on if damage is None else None,
         "lacks": _lacks(folder, progress is not None),
@@ -151,7 +151,7 @@ def _strategy(folder: str) -> tuple[str, str]:
     return "whole, in one file or several", "any number of processes, with DDP, FSDP or neither"
 
 
-def _transformers_release(folder: str) -> str | None:
+def release_that_saved(folder: str) -> str | None:
     """The release of transformers that wrote the model's configuration."""
     path = Path(folder) / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

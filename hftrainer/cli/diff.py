@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hftrainer.cli.checkpoint import release_that_saved
 from hftrainer.cli.parser import Parser, paint_headings
 from hftrainer.errors import InvalidArgument
 
@@ -237,11 +238,8 @@ def _folders(run: str) -> list[str]:
 def _versions(run: str) -> dict[str, Any] | None:
     """The release of transformers that saved the model; other versions are not recorded."""
     for folder in _folders(run):
-        file = os.path.join(folder, "config.json")
-        if os.path.isfile(file):
-            with open(file, encoding="utf-8") as content:
-                release = json.load(content).get("transformers_version")
-            return None if release is None else {"transformers": release}
+        if (release := release_that_saved(folder)) is not None:
+            return {"transformers": release}
     return None
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hftrainer.compat.peers import is_instance
 from hftrainer.plugins import load
 
 #: Environment variable that selects the launcher, unless `lightning_config` does.
@@ -245,7 +244,7 @@ def find_rank_info(config: Mapping[str, Any], gpus: Callable[[], int]) -> RankIn
     Raises:
         InvalidEnvironment: if a variable of the launcher is invalid.
     """
-    plugin = cluster_environment(config.get("plugins"))
+    plugin = find_plugin(config.get("plugins"), "ClusterEnvironment")
     choice = _PLUGINS.get(type(plugin).__name__) or config.get("environment") or os.environ.get(LAUNCHER_VARIABLE)
     if plugin is not None and type(plugin).__name__ not in _PLUGINS:
         return _read_plugin(plugin, _as_count(config.get("num_nodes")) or 1)
@@ -285,11 +284,10 @@ def can_rerun_script() -> bool:
     return not (is_interactive or multiprocessing.parent_process() is not None or sys.argv[:1] in ([], [""], ["-"]))
 
 
-def cluster_environment(plugins: Any) -> Any:
-    """The `ClusterEnvironment` among Lightning's plugins, or None. Does not import Lightning."""
-    module = "lightning.fabric.plugins.environments.cluster_environment"
-    candidates = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []
-    return next((plugin for plugin in candidates if is_instance(plugin, module, "ClusterEnvironment")), None)
+def find_plugin(plugins: Any, name: str) -> Any:
+    """The plugin of Lightning's class `name`, or None. Does not import Lightning."""
+    candidates = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+    return next((each for each in candidates if name in {kind.__name__ for kind in type(each).__mro__}), None)
 
 
 def check_launcher_config(config: Mapping[str, Any]) -> Iterator[str]:

@@ -270,12 +270,6 @@ def _parse_prefetch(name: str, value: Any) -> str:
     return _parse_choice(name, "BACKWARD_POST" if is_misspelt else value or "NO_PREFETCH", PREFETCHES)
 
 
-def _parse_version(name: str, value: Any) -> int:
-    if str(value) not in ("1", "2"):
-        raise InvalidConfig(f"fsdp_config[{name!r}]={value}: it must be 1 or 2.")
-    return int(value)
-
-
 def _parse_classes(name: str, value: Any) -> tuple[str, ...] | None:
     classes = value.split(",") if isinstance(value, str) else value
     if classes and not (isinstance(classes, (list, tuple)) and all(isinstance(each, str) for each in classes)):
@@ -305,7 +299,7 @@ def _parse_keywords(name: str, value: Any) -> Mapping[str, Any]:
 _PARSERS: Mapping[str, Callable[[str, Any], Any]] = {
     **{field.name: _parse_flag for field in dataclasses.fields(FsdpSettings) if field.type == "bool"},
     **dict.fromkeys(("xla", "xla_fsdp_grad_ckpt", "xla_fsdp_v2"), _parse_flag),
-    "version": _parse_version,
+    "version": lambda name, value: int(_parse_choice(name, value, ("1", "2"))),
     "reshard_after_forward": _parse_strategy,
     "auto_wrap_policy": functools.partial(_parse_choice, allowed=POLICIES),
     "transformer_layer_cls_to_wrap": _parse_classes,

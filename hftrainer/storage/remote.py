@@ -85,7 +85,8 @@ class RemoteFolder:
 
     def checkpoints(self, folder: str = "") -> list[str]:
         """The names of the checkpoints in a folder, complete or not, sorted by step."""
-        checkpoints = [(step, name) for name in self._list_names(folder) if (step := names.step_of(name)) is not None]
+        found = self._list(self._filesystem.ls, folder, detail=False)
+        checkpoints = [(step, name) for name in found if (step := names.step_of(name)) is not None]
         return [name for _, name in sorted(checkpoints)]
 
     def manifest(self, checkpoint: str) -> dict[str, Entry] | None:
@@ -114,7 +115,9 @@ class RemoteFolder:
         manifest = f"{checkpoint}/{names.MANIFEST_NAME}"
         entries = parse_manifest((local / names.MANIFEST_NAME).read_bytes(), str(local))
         self.delete_files([manifest])
-        self.delete_files(set(self._find_files(checkpoint)) - {f"{checkpoint}/{name}" for name in entries})
+        self.delete_files(
+            set(self._list(self._filesystem.find, checkpoint)) - {f"{checkpoint}/{name}" for name in entries}
+        )
         for name in entries:
             self.upload_file(local / name, f"{checkpoint}/{name}")
         self.upload_file(local / names.MANIFEST_NAME, manifest)
@@ -149,7 +152,7 @@ class RemoteFolder:
     def delete_checkpoint(self, checkpoint: str) -> None:
         """Delete a checkpoint, its manifest first."""
         self.delete_files([f"{checkpoint}/{names.MANIFEST_NAME}"])
-        self.delete_files(self._find_files(checkpoint))
+        self.delete_files(self._list(self._filesystem.find, checkpoint))
         failure = f"{self.url}/{checkpoint} cannot be deleted"
         # In object stores, folders are only parts of names.
         if self._call(lambda: self._filesystem.isdir(checkpoint), failure):
@@ -159,7 +162,7 @@ class RemoteFolder:
 
     def files(self) -> list[str]:
         """The names of all files outside of checkpoints."""
-        file_names = self._find_files("")
+        file_names = self._list(self._filesystem.find, "")
         return [name for name in file_names if all(names.step_of(part) is None for part in name.split("/")[:-1])]
 
     def upload_file(self, local: Path, name: str) -> None:
@@ -186,21 +189,11 @@ class RemoteFolder:
             except FileNotFoundError:
                 continue
 
-    def _list_names(self, folder: str) -> list[str]:
-        """The names in a folder; empty if the folder does not exist."""
+    def _list(self, method: Callable[..., list[str]], folder: str, **options: bool) -> list[str]:
+        """The names that a method of the filesystem finds in a folder; empty if the folder does not exist."""
         self._filesystem.invalidate_cache()
         try:
-            return self._call_on_existing_file(
-                lambda: self._filesystem.ls(folder, detail=False), f"{self.url} cannot be listed"
-            )
-        except FileNotFoundError:
-            return []
-
-    def _find_files(self, folder: str) -> list[str]:
-        """The names of all files below a folder."""
-        self._filesystem.invalidate_cache()
-        try:
-            return self._call_on_existing_file(lambda: self._filesystem.find(folder), f"{self.url} cannot be listed")
+            return self._call_on_existing_file(lambda: method(folder, **options), f"{self.url} cannot be listed")
         except FileNotFoundError:
             return []
 

@@ -191,7 +191,7 @@ class Planner(Component):
             self.trainer.lr_scheduler.base_lrs = [learning_rate for _ in self.trainer.lr_scheduler.base_lrs]
 
 
-class TrialSteps:
+class TrialSteps(Component):
     """A Trainer's data, optimizer and loss, for the trial steps of Lightning's finders.
 
     Attributes:
@@ -201,9 +201,8 @@ class TrialSteps:
     """
 
     def __init__(self, components: Components) -> None:
-        self.components = components
-        self.trainer = components.trainer
-        self.batch_size = components.run.train_batch_size
+        super().__init__(components)
+        self.batch_size = self.run.train_batch_size
         self.learning_rate = self.trainer.args.learning_rate
         self.max_grad_norm = self.trainer.args.max_grad_norm
 
