@@ -54,7 +54,7 @@ def on_files(files: Files, config: Any) -> Files:
     _check_members()
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
-    for title in re.findall(r"(?m)^- ([^:]+): ", body):  # of the summary, to its table below
+    for title in re.findall(r"(?m)^- ([^:\n]+): ", body):  # of the summary, to its table below
         anchor = f"numbers-{title.lower().replace(' ', '-')}"
         body = body.replace(f"- {title}: ", f"- [{title}](#{anchor}): ", 1)
         body = body.replace(f"| {title} | why |", f"### {title} {{#{anchor}}}\n\n| what | why |", 1)
