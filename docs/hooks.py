@@ -152,7 +152,8 @@ def _first_line(path: Path) -> str:
 
 def _shown(path: Path, text: str) -> str:
     """A page with the code of a script or notebook."""
-    head = f"`{path.as_posix()}`: [download]({path.name}){{download}}, [gallery]({'../' * (len(path.parts) - 1)}gallery.md)"
+    gallery = "../" * (len(path.parts) - 1) + "gallery.md"
+    head = f"`{path.as_posix()}`: [download]({path.name}){{download}}, [gallery]({gallery})"
     code, prose = "\n```python\n{}\n```\n", "\n{}\n"
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
