@@ -7,6 +7,7 @@ internals, each example a page, and the first lines of all modules the page "Mod
 """
 
 import ast
+import importlib.util
 import json
 import re
 import sys
@@ -28,12 +29,24 @@ _ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments a
 
 
 class RefusedKeywords(griffe.Extension):
-    """Shows `**unknown: NoReturn`, by which type checkers refuse other keywords, as `**unknown`."""
+    """Hides `**unknown: NoReturn`, by which type checkers refuse other keywords."""
 
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
-        """Remove the annotation."""
+        """Remove the parameter."""
         if "unknown" in func.parameters:
-            func.parameters["unknown"].annotation = None
+            del func.parameters["unknown"]
+
+
+def on_config(config: Any) -> Any:
+    """Add the examples to the navigation, by the headings of the gallery and in its order."""
+    if not any(map(importlib.util.find_spec, ("black", "ruff"))):
+        raise PluginError("The site needs ruff, which breaks the lines of signatures: pip install ruff")
+    sections = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8").split("\n## ")
+    parts = next(part["Gallery"] for part in config["nav"] if "Gallery" in part)
+    for title, section in [("Examples", sections[0]), *(section.split("\n", 1) for section in sections[1:])]:
+        examples = [Path(name) for name in re.findall(r"\]\(\.\./(examples/[\w/]+\.(?:py|ipynb))\)", section)]
+        parts.append({title: [example.with_suffix(".md").as_posix() for example in examples]})
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -41,7 +54,7 @@ def on_files(files: Files, config: Any) -> Files:
     _check_members()
     differences, _, arguments = (ROOT / "COMPATIBILITY.md").read_text(encoding="utf-8").partition(_ARGUMENTS)
     body = differences.partition("\n## Where hftrainer differs\n")[2].replace("\n### ", "\n## ")
-    for title in re.findall(r"(?m)^- ([^:]+): ", body):  # of the summary, to its table below
+    for title in re.findall(r"(?m)^- ([^:\n]+): ", body):  # of the summary, to its table below
         anchor = f"numbers-{title.lower().replace(' ', '-')}"
         body = body.replace(f"- {title}: ", f"- [{title}](#{anchor}): ", 1)
         body = body.replace(f"| {title} | why |", f"### {title} {{#{anchor}}}\n\n| what | why |", 1)
@@ -139,11 +152,14 @@ def _first_line(path: Path) -> str:
 
 def _shown(path: Path, text: str) -> str:
     """A page with the code of a script or notebook."""
-    head = f"[Download]({path.name}){{download}}, [gallery]({'../' * (len(path.parts) - 1)}gallery.md)"
+    gallery = "../" * (len(path.parts) - 1) + "gallery.md"
+    head = f"`{path.as_posix()}`: [download]({path.name}){{download}}, [gallery]({gallery})"
     code, prose = "\n```python\n{}\n```\n", "\n{}\n"
-    cells = [{"cell_type": "markdown", "source": f"# {path.name}"}, {"cell_type": "code", "source": text}]
     if path.suffix == ".ipynb":
         cells = json.loads(text)["cells"]
+    else:
+        title = f"# {_first_line(ROOT / path).partition(':')[0].rstrip('.')}"
+        cells = [{"cell_type": "markdown", "source": title}, {"cell_type": "code", "source": text}]
     parts = [(code if each["cell_type"] == "code" else prose).format("".join(each["source"]).strip()) for each in cells]
     return f"---\nhide: [toc]\nsearch: {{exclude: true}}\n---\n{parts[0]}\n{head}\n{''.join(parts[1:])}"
 

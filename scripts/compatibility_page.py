@@ -32,15 +32,20 @@ names of checkpoint files, and the final weights by `torch.equal`.
 ## Where hftrainer differs
 
 **Your numbers stay the same to the last bit** (losses, weights, metrics, predictions), unless your script meets one
-of the cases below. A script is not concerned if it trains one model where it sees one GPU at most, in float32, with the
-default optimizer, loss and loaders; if it evaluates on one dataset, with one row of predictions for each sample; and if
-it uses no argument or method that is named here. The transformers that it is compared with must be 4.52 or newer under
-`run` and `install()`, and 5.24 with the import.
+of the cases below. None of them concerns a script that
+
+- trains one model in float32, and sees at most one GPU;
+- has the default optimizer, loss and loaders;
+- evaluates on one dataset, with one row of predictions for each sample;
+- uses no argument or method that is named below;
+- is compared with transformers 4.52 or newer under `run` and `install()`, or with 5.24 if it imports hftrainer.
+
+The cases, by subject:
 
 """
 #: What a difference changes → its heading, and a sentence.
 GROUPS = {
-    "numbers": ("What changes numbers", "Both give a result, and ours is another one."),
+    "numbers": ("What changes numbers", "Both libraries give a result, but the results differ."),
     "checkpoints": (
         "What changes checkpoints, resuming and uploads",
         "The numbers of an undisturbed run are the same.",

@@ -13,7 +13,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 #: Kinds of blocks that are not run: differences, pictures of files.
 SHOWN = {"diff", "text"}
 #: Commands that make an environment; `make test-install` and CI run them.
-NOT_HERE = ("python -m venv", "pip install", "make ")
+NOT_HERE = ("cd hftrainer", "python -m venv", ". .venv", "pip install", "make ")
 #: The first line of a block that needs the names of the one before it.
 GOES_ON = "# goes on from the block above"
 
