@@ -449,7 +449,6 @@ class FinderByEpoch(of.LearningRateFinder):
         (lambda: of.EarlyStopping("eval_loss"), {}, "the run does not evaluate"),
         (of.BatchSizeFinder, {"auto_find_batch_size": True}, "auto_find_batch_size and BatchSizeFinder"),
         (FinderByEpoch, {}, "FinderByEpoch.on_train_epoch_start"),
-        (lambda: of.ModelCheckpoint(monitor="eval_loss"), {}, "the run does not evaluate"),
     ],
 )
 def test_refusals_say_why(tmp_path, make, settings, words):

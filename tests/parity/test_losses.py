@@ -1,5 +1,6 @@
 """The loss that is trained and logged: functions of the user, label smoothing, losses in parts, `log_metric`."""
 
+import functools
 import logging
 
 import pytest
@@ -18,6 +19,27 @@ def make_without_loss():
     original = model.forward
     model.forward = lambda x, labels=None: original(x)
     return model
+
+
+def mean_loss(outputs, labels, **ignored):
+    return nn.functional.cross_entropy(outputs["logits"], labels)
+
+
+#: Reported in huggingface/transformers#36331: such a loss is the mean of its micro-batch.
+MEANS = {
+    "function": lambda outputs, labels: mean_loss(outputs, labels),
+    "function of keywords": mean_loss,
+    "partial": functools.partial(mean_loss),
+    "object": type("Loss", (), {"__call__": lambda self, outputs, labels: mean_loss(outputs, labels)})(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_functions_that_ignore_the_number_of_items(tmp_path, name):
+    settings = {"gradient_accumulation_steps": 3, **EVALUATED}
+    plain = train("hftrainer", "plain", tmp_path / "plain", **settings)
+    ours = train("hftrainer", "plain", tmp_path / "own", trainer={"compute_loss_func": MEANS[name]}, **settings)
+    assert_same_weights(ours.weights, plain.weights)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

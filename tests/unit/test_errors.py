@@ -4,7 +4,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 from hftrainer.errors import InvalidArgument, UnknownArgument, WrongObject
@@ -71,11 +70,6 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             r"\n- on_train_start: a Lightning callback in",
         ),
         (TypeError, {"callbacks": [NeedsPath]}, "NeedsPath\\(\\) fails .*missing .*'path'.*: pass an instance"),
-        (
-            TypeError,
-            {"callbacks": [EarlyStopping]},
-            "EarlyStopping\\(\\) fails .*missing .*'monitor'.*: pass an instance",
-        ),
     ],
 )
 def test_what_a_trainer_is_given(make_args, kind, given, message):

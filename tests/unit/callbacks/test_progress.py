@@ -247,12 +247,6 @@ def test_one_bar(tmp_path, library, later, capfd):
     assert capfd.readouterr().out.count("train_loss") == 1
 
 
-def test_one_printer(tmp_path, capsys):
-    trainer = make_trainer(tmp_path, transformers.PrinterCallback, disable_tqdm=True)
-    trainer.train()
-    assert capsys.readouterr().out.count("train_loss") == 1
-
-
 def test_default_flow_of_transformers_twice(tmp_path):
     trainer = make_trainer(tmp_path, transformers.DefaultFlowCallback, save_strategy="steps", save_steps=1)
     trainer.train()

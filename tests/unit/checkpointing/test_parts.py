@@ -41,12 +41,6 @@ def test_without_a_manifest(tmp_path, names, damage):
     assert found.skip_reason == found.unusable_reason == found.fault
 
 
-def test_truncated(tmp_path):
-    folder = write(tmp_path / "run", ZERO_3)
-    (folder / "global_step4" / ZERO_3[0]).write_bytes(b"PK")
-    assert f"{ZERO_3[0]} is truncated" in str(CheckpointFolder(folder).inspect().fault)
-
-
 @pytest.mark.parametrize("latest", ["latest", "latest_universal"])
 @pytest.mark.parametrize("tag", ["global_step4", "../run/global_step4"])
 def test_named_folder(tmp_path, latest, tag):

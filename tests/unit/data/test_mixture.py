@@ -236,7 +236,6 @@ def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
             "'chta', which is no source; did you mean 'chat'",
         ),
         (make_sources(), {"mixture_weights": {"code": 1}}, "no weight for 'chat'"),
-        (make_sources(), {"mixture_weights": {"zz": 1}}, "'zz', which is no source; sources: code, chat."),
         (make_sources(), {"mixture_weights": {"code": 1, "chat": -1}}, "at least 0"),
         (make_sources(), {"mixture_weights": {"code": 0, "chat": 0}}, "one of them above 0"),
         (make_sources(), {"mixture_weights": str}, "must be a dict"),

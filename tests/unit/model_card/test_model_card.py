@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import json
 import logging
 import os
 import queue
@@ -21,8 +20,7 @@ from hftrainer import TrainerCallback, TrainingArguments, TrainingSummary
 from hftrainer.cli import install
 from hftrainer.errors import InvalidArgument
 from hftrainer.model_card import card_files, contents
-from hftrainer.model_card.contents import evaluation_rows, final_results, format_value, markdown_table
-from hftrainer.reporting.metrics import write_metrics
+from hftrainer.model_card.contents import evaluation_rows, final_results, markdown_table
 from tests.support.parity import EVERY_STEP, accuracy, build
 from tests.support.releases import pinned, release_of
 from tests.support.tiny import make_plain, plain_data
@@ -123,7 +121,6 @@ def test_results_are_those_of_the_best_model(tmp_path):
     assert "- Accuracy: 0.25\n" in make_card(trainer)[1]
 
 
-EVALUATION = {"eval_loss": 1.0, "epoch": 1.0, "step": 4}
 SUMMARY = {"train_runtime": 1.0, "train_loss": 0.5, "total_flos": 1.0, "epoch": 1.0, "step": 4}
 
 
@@ -147,19 +144,6 @@ def test_results_that_are_no_numbers():
     summary = TrainingSummary("m", tasks="t", dataset_tags="d", eval_results=results)
     assert [metric["type"] for metric in summary.create_metadata()["model-index"][0]["results"][0]["metrics"]] == ["f1"]
     assert "- Accuracy: inf" in summary.to_model_card()
-
-
-def test_rows_of_the_training_run_alone():
-    assert evaluation_rows([EVALUATION, EVALUATION]) is None
-    assert len(evaluation_rows([{"loss": 1.0, "step": 1, "epoch": 0.1}, EVALUATION])) == 1  # training has not finished
-    assert len(evaluation_rows([EVALUATION, EVALUATION, SUMMARY, EVALUATION])) == 2
-    assert evaluation_rows([SUMMARY]) is None
-    assert evaluation_rows([EVALUATION, SUMMARY])[0]["Training Loss"] == "No log"
-
-
-def test_how_numbers_are_shown():
-    numbers = [0.25, 1 / 3, 1e-5, 1.25e-5, 1.5e20, 3, True, float("nan"), "No log"]
-    assert list(map(format_value, numbers)) == [*"0.25 0.3333 1e-05 1.25e-05 1.5e+20 3 True nan".split(), "No log"]
 
 
 def test_tags_are_kept(tmp_path, caplog):
@@ -339,11 +323,3 @@ def test_scripts_get_our_summary():
         assert Swapped is TrainingSummary
     finally:
         install.uninstall()
-
-
-def test_metrics_of_other_libraries(tmp_path):
-    metrics = {"a": np.float32(0.5), "b": torch.tensor(2), "c": [np.int64(3)], "d": np.ones(2)}
-    write_metrics(str(tmp_path), "eval", metrics, combined=True)
-    assert json.loads((tmp_path / "all_results.json").read_text()) == {"a": 0.5, "b": 2, "c": [3], "d": [1, 1]}
-    write_metrics(str(tmp_path), "eval", {"a": object}, combined=True)
-    assert json.loads((tmp_path / "all_results.json").read_text())["a"] == "<class 'object'>"

@@ -101,9 +101,6 @@ def test_the_command(tmp_path, capsys):
         main(["ask", str(tmp_path), "save", "--timeout", "0.3"])
     assert ended.value.code == 1 and "no answer within 0.3 s" in capsys.readouterr().err
     assert not list((tmp_path / FOLDER).iterdir())
-    with pytest.raises(SystemExit) as ended:
-        main(["ask", str(tmp_path / "nowhere"), "save"])
-    assert ended.value.code == 2 and "the folder does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

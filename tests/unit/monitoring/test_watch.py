@@ -270,13 +270,6 @@ def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
     assert "complete" in text and "samples_per_second" in text and "saving" in text
 
 
-def test_folders_without_a_run(tmp_path, capsys):
-    for folder, text in ((tmp_path / "none", "the folder does not exist"), (tmp_path, "pass the output_dir of a run")):
-        with pytest.raises(SystemExit) as ended:
-            main(["watch", "--once", str(folder)])
-        assert ended.value.code == 2 and text in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
 def test_wrong_seconds(tmp_path, seconds, capsys):
     with pytest.raises(SystemExit) as ended:

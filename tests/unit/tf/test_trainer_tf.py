@@ -400,7 +400,6 @@ BAD_DATA = {
     "lengths": ([({"x": x}, 0), ({"x": x[:2]}, 0)] * 2, "pad them to one length"),
     "no labels": ([{"x": x}] * 4, "a dict without labels"),
     "single": ([x] * 4, "yields ndarray: TFTrainer accepts pairs"),
-    "triple": ([({"x": x}, 0, 1.0)] * 4, "yields 3 values: TFTrainer accepts pairs"),
     "no names": ([(x, 0)] * 4, "features is a dict by names"),
     "empty": ([], "The dataset is empty"),
     "no dataset": (7, "int is not a dataset"),
