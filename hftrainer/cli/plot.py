@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.cli.parser import Parser
 
 if TYPE_CHECKING:
-    from hftrainer.reporting.plot import Line
+    from hftrainer.reporting.lines import Line
 
 
 def add_subcommand(commands: Any) -> None:
@@ -44,7 +44,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
     from hftrainer.compat.messages import format_bytes
     from hftrainer.errors import InvalidArgument, MissingPackage
-    from hftrainer.reporting.plot import lines, plot
+    from hftrainer.reporting.lines import lines
+    from hftrainer.reporting.plot import plot
     from hftrainer.search.plots import plot_study
 
     if options.folders and options.study is not None:

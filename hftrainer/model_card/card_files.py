@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from hftrainer.compat.messages import log_once
 from hftrainer.errors import MissingPackage
 from hftrainer.model_card import contents
+from hftrainer.reporting.lines import lines_of
 from hftrainer.reporting.metrics import write_file_atomically
-from hftrainer.reporting.plot import draw_picture, lines_of
+from hftrainer.reporting.plot import draw_picture
 
 if TYPE_CHECKING:
     from hftrainer.callbacks.state import TrainerState

@@ -10,10 +10,8 @@ import math
 import os
 import statistics
 import textwrap
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby, pairwise
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +20,12 @@ import numpy as np
 from hftrainer.callbacks.progress_bar import is_in_notebook, show_in_notebook
 from hftrainer.callbacks.state import TrainerCallback, TrainerState
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.saved_arguments import describe_differences, read_arguments_of_run
 from hftrainer.errors import InvalidArgument, MissingPackage, unless_absent
-from hftrainer.monitoring.journal import read_run, run_names
-from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, curves, is_finite
+from hftrainer.reporting.lines import DASHES, MARKS, WORDS, X_AXES, Line, lines, lines_of
+from hftrainer.reporting.metrics import PANEL_OF, PANELS, SHARES, SPEEDS, is_finite
 
 logger = logging.getLogger(__name__)
 
-#: Entries of log lines → their names in legends, if not the same.
-WORDS = dict(zip(PANELS[SHARES], ("waiting for data", "evaluation", "saving", "training"), strict=True))
-#: Unit of time → seconds. A time axis has the largest of which the longest run has two.
-TIME_UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
-#: Horizontal axis → its label.
-X_AXES = {"step": "Optimizer step", "epoch": "Epoch"} | {unit: f"Time ({unit})" for unit in TIME_UNITS}
-#: Those of Okabe and Ito, which differ for colour-blind readers too. Seven: with four dashes, 28 styles.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-#: Shape of a run's markers: matplotlib's name → plotly's name. Six: with the colours, 42 combinations.
-MARKS = {"o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross"}
-#: Line style: matplotlib's → plotly's.
-DASHES = {"-": "solid", "--": "dash", ":": "dot", "-.": "dashdot"}
 #: Turn white into black where the reader prefers that.
 STYLE = """<style>body { background: white; }
 @media (prefers-color-scheme: dark) { html { filter: invert(0.9) hue-rotate(180deg); } }</style>"""
@@ -50,167 +35,6 @@ wide.onchange = () => Plotly.relayout("{plot_id}", wide.matches ? %s : %s);
 if (!wide.matches) wide.onchange();"""
 #: Number of metrics in a picture; a page has all.
 MAX_METRICS = 12
-#: Number of points from which a noisy curve is drawn faintly, under its running mean; and number of parts of a long
-#: curve of which only the lowest and the highest point are drawn.
-MANY, PARTS = 100, 1000
-
-
-@dataclass(frozen=True)
-class Line:
-    """One curve of one run.
-
-    Attributes:
-        panel: the title of its panel.
-        name: the name of the log entry.
-        steps: optimizer steps, epochs, or time in the unit `x`.
-        values: the values; some may be NaN.
-        best: the index of the best value; None if unknown.
-        run: the name of the run in a plot of several runs, else empty.
-        settings: the arguments in which the run differs from the others.
-        x: what `steps` holds, a key of `X_AXES`.
-        colour: the colour of the run, or in a plot of one run the colour of the curve.
-        dash: the index of its line style.
-        mark: the shape of its markers, which distinguishes runs in black and white.
-    """
-
-    panel: str
-    name: str
-    steps: list[float]
-    values: list[float]
-    best: int | None = None
-    run: str = ""
-    settings: str = ""
-    x: str = "step"
-    colour: str = COLOURS[0]
-    dash: int = 0
-    mark: str = "o"
-
-    @property
-    def marked(self) -> list[int]:
-        """The indices of the points with a marker.
-
-        In a plot of several runs about ten points, in a plot of one run all of up to 29 points.
-        """
-        count = len(self.drawn)
-        every = max(1, count // 10)
-        # Shift the markers, so that those of coinciding runs do not overlap.
-        start = list(MARKS).index(self.mark) * every // len(MARKS)
-        return list(range(start, count, every)) if self.run else list(range(count if count < 30 else 0))
-
-    @cached_property
-    def drawn(self) -> list[int]:
-        """The indices of the points that are drawn: all, or the lowest and highest of each part of a long curve."""
-        indices, size = range(len(self.values)), max(1, len(self.values) // PARTS)
-        parts = (indices[start : start + size] for start in indices[::size])
-        return sorted({extreme(part, key=self.values.__getitem__) for part in parts for extreme in (min, max)})
-
-    def points(self, values: list[float]) -> tuple[list[float], list[float]]:
-        """The steps and values of the points that are drawn."""
-        return [self.steps[index] for index in self.drawn], [values[index] for index in self.drawn]
-
-    @cached_property
-    def mean(self) -> list[float] | None:
-        """The running mean of many values, over a twentieth of the points; None for learning rates."""
-        if self.panel == "learning rate" or len(self.values) < MANY:
-            return None
-        values, window = np.array(self.values, float), np.ones(len(self.values) // 40 * 2 + 1)
-        is_known = np.isfinite(values)
-        sums = np.convolve(np.where(is_known, values, 0), window, "same")
-        counts = np.maximum(np.convolve(is_known, window, "same"), 1)
-        return [float(value) for value in np.where(is_known, sums / counts, math.nan)]
-
-    @property
-    def label(self) -> str:
-        """The name, in a plot of several runs after the name of the run."""
-        return f"{self.run}: {self.name}" if self.run else self.name
-
-    @property
-    def entry(self) -> str:
-        """The name, in a plot of one run with the best value."""
-        return self.name if self.run or self.best is None else f"{self.name} (best: {self.values[self.best]:.4g})"
-
-    @property
-    def mean_rate(self) -> float:
-        """The mean of a number per second over all steps."""
-        return statistics.harmonic_mean(self.values, [step - last for last, step in pairwise([0, *self.steps])])
-
-    @property
-    def finite(self) -> list[float]:
-        """The finite values."""
-        return [value for value in self.values if is_finite(value)]
-
-
-def lines(folders: list[str], x: str = "step") -> list[Line]:
-    """The curves of runs.
-
-    One run has a colour per curve; several runs have a colour and a marker per run, and a dash per curve.
-
-    Raises:
-        InvalidArgument: if there is no run, or its log has nothing to draw.
-    """
-    runs = run_names(folders) if len(folders) > 1 else [""]
-    states = [read_run(folder, x) for folder in folders]
-    for folder, state in zip(folders, states, strict=True):
-        if not any(curves(state).values()):
-            raise InvalidArgument(f"{folder}: the log has nothing to draw: set logging_steps.")
-    arguments = [read_arguments_of_run(folder, skip_unreadable=True) for folder in folders]
-    plain_lines: list[Line] = []
-    for state, run, known, settings in zip(states, runs, arguments, describe_differences(arguments, runs), strict=True):
-        plain_lines += (replace(line, run=run, settings=settings, x=x) for line in _plain_lines(state, known))
-    if x == "time":
-        last = max(step for line in plain_lines for step in line.steps)
-        unit, size = next((item for item in TIME_UNITS.items() if last >= 2 * item[1]), ("seconds", 1))
-        plain_lines = [replace(line, steps=[step / size for step in line.steps], x=unit) for line in plain_lines]
-    return _with_styles(plain_lines)
-
-
-def lines_of(state: TrainerState) -> list[Line]:
-    """The curves of one run."""
-    return _with_styles(_plain_lines(state, {}))
-
-
-def _plain_lines(state: TrainerState, arguments: dict[str, Any]) -> Iterator[Line]:
-    for panel, panel_curves in curves(state).items():
-        for name, (steps, values) in panel_curves.items():
-            yield Line(panel, name, steps, values, _best(state, arguments, name, values))
-
-
-def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
-    """The curves with their colours and dashes, in the order of the panels, without shares that are always 0.
-
-    Each metric has a panel. Of several runs' shares of time only that of training is shown.
-    """
-    lines, styled_lines = list(plain_lines), []
-    titles = {line.name: line.name for line in lines if line.panel == "metrics"}
-    if any(line.run for line in lines):
-        lines = [line for line in lines if line.panel != SHARES or line.name == "step_share"]
-        titles["step_share"] = "share of time spent training"
-    shown = list(dict.fromkeys(line.name for line in lines if line.panel != SHARES or any(line.values)))
-    runs = list(dict.fromkeys(line.run for line in lines))
-    lines = [line for line in lines if line.name in shown]
-    lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
-    lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
-    for line in lines:
-        names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
-        run, dash = runs.index(line.run), names.index(line.name)
-        colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
-        colour = "#d9d9d9" if line.panel == SHARES and line.name == "step_share" else colour
-        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark))
-    return styled_lines
-
-
-def _best(state: TrainerState, arguments: dict[str, Any], name: str, values: list[float]) -> int | None:
-    """The index of the best value of `metric_for_best_model`, or without it of each evaluation loss; else None."""
-    finite = [value for value in values if is_finite(value)]
-    if name in PANEL_OF or not finite:
-        return None
-    if metric := arguments.get("metric_for_best_model"):
-        choose = max if arguments.get("greater_is_better") else min
-        return values.index(choose(finite)) if name == f"eval_{metric.removeprefix('eval_')}" else None
-    # Of a run without arguments only the best value is known.
-    if state.best_metric is not None:
-        return values.index(state.best_metric) if state.best_metric in finite else None
-    return values.index(min(finite)) if name.endswith("_loss") else None
 
 
 def _vertical_axis(lines: list[Line]) -> tuple[str, tuple[float, float]]:

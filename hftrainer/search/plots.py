@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.errors import InvalidArgument
-from hftrainer.reporting.plot import COLOURS, import_plotting
+from hftrainer.reporting.lines import COLOURS
+from hftrainer.reporting.plot import import_plotting
 from hftrainer.search.studies import open_journal
 
 if TYPE_CHECKING:

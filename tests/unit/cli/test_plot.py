@@ -18,8 +18,9 @@ from hftrainer.checkpointing.saved_arguments import describe_differences
 from hftrainer.cli.plot import align, describe
 from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.monitoring.journal import ACTIVITIES, Journal
+from hftrainer.reporting.lines import Line, lines, lines_of, read_run
 from hftrainer.reporting.metrics import SHARES, curves, logged
-from hftrainer.reporting.plot import Line, lines, lines_of, plot, read_run
+from hftrainer.reporting.plot import plot
 from tests.support.parity import accuracy, train
 from tests.support.tiny import make_plain, plain_data
 
