@@ -21,6 +21,8 @@ SYNONYMS: dict[str, str] = {
     "gradient_clip_val": "max_grad_norm",
     "lr": "learning_rate",
     "max_epochs": "num_train_epochs",
+    "metrics": "compute_metrics",
+    "resume": "resume_from_checkpoint",
 }
 
 
@@ -36,6 +38,10 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
     choices, text = list(known), str(name)
     synonym = SYNONYMS.get(text)
     matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=cutoff)
+    if not matches and len(text) > 2:
+        # The start of a name, unless it begins several that differ: 'cos' is 'cosine', not 'cosine_with_restarts'.
+        completions = [choice for choice in choices if choice.startswith(text)]
+        matches = [choice for choice in completions if all(other.startswith(choice) for other in completions)]
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 

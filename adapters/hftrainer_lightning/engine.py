@@ -132,7 +132,7 @@ class LightningEngine:
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
-            with quiet_lightning():
+            with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=training_loop.micro_batches, val_dataloaders=[])
         except Exception as error:

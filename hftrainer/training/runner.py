@@ -451,5 +451,6 @@ def _add_step_note(state: TrainerState) -> Iterator[None]:
         yield
     except Exception as error:
         if not getattr(error, "__notes__", ()):
-            add_note(error, f"This happened after {state.global_step} of {state.max_steps} optimizer steps.")
+            step = f"after training step {state.global_step}" if state.global_step else "before training step 1"
+            add_note(error, f"This happened {step} of {state.max_steps}.")
         raise

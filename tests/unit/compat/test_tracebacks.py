@@ -63,7 +63,7 @@ CASES = {
         ["train", "forward"],
         "in training step 1, with the batch x: a Tensor.",
     ),
-    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after 1 of 2 optimizer steps."),
+    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after training step 1 of 2."),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
         ["train", "forward", "forward"],
