@@ -38,10 +38,7 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
     choices, text = list(known), str(name)
     synonym = SYNONYMS.get(text)
     matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=cutoff)
-    if not matches and len(text) > 2:
-        # The start of a name, unless it begins several that differ: 'cos' is 'cosine', not 'cosine_with_restarts'.
-        completions = [choice for choice in choices if choice.startswith(text)]
-        matches = [choice for choice in completions if all(other.startswith(choice) for other in completions)]
+    matches = matches or [choice for choice in choices if len(text) > 2 and choice.startswith(text)]
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 

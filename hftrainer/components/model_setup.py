@@ -42,10 +42,9 @@ def check_pair(optimizers: Any) -> tuple[Any, Any]:
         InvalidSetup: for anything but a pair of objects, such as a single optimizer or an optimizer class.
     """
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
-        count = len(optimizers) if isinstance(optimizers, (tuple, list)) else None
-        what = f"is {describe_type(optimizers)}" if count is None else f"has {count} element{'s' * (count != 1)}"
+        size = len(optimizers) if isinstance(optimizers, (tuple, list)) else None
         raise InvalidSetup(
-            f"optimizers {what}, but must be a pair: (optimizer, scheduler), or "
+            f"optimizers is {describe_type(optimizers)}{'' if size is None else f' of {size}'}, but must be a pair: (optimizer, scheduler), or "
             "(optimizer, None) for the schedule of lr_scheduler_type."
         )
     if classes := [value.__name__ for value in optimizers if isinstance(value, type)]:
@@ -87,8 +86,7 @@ class ModelSetup(Component):
         assert model_init is not None
         if isinstance(model_init, nn.Module):
             raise InvalidSetup(
-                f"model_init is {describe_type(model_init)}, but must be a function that returns one: pass it "
-                "as model."
+                f"model_init is {describe_type(model_init)}, but must be a function that returns one: pass it as model."
             )
         count = number_of_arguments(model_init)
         if count > 1:
