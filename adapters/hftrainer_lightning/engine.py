@@ -203,7 +203,7 @@ class LightningEngine:
             loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer_state = self.trainer, self.module, self.is_evaluating
-        with quiet_lightning():
+        with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
             if self.trainer is None or self.is_evaluating:
                 self.trainer = self._build_trainer(max_epochs=1)

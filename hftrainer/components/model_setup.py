@@ -42,9 +42,9 @@ def check_pair(optimizers: Any) -> tuple[Any, Any]:
         InvalidSetup: for anything but a pair of objects, such as a single optimizer or an optimizer class.
     """
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
-        size = len(optimizers) if isinstance(optimizers, (tuple, list)) else None
+        size = f" of {len(optimizers)}" if isinstance(optimizers, (tuple, list)) else ""
         raise InvalidSetup(
-            f"optimizers is {describe_type(optimizers)}{'' if size is None else f' of {size}'}, but must be a pair: (optimizer, scheduler), or "
+            f"optimizers is {describe_type(optimizers)}{size}, but must be a pair: (optimizer, scheduler), or "
             "(optimizer, None) for the schedule of lr_scheduler_type."
         )
     if classes := [value.__name__ for value in optimizers if isinstance(value, type)]:

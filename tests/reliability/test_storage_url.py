@@ -403,7 +403,7 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
         (
             {"storage_url": "/there/run"},
             InvalidArgument,
-            "'/there/run' is a path, but must be a URL: write storage_url='file:///there/run', or use output_dir.",
+            "'/there/run' is a path, but must be a URL: 'file:///there/run', or use output_dir.",
         ),
         ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
         ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),

@@ -42,10 +42,12 @@ def test_a_hook_with_other_parameters(make_args, hook, parameters):
 
     handle.__qualname__ = f"Own.{hook}"
     own = type("Own", (pl.Callback,), {hook: handle})
-    args = make_args(max_steps=1, eval_strategy="steps", eval_steps=1)
-    with pytest.raises(TypeError, match="positional argument") as caught:
-        Trainer(make_plain(), args, train_dataset=plain_data(), eval_dataset=plain_data(), callbacks=[own()]).train()
-    assert f"Own.{hook} is called with ({parameters}), but takes ()." in caught.value.__notes__
+    args, data = make_args(max_steps=1, eval_strategy="steps", eval_steps=1), plain_data()
+    trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=[own()])
+    for run in (trainer.evaluate if "validation" in hook else trainer.train, trainer.train):
+        with pytest.raises(TypeError, match="positional argument") as caught:
+            run()
+        assert f"Own.{hook} is called with ({parameters}), but takes ()." in caught.value.__notes__
 
 
 def test_a_type_error_within_a_hook(make_args):
@@ -61,7 +63,7 @@ def test_a_type_error_within_a_hook(make_args):
 def test_an_attribute_that_lightning_lacks(make_args):
     trainer = Trainer(make_plain(), make_args(max_steps=1), train_dataset=plain_data())
     trainer.train()
-    with pytest.raises(AttributeError, match="^'Trainer' object has no attribute 'max_epochz'"):
+    with pytest.raises(AttributeError, match=r"^'Trainer' object has no attribute 'max_epochz'"):
         print(trainer.lightning_trainer.max_epochz)
 
 
