@@ -17,7 +17,6 @@ from torch.utils.data import IterableDataset
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
 from hftrainer.compat.overrides import has_length, is_overridden
-from hftrainer.compat.tracebacks import describe_type
 from hftrainer.components.loader_factory import check_dataset
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
@@ -72,25 +71,24 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
         raise WrongObject(f"args is the class {args.__name__}: pass an instance, {args.__name__}('folder', ...).")
     if isinstance(args, (str, os.PathLike, Mapping)):
         arguments = "**args" if isinstance(args, Mapping) else repr(str(args))
-        raise WrongObject(f"args is {describe_type(args)}: pass TrainingArguments({arguments}).")
+        raise WrongObject(f"args is a {type(args).__name__}: pass TrainingArguments({arguments}).")
     if isinstance(args, nn.Module):
         raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
     if not isinstance(args, (TrainingArguments, type(None))) and not hasattr(args, "should_log"):
-        raise WrongObject(f"args is {_full_name(args)}: pass TrainingArguments('folder', ...).")
+        raise WrongObject(f"args is of type {_full_name(args)}: pass TrainingArguments('folder', ...).")
     if isinstance(model, type):
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
     if isinstance(model, str):
         raise WrongObject(f"model={model!r}: load it first, for example with AutoModel.from_pretrained({model!r}).")
     if model is not None and not hasattr(model, "children"):
-        raise WrongObject(f"model is {_full_name(model)}: pass a torch.nn.Module.")
+        raise WrongObject(f"model is of type {_full_name(model)}: pass a torch.nn.Module.")
     if isinstance(processing_class, str):
         call = f"AutoTokenizer.from_pretrained({processing_class!r})"
         raise WrongObject(f"processing_class={processing_class!r}: load it first, for example with {call}.")
 
 
 def _full_name(value: Any) -> str:
-    module, name = type(value).__module__, type(value).__qualname__
-    return describe_type(value) if module == "builtins" else f"a {module}.{name}"
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def check_optimizer(trainer: Trainer) -> None:
