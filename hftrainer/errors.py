@@ -21,6 +21,8 @@ SYNONYMS: dict[str, str] = {
     "gradient_clip_val": "max_grad_norm",
     "lr": "learning_rate",
     "max_epochs": "num_train_epochs",
+    "metrics": "compute_metrics",
+    "resume": "resume_from_checkpoint",
 }
 
 
@@ -36,6 +38,7 @@ def suggest(name: object, known: Iterable[str], otherwise: str = "", *, cutoff: 
     choices, text = list(known), str(name)
     synonym = SYNONYMS.get(text)
     matches = [synonym] if synonym in choices else difflib.get_close_matches(text, choices, n=1, cutoff=cutoff)
+    matches = matches or [choice for choice in choices if len(text) > 2 and choice.startswith(text)]
     return f"; did you mean {matches[0]!r}?" if matches else otherwise
 
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from hftrainer.arguments.choices import SchedulerType
 from hftrainer.compat import peers
-from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument
+from hftrainer.errors import InvalidArgument, UnknownKey, UnsupportedArgument, suggest
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +365,8 @@ def _check_schedule_kwargs(
 ) -> None:
     names = sorted(parameters)
     if unknown := sorted(kwargs.keys() - set(names)):
-        raise UnknownKey(f"lr_scheduler_kwargs of {kind.value!r}: unknown {unknown}; allowed: {names}.")
+        hint = suggest(unknown[0], names, ".")
+        raise UnknownKey(f"lr_scheduler_kwargs of {kind.value!r}: unknown {unknown}{hint} Allowed: {names}.")
     required = [name for name in names if parameters[name].default is inspect.Parameter.empty]
     if missing := [name for name in required if name not in kwargs]:
         raise InvalidArgument(f"lr_scheduler_kwargs of {kind.value!r}: set {', '.join(missing)}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,9 @@ from torch.nn.utils import prune
 from torch.optim.swa_utils import update_bn
 
 from hftrainer.checkpointing.names import MODEL_PREFIX
+from hftrainer.compat.overrides import can_call
 from hftrainer.compat.safe_loading import name_file_in_errors
+from hftrainer.compat.tracebacks import add_note
 from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import use_previous_epoch
 
@@ -56,6 +59,21 @@ HOOKS = [name for name in vars(Callback) if name.startswith("on_")]
 def is_lightning_callback(candidate: Any) -> bool:
     """Whether `candidate` is a Lightning callback, as an instance or as a class."""
     return issubclass(candidate, Callback) if isinstance(candidate, type) else isinstance(candidate, Callback)
+
+
+@contextlib.contextmanager
+def note_wrong_signatures(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """Add to a TypeError the parameters with which Lightning calls the hook that caused it."""
+    try:
+        yield
+    except TypeError as error:
+        for callback, hook in itertools.product(callbacks, HOOKS):
+            parameters = list(inspect.signature(getattr(Callback, hook)).parameters)[1:]
+            handler = getattr(callback, hook)
+            if f"{hook}() " in str(error) and not can_call(handler, *parameters):
+                name, call = f"{type(callback).__name__}.{hook}", ", ".join(parameters)
+                add_note(error, f"{name} is called with ({call}), but takes {inspect.signature(handler)}.")
+        raise
 
 
 def has_progress_bar(callbacks: Iterable[Callback]) -> bool:

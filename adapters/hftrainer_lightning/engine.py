@@ -132,7 +132,7 @@ class LightningEngine:
         reset_averages(self.callbacks)
         rates = [group.get("initial_lr") for group in optimizer.param_groups]
         try:
-            with quiet_lightning():
+            with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
                 # The empty validation set is a placeholder for the sets that `evaluate` passes.
                 trainer.fit(module, train_dataloaders=events.micro_batches, val_dataloaders=[])
         except Exception as error:
@@ -203,7 +203,7 @@ class LightningEngine:
             loops.validate_in_fit(self.trainer, self.module, batches, evaluation, self._group, all_batches)
             return
         outer_state = self.trainer, self.module, self.is_evaluating
-        with quiet_lightning():
+        with quiet_lightning(), lightning_callbacks.note_wrong_signatures(self.callbacks):
             # compute_metrics may start a nested evaluation, which needs a second trainer.
             if self.trainer is None or self.is_evaluating:
                 self.trainer = self._build_trainer(max_epochs=1)

@@ -51,6 +51,8 @@ def check_url(argument: str, url: str) -> None:
 
     # The last scheme, as in simplecache::s3://bucket.
     scheme, path = re.findall(r"^(?:(?:.*::)?(.+?)://(?:datasets/)?)?(.*)", url)[0]
+    if os.path.isabs(url):
+        raise InvalidArgument(f"{argument}={url!r} is a path, but must be a URL: 'file://{url}', or use output_dir.")
     if scheme not in {*known_implementations, *registry} - {"http", "https"}:
         problem = "has no scheme that can be written"
     elif re.match({"s3": "[^/]", "gs": "[^/]", "hf": "[^/]+/[^/]"}.get(scheme, "/*[^/]"), path) is None:

@@ -337,7 +337,7 @@ def _check_choices(args: BaseArguments) -> Iterator[str]:
         if argument.default is None and not isinstance(value, str):
             continue
         choices = [*map(as_text, argument.choices)]
-        yield f"{name}={value!r}: not valid{suggest(value, choices, '.')} Choose one of {', '.join(choices)}."
+        yield f"{name}: {value!r} is not valid{suggest(value, choices, '.')} Choose one of {', '.join(choices)}."
     if unknown_options := [option for option in args.debug or () if option not in list(DebugOption)]:
         allowed = " and ".join(option.value for option in DebugOption)
         yield f"debug: unknown {sorted(map(str, unknown_options))}: use {allowed}."

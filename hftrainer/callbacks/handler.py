@@ -71,7 +71,7 @@ class CallbackHandler(TrainerCallback):
                 f"callbacks: {description} handles no event, such as on_step_end: pass a TrainerCallback or a "
                 "Lightning callback."
             )
-        if issubclass(callback_class, TrainerCallback):
+        if any(base.__name__ == "TrainerCallback" for base in callback_class.__mro__):
             warn_of_misspelt_events(callback_class, EVENTS, _EVENT_BY_HOOK)
         instance = make_callback(callback)
         if is_instance_by_name(instance, *PROGRESS_BAR_CALLBACKS):

@@ -101,7 +101,7 @@ def describe_shapes(value: Any) -> str:
 def describe_type(value: Any) -> str:
     """The type's name, with its article."""
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 #: Column → what to do if an index in it is too large for the model.
@@ -121,7 +121,9 @@ def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
         inputs: the batch.
         config: the model's configuration, if it has one.
     """
-    add_note(error, f"This happened in {place}, with the batch {describe_shapes(inputs)}.")
+    batch = describe_shapes(inputs)
+    # The message of a batch that is no dict has its type already.
+    add_note(error, f"This happened in {place}" + ("." if batch in str(error) else f", with the batch {batch}."))
     if explanation := _explain_by_batch(error, inputs, config):
         add_note(error, explanation)
 

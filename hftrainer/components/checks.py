@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.field import changed_arguments
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.overrides import has_length, is_overridden
 from hftrainer.components.loader_factory import check_dataset
 from hftrainer.data.mixture import MixtureDataset, MixtureStream
 from hftrainer.errors import InvalidArgument, InvalidSetup, WrongObject
@@ -75,13 +75,13 @@ def check_objects(args: Any, model: Any, processing_class: Any) -> None:
     if isinstance(args, nn.Module):
         raise WrongObject(f"args is a model, {type(args).__name__}: pass the model first, as Trainer(model, args).")
     if not isinstance(args, (TrainingArguments, type(None))) and not hasattr(args, "should_log"):
-        raise WrongObject(f"args is a {_full_name(args)}: pass TrainingArguments('folder', ...).")
+        raise WrongObject(f"args is of type {_full_name(args)}: pass TrainingArguments('folder', ...).")
     if isinstance(model, type):
         raise WrongObject(f"model is the class {model.__name__}: pass a model, or the class as model_init.")
     if isinstance(model, str):
         raise WrongObject(f"model={model!r}: load it first, for example with AutoModel.from_pretrained({model!r}).")
     if model is not None and not hasattr(model, "children"):
-        raise WrongObject(f"model is a {_full_name(model)}: pass a torch.nn.Module.")
+        raise WrongObject(f"model is of type {_full_name(model)}: pass a torch.nn.Module.")
     if isinstance(processing_class, str):
         call = f"AutoTokenizer.from_pretrained({processing_class!r})"
         raise WrongObject(f"processing_class={processing_class!r}: load it first, for example with {call}.")
@@ -154,6 +154,20 @@ def check_data(trainer: Trainer) -> None:
             "max_steps must be set: train_dataset has no length, so the number of optimizer steps cannot be "
             "computed from num_train_epochs."
         )
+
+
+def check_evaluation_data(trainer: Trainer) -> None:
+    """Refuse an empty evaluation dataset before the first step, if the run will evaluate it."""
+    args, policy = trainer.args, trainer._hftrainer.policy
+    is_due = args.eval_strategy != "no" and policy.evaluates_last_step and not args.eval_delay
+    if not is_due or is_overridden(trainer, "evaluate", "evaluation_loop", "get_eval_dataloader"):
+        return
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    for name, dataset in datasets.items():
+        if has_length(dataset) and not len(dataset):
+            raise InvalidArgument(
+                f"eval_dataset{[name] if name else ''} is empty: add samples, or use eval_strategy='no'."
+            )
 
 
 def _warn_of_ignored_arguments(args: TrainingArguments, optimizer: Any) -> None:

@@ -25,6 +25,7 @@ class HubUploader(Component):
             token=args.hub_token if token is None else token,
             private=args.hub_private_repo if private is None else private,
             revision=args.hub_revision,
+            is_for_run=args.push_to_hub,
         )
         snapshots = UploadSnapshots(str(args.output_dir), self.trainer.processing_class)
         self.components.uploads = Uploads(repository, snapshots)

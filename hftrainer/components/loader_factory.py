@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from hftrainer.arguments.accelerator_config import AcceleratorConfig
 from hftrainer.compat import peers
 from hftrainer.compat.overrides import has_length, is_overridden, number_of_arguments
+from hftrainer.compat.tracebacks import describe_type
 from hftrainer.components.component import Component
 from hftrainer.data import collators
 from hftrainer.data.loaders import PreparedDataLoader
@@ -146,7 +147,7 @@ class LoaderFactory(Component):
             del settings["batch_size"]
         elif sampler is None and not has_length(dataset):
             raise InvalidArgument(
-                f"The {description} dataset is a {type(dataset).__name__} without a length: give it a __len__, or pass "
+                f"The {description} dataset is {describe_type(dataset)} without a length: give it a __len__, or pass "
                 "an IterableDataset."
             )
         else:
@@ -398,7 +399,7 @@ def _find_evaluation_dataset(datasets: Any, name: str) -> Any:
         return datasets[name]
     except (LookupError, TypeError) as error:
         description = (
-            f"it has {', '.join(map(repr, names))}" if names else f"its eval_dataset is a {type(datasets).__name__}"
+            f"it has {', '.join(map(repr, names))}" if names else f"its eval_dataset is {describe_type(datasets)}"
         )
         text = f"eval_dataset={name!r}: Trainer has no evaluation dataset of that name, {description}"
         suggestion = suggest(name, names, ".")
@@ -411,24 +412,24 @@ def check_dataset(dataset: Any, description: str) -> None:
     Raises:
         InvalidArgument: the error names the type of the object, and what to pass instead.
     """
-    type_name = type(dataset).__name__
+    dataset_type = describe_type(dataset)
     if isinstance(dataset, (MixtureDataset, MixtureStream)):
         for name, source in dataset.sources.items():
             check_dataset(source, f"{description} source {name!r}")
     if isinstance(dataset, Mapping) and dataset and 0 not in dataset:
         raise InvalidArgument(
-            f"The {description} dataset is a {type_name} with the keys {', '.join(map(str, dataset))}: pass one of its "
-            "datasets."
+            f"The {description} dataset is {dataset_type} with the keys {', '.join(map(str, dataset))}: pass one of "
+            "its datasets."
         )
     if isinstance(dataset, IterableDataset):
         return
     if isinstance(dataset, DataLoader):
         raise InvalidArgument(
-            f"The {description} dataset is a {type_name}: pass its dataset, with its collate_fn as data_collator and "
+            f"The {description} dataset is {dataset_type}: pass its dataset, with its collate_fn as data_collator and "
             "per_device_train_batch_size or per_device_eval_batch_size; or override get_train_dataloader or "
             "get_eval_dataloader to return it."
         )
-    if type_name == "DataFrame":
+    if dataset_type == "a DataFrame":
         raise InvalidArgument(
             f"The {description} dataset is a DataFrame: pass a list of its rows, frame.to_dict('records'), or "
             "datasets.Dataset.from_pandas(frame)."
@@ -436,7 +437,7 @@ def check_dataset(dataset: Any, description: str) -> None:
     if isinstance(dataset, str) or not hasattr(dataset, "__getitem__"):
         hint = "; for a LightningDataModule, pass its datasets" if hasattr(dataset, "train_dataloader") else ""
         raise InvalidArgument(
-            f"The {description} dataset is a {type_name}: pass a list, a Dataset or an IterableDataset{hint}."
+            f"The {description} dataset is {dataset_type}: pass a list, a Dataset or an IterableDataset{hint}."
         )
     if description == "training" and has_length(dataset) and not len(dataset):
         raise InvalidArgument("The training dataset has no samples.")

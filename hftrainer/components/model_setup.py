@@ -19,6 +19,7 @@ from hftrainer.compat import peers
 from hftrainer.compat.messages import tell
 from hftrainer.compat.overrides import call_with_accepted, is_overridden, number_of_arguments, refuse_uncalled_methods
 from hftrainer.compat.peers import bare_name
+from hftrainer.compat.tracebacks import describe_type
 from hftrainer.components.component import Component
 from hftrainer.data.randomness import enable_full_determinism, set_seed
 from hftrainer.errors import InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -41,8 +42,9 @@ def check_pair(optimizers: Any) -> tuple[Any, Any]:
         InvalidSetup: for anything but a pair of objects, such as a single optimizer or an optimizer class.
     """
     if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
+        size = f" of {len(optimizers)}" if isinstance(optimizers, (tuple, list)) else ""
         raise InvalidSetup(
-            f"optimizers is a {type(optimizers).__name__}, but must be a pair: (optimizer, scheduler), or "
+            f"optimizers is {describe_type(optimizers)}{size}, but must be a pair: (optimizer, scheduler), or "
             "(optimizer, None) for the schedule of lr_scheduler_type."
         )
     if classes := [value.__name__ for value in optimizers if isinstance(value, type)]:
@@ -84,8 +86,7 @@ class ModelSetup(Component):
         assert model_init is not None
         if isinstance(model_init, nn.Module):
             raise InvalidSetup(
-                f"model_init is a {type(model_init).__name__}, but must be a function that returns one: pass it "
-                "as model."
+                f"model_init is {describe_type(model_init)}, but must be a function that returns one: pass it as model."
             )
         num_arguments = number_of_arguments(model_init)
         if num_arguments > 1:

@@ -110,6 +110,9 @@ class TrainerSetup(Component):
                     f"output_dir={args.output_dir!r}: this path, or one of its parents, is a file. Pass the path of "
                     "a folder, which need not exist."
                 ) from None
+            except OSError as error:
+                text = f"output_dir={args.output_dir!r} cannot be created: {error.strerror}"
+                raise type(error)(error.errno, text) from None
         self.components.call_callbacks("on_init_end")
         config: Any = getattr(self.trainer.model, "config", None)
         if config is not None and (self.components.policy.sets_use_cache or args.use_cache):

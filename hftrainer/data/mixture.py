@@ -126,7 +126,9 @@ def as_mixture(dataset: Any) -> Any:
     for name, source in sources.items():
         is_plain = hasattr(source, "__getitem__") and has_length(source) and not isinstance(source, (str, Mapping))
         if not isinstance(source, IterableDataset) and not is_plain:
-            raise InvalidArgument(f"train_dataset[{name!r}] is a {type(source).__name__}: pass a Dataset or a list.")
+            raise InvalidArgument(
+                f"train_dataset[{name!r}] is of type {type(source).__name__}: pass a Dataset or a list."
+            )
     is_stream = any(isinstance(source, IterableDataset) for source in sources.values())
     return MixtureStream(sources) if is_stream else MixtureDataset(sources)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import math
 import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,12 +13,15 @@ import numpy as np
 import torch
 
 from hftrainer.compat import peers
+from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import accepts, can_call
-from hftrainer.compat.tracebacks import add_note, describe_shapes
+from hftrainer.compat.tracebacks import add_note, describe_shapes, describe_type
 from hftrainer.errors import InvalidArgument
 from hftrainer.parallel import devices
 from hftrainer.trainer_pt_utils import drop_all_rows
 from hftrainer.trainer_utils import EvalPrediction, denumpify_detensorize
+
+logger = logging.getLogger(__name__)
 
 
 class FunctionMetrics:
@@ -53,6 +58,9 @@ class FunctionMetrics:
             raise InvalidArgument(
                 f"compute_metrics returned {reprlib.repr(metrics)}: it must return a dict with a name for each metric."
             )
+        for name, value in metrics.items():
+            if (size := math.prod(getattr(value, "shape", ()))) > 1:
+                log_once(logger, f"compute_metrics[{name!r}] is an array of {size}: return a number.")
         return dict(metrics)
 
     def _call_function(self, prediction: EvalPrediction, **keywords: Any) -> None:
@@ -96,7 +104,7 @@ class TorchMetrics:
         for name, metric in named_metrics:
             if not isinstance(metric, (Metric, MetricCollection)):
                 raise InvalidArgument(
-                    f"compute_metrics[{name!r}] is a {type(metric).__name__}, but a dict of metrics may hold only "
+                    f"compute_metrics[{name!r}] is {describe_type(metric)}, but a dict of metrics may hold only "
                     "torchmetrics. To use a function, pass the function itself."
                 )
         if not named_metrics:

@@ -19,7 +19,7 @@ from hftrainer.arguments import legacy
 from hftrainer.compat import peers
 from hftrainer.compat.messages import log_facts, log_once
 from hftrainer.compat.overrides import accepted_args, call_with_accepted, has_length, is_overridden
-from hftrainer.compat.tracebacks import add_note
+from hftrainer.compat.tracebacks import add_note, describe_type
 from hftrainer.components.component import Component
 from hftrainer.errors import InvalidArgument
 from hftrainer.evaluation.collected import make_metrics_gather, select_predictions
@@ -189,7 +189,7 @@ class EvaluationRunner(Component):
             return loss_and_outputs, outputs
         if not (isinstance(loss_and_outputs, tuple) and len(loss_and_outputs) == 2):
             raise InvalidArgument(
-                f"{type(trainer).__name__}.compute_loss returned a {type(loss_and_outputs).__name__} for "
+                f"{type(trainer).__name__}.compute_loss returned {describe_type(loss_and_outputs)} for "
                 "return_outputs=True, which evaluations pass: return (loss, outputs) in that case."
             )
         return loss_and_outputs

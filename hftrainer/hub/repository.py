@@ -104,7 +104,9 @@ def _without_progress_bars() -> Iterator[None]:
             enable_progress_bars()
 
 
-def open_repository(name: str, *, token: str | None, private: bool | None, revision: str | None) -> Repository:
+def open_repository(
+    name: str, *, token: str | None, private: bool | None, revision: str | None, is_for_run: bool = True
+) -> Repository:
     """Create the repository unless it exists, and check that the token has write access.
 
     Args:
@@ -112,6 +114,7 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
         token: see `Repository`.
         private: whether a new repository is private.
         revision: a branch that must exist; None for main.
+        is_for_run: whether a run will upload, rather than `trainer.push_to_hub()`.
 
     Raises:
         InvalidArgument: if the name is invalid.
@@ -126,10 +129,8 @@ def open_repository(name: str, *, token: str | None, private: bool | None, revis
     # Raise from None: the traceback of the cause may show the token.
     except Exception as error:
         where = f"{name!r}" if revision is None else f"{name!r}, hub_revision={revision!r}"
-        raise HubError(
-            f"push_to_hub to {where}: {hub_reason(error, token)}. You can train without push_to_hub, and upload "
-            "later with trainer.push_to_hub()."
-        ) from None
+        later = " You can train without push_to_hub, and upload later with trainer.push_to_hub()." if is_for_run else ""
+        raise HubError(f"push_to_hub to {where}: {hub_reason(error, token)}.{later}") from None
 
 
 def _open_repository(repository: Repository, private: bool | None) -> Repository:

@@ -39,8 +39,8 @@ HINTS = {
         "Or train on the CPU: use_cpu=True."
     ),
     "does not require grad and does not have a grad_fn": (
-        "The loss depends on no trainable weight: enable gradients (model.requires_grad_(True)), add adapters, or "
-        "compute the loss from the model's outputs."
+        "The loss depends on no trainable weight. If all parameters are frozen, call model.requires_grad_(True) or add "
+        "adapters; otherwise compute the loss from the model's outputs, without detach() or no_grad()."
     ),
 }
 

@@ -21,6 +21,7 @@ from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
+from hftrainer.components.checks import check_evaluation_data
 from hftrainer.components.component import Component
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
@@ -307,6 +308,7 @@ class TrainingRunner(Component):
         first_epoch, position = self.trainer._init_training_state(
             schedule.max_steps, schedule.num_update_steps_per_epoch, planned_schedule.num_train_epochs, folder, trial
         )
+        check_evaluation_data(self.trainer)
         model, dataloader = self.trainer._prepare_for_training(schedule.max_steps, dataloader, folder)
         if folder is None:
             self.planner.set_found_learning_rate(schedule.max_steps)
@@ -449,5 +451,6 @@ def _add_step_note(state: TrainerState) -> Iterator[None]:
         yield
     except Exception as error:
         if not getattr(error, "__notes__", ()):
-            add_note(error, f"This happened after {state.global_step} of {state.max_steps} optimizer steps.")
+            step = f"after training step {state.global_step}" if state.global_step else "before training step 1"
+            add_note(error, f"This happened {step} of {state.max_steps}.")
         raise

@@ -232,7 +232,7 @@ class TrainingSteps(Component):
         trainer = self.trainer
         if not isinstance(inputs, Mapping):
             raise InvalidArgument(
-                f"The batch is a {type(inputs).__name__}, but the model is called with keyword arguments: let "
+                f"The batch is {describe_type(inputs)}, but the model is called with keyword arguments: let "
                 "data_collator return a dict of the model's inputs, or override compute_loss."
             )
         needs_labels = trainer.compute_loss_func is not None or trainer.label_smoother is not None

@@ -200,7 +200,7 @@ WRONG = [
     ({"lr_scheduler_type": "consine"}, "consine.*did you mean 'cosine'"),
     (
         {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 2}},
-        r"unknown \['cycles'\]; allowed: \['last_epoch', 'num_cycles'\]",
+        r"unknown \['cycles'\]; did you mean 'num_cycles'\? Allowed: \['last_epoch', 'num_cycles'\]",
     ),
     ({"lr_scheduler_type": "warmup_stable_decay"}, "set num_decay_steps"),
     ({"lr_scheduler_type": "cosine_with_min_lr"}, "set either min_lr or min_lr_rate"),

@@ -430,6 +430,8 @@ def test_no_network_at_the_start(hub, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(HubError, match=r"HF_HUB_OFFLINE=1 is set: unset it\. You can train without push_to_hub"):
         make_uploading(tmp_path / "run")
+    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE=1 is set: unset it\.$"):
+        make_uploading(tmp_path / "run", push_to_hub=False).push_to_hub()
 
 
 def test_errors_in_words(hub, tmp_path, monkeypatch):

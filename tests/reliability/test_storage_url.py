@@ -400,6 +400,11 @@ def test_killed_in_the_middle_of_uploads(request, tmp_path, kind):
             InvalidArgument,
             "'bucket/run' has no scheme that can be written. Use a URL such as 's3://bucket/run'",
         ),
+        (
+            {"storage_url": "/there/run"},
+            InvalidArgument,
+            "'/there/run' is a path, but must be a URL: 'file:///there/run', or use output_dir.",
+        ),
         ({"storage_url": "ftp://me:secret@host/run"}, InvalidArgument, "a password or a signature in a URL"),
         ({"storage_url": "https://host/run?X-Signature=secret"}, InvalidArgument, "a signature in a URL"),
         ({"storage_url": "nosuch://bucket"}, InvalidArgument, "has no scheme that can be written"),

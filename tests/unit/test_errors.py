@@ -49,13 +49,25 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
             for wrong in (OtherLightning, OtherLightning())
         ),
         (UnknownArgument, {"train_data": []}, "Trainer has no argument 'train_data'; did you mean 'train_dataset'"),
+        (UnknownArgument, {"metrics": {}}, "no argument 'metrics'; did you mean 'compute_metrics'"),
+        (InvalidArgument, {"optimizers": (None,)}, "optimizers is a tuple of 1, but must be a pair"),
+        (InvalidArgument, {"optimizers": 3}, "optimizers is an int, but must be a pair"),
+        (WrongObject, {"args": 3}, r"args is of type int: pass TrainingArguments\('folder'"),
         (InvalidArgument, {"data_collator": [1]}, "data_collator must be callable, got list.*as train_dataset="),
         (WrongObject, {"args": {"max_steps": 2}}, r"args is a dict: pass TrainingArguments\(\*\*args\)"),
         (WrongObject, {"args": "out"}, r"args is a str: pass TrainingArguments\('out'\)"),
         (WrongObject, {"args": TrainingArguments}, "args is the class TrainingArguments: pass an instance"),
         (WrongObject, {"args": MODEL}, r"args is a model, Plain: pass the model first, as Trainer\(model, args\)"),
-        (WrongObject, {"args": LightningTrainer}, r"args is a lightning\.\S+\.Trainer: pass TrainingArguments\('fold"),
-        (WrongObject, {"model": LightningTrainer}, r"model is a lightning\.\S+\.Trainer: pass a torch\.nn\.Module"),
+        (
+            WrongObject,
+            {"args": LightningTrainer},
+            r"args is of type lightning\.\S+\.Trainer: pass TrainingArguments\('fold",
+        ),
+        (
+            WrongObject,
+            {"model": LightningTrainer},
+            r"model is of type lightning\.\S+\.Trainer: pass a torch\.nn\.Module",
+        ),
         (WrongObject, {"model": Plain}, "model is the class Plain: pass a model"),
         (WrongObject, {"model": "a-model"}, r"load it first, for example with AutoModel\.from_pretrained\('a-model'\)"),
         (

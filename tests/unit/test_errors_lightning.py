@@ -6,6 +6,7 @@ import re
 import lightning.pytorch as pl
 import pytest
 import torch
+import transformers
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
@@ -23,6 +24,47 @@ def test_names_of_lightning(make_args):
         trainer.train(ckpt_path="last.ckpt")
     with pytest.raises(UnknownArgument, match="'max_epochs'; did you mean 'num_train_epochs' of TrainingArguments"):
         trainer.train(max_epochs=1)
+    with pytest.raises(UnknownArgument, match=r"no argument 'resume'; did you mean 'resume_from_checkpoint'\?"):
+        trainer.train(resume="last")
+
+
+@pytest.mark.parametrize(
+    ("hook", "parameters"),
+    [
+        ("on_train_start", "trainer, pl_module"),
+        ("on_train_batch_end", "trainer, pl_module, outputs, batch, batch_idx"),
+        ("on_validation_end", "trainer, pl_module"),
+    ],
+)
+def test_a_hook_with_other_parameters(make_args, hook, parameters):
+    def handle(self):
+        raise AssertionError
+
+    handle.__qualname__ = f"Own.{hook}"
+    own = type("Own", (pl.Callback,), {hook: handle})
+    args, data = make_args(max_steps=1, eval_strategy="steps", eval_steps=1), plain_data()
+    trainer = Trainer(make_plain(), args, train_dataset=data, eval_dataset=data, callbacks=[own()])
+    for run in (trainer.evaluate if "validation" in hook else trainer.train, trainer.train):
+        with pytest.raises(TypeError, match="positional argument") as caught:
+            run()
+        assert f"Own.{hook} is called with ({parameters}), but takes ()." in caught.value.__notes__
+
+
+def test_a_type_error_within_a_hook(make_args):
+    class Own(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            raise TypeError("on_train_start() is mine")
+
+    with pytest.raises(TypeError, match="mine") as caught:
+        Trainer(make_plain(), make_args(), train_dataset=plain_data(), callbacks=[Own()]).train()
+    assert not any("is called with" in note for note in caught.value.__notes__)
+
+
+def test_an_attribute_that_lightning_lacks(make_args):
+    trainer = Trainer(make_plain(), make_args(max_steps=1), train_dataset=plain_data())
+    trainer.train()
+    with pytest.raises(AttributeError, match=r"^'Trainer' object has no attribute 'max_epochz'"):
+        print(trainer.lightning_trainer.max_epochz)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +185,8 @@ def test_training_step_with_an_index_that_a_trainer_can_call(make_args, step):
         (TrainerCallback, "on_train_start", "on_train_begin"),
         (TrainerCallback, "on_validation_end", "on_evaluate"),
         (TrainerCallback, "on_fire", None),
+        (transformers.TrainerCallback, "on_step_ends", "on_step_end"),
+        (transformers.TrainerCallback, "on_fire", None),
         (pl.Callback, "on_train_epoch_ends", "on_train_epoch_end"),
         (pl.Callback, "on_train_begin", "on_train_start"),
         (pl.Callback, "on_step_begin", "on_train_batch_start"),

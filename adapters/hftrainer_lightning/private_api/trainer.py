@@ -60,6 +60,10 @@ class TrainerWithoutSignals(pl.Trainer):
     _predict_impl = _carry_keyboard_interrupts()(pl.Trainer._predict_impl)
 
 
+# Messages name the class that users know.
+TrainerWithoutSignals.__name__ = "Trainer"
+
+
 #: Starts of Lightning's warnings that do not concern our users, as regular expressions.
 _HIDDEN_WARNINGS = (
     # The Trainer chooses the device itself, and logs it.
@@ -76,6 +80,8 @@ _HIDDEN_WARNINGS = (
     "When using `Trainer.accumulate_grad_batches != 1.` and overriding",
     # Intended: without log lines, nothing is logged.
     "The number of training batches .* is smaller than the logging",
+    # The evaluation raises an error that names the reason.
+    "Total length of `_EvaluationBatches` across ranks is zero",
     # Lightning 2.6 uses a name that torch 2.13 deprecates; users cannot change that.
     r".*isinstance\(treespec, LeafSpec\)",
 )

@@ -1,5 +1,7 @@
 """Wrong arguments get one clear error that names them, the reason and what to do, before any training."""
 
+import errno
+
 import pytest
 import transformers
 
@@ -37,6 +39,10 @@ def test_unknown_arguments(settings, message):
             {"eval_strategy": "step"},
             ["eval_strategy: 'step' is not valid; did you mean 'steps'? Choose one of no, steps, epoch."],
         ),
+        ({"lr_scheduler_type": "cos"}, ["lr_scheduler_type: 'cos' is not valid; did you mean 'cosine'? Choose one of"]),
+        ({"on_divergence": "roll"}, ["on_divergence: 'roll' is not valid; did you mean 'rollback'? Choose one of"]),
+        ({"lr_scheduler_type": "warmup_"}, ["lr_scheduler_type: 'warmup_' is not valid; did you mean 'warmup_stable"]),
+        ({"lr_scheduler_type": "co"}, ["lr_scheduler_type: 'co' is not valid. Choose one of"]),
         ({"save_strategy": "best"}, ["save_strategy"]),
         ({"bf16": True, "fp16": True}, ["bf16"]),
         ({"lr_scheduler_kwargs": "{broken"}, ["lr_scheduler_kwargs"]),
@@ -156,6 +162,19 @@ def test_an_output_dir_that_is_a_file(tmp_path, name):
     args = TrainingArguments(str(tmp_path / name), use_cpu=True)
     with pytest.raises(FileExistsError, match=r"output_dir=.*: this path, or one of its parents, is a file"):
         Trainer(make_plain(), args)
+
+
+def test_an_output_dir_that_cannot_be_created(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied", "/there")
+
+    args = TrainingArguments("/there/run", use_cpu=True)
+    monkeypatch.setattr("os.makedirs", fail)
+    with pytest.raises(
+        PermissionError, match=r"output_dir='/there/run' cannot be created: Permission denied"
+    ) as caught:
+        Trainer(make_plain(), args)
+    assert caught.value.errno == errno.EACCES
 
 
 def test_a_timeout_that_no_operation_meets(make_args, monkeypatch):

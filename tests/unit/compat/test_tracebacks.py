@@ -13,7 +13,7 @@ import hftrainer
 from hftrainer.cli import run
 from hftrainer.compat import tracebacks
 from hftrainer.compat.tracebacks import note_batch
-from hftrainer.errors import MissingPackage
+from hftrainer.errors import InvalidArgument, MissingPackage
 from hftrainer.reporting import plot
 from tests.support.tiny import Plain, language_data, make_bert, make_llama, make_plain, plain_data, text_data
 
@@ -32,6 +32,11 @@ class Data(list):
 
 class AtStep(hftrainer.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
+        raise LookupError("mine")
+
+
+class AtStart(hftrainer.TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
         raise LookupError("mine")
 
 
@@ -63,7 +68,9 @@ CASES = {
         ["train", "forward"],
         "in training step 1, with the batch x: a Tensor.",
     ),
-    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after 1 of 2 optimizer steps."),
+    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after training step 1 of 2."),
+    "start": ({"callbacks": [AtStart()]}, ["train", "on_train_begin"], "before training step 1 of 2."),
+    "list": ({"data_collator": lambda samples: samples}, ["train", "compute_loss_and_outputs"], "in training step 1."),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
         ["train", "forward", "forward"],
@@ -77,7 +84,7 @@ def fail_to_train(folder, given, **others):
     settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True} | others
     args = hftrainer.TrainingArguments(str(folder), **settings)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(10), "compute_metrics": lambda _: {"a": 1.0}}
-    with pytest.raises((LookupError, RuntimeError)) as caught:
+    with pytest.raises((LookupError, RuntimeError, InvalidArgument)) as caught:
         hftrainer.Trainer(**{"model": make_plain(), "args": args, **data, **given}).train()
     return caught.value
 

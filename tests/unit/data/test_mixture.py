@@ -247,7 +247,7 @@ def test_changed_weights_are_named_at_a_resume(tmp_path, caplog):
         (make_sources("streams"), {"max_steps": -1}, "max_steps must be set"),
         ({"code": [], "chat": plain_data(3)}, {}, r"train_dataset\['code'\] has no samples"),
         ({"code": Stream([]), "chat": plain_data(3)}, {}, r"train_dataset\['code'\] has no samples"),
-        ({"code": 3, "chat": plain_data(3)}, {}, r"train_dataset\['code'\] is a int"),
+        ({"code": 3, "chat": plain_data(3)}, {}, r"train_dataset\['code'\] is of type int"),
         ({"train": plain_data(3), "test": plain_data(3)}, {}, r"pass one of its sets, such as dataset\['test'\]"),
         (plain_data(3), {}, "mixture_weights and mixture_temperature need several"),
         (plain_data(3), {"mixture_column": "kind"}, "only a datasets.Dataset has columns"),

@@ -1,5 +1,6 @@
 """What an evaluation cannot do without or cannot use is named."""
 
+import numpy as np
 import pytest
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -58,3 +59,38 @@ def test_a_metric_that_does_not_fit(make_args):
         Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=metrics).evaluate()
     note = "got (float32 (8, 3), int64 (8,)). Select other tensors with TorchMetrics(metrics, adapter=...)."
     assert note in caught.value.__notes__[0]
+
+
+def test_a_metric_that_is_an_array(make_args, caplog):
+    metrics = {"acc": np.zeros(8), "loss": np.float32(1), "one": np.zeros(1), "each": [1.0, 2.0]}
+    trainer = Trainer(make_plain(), make_args(), eval_dataset=plain_data(8), compute_metrics=lambda _: metrics)
+    for _ in range(2):
+        assert (trainer.evaluate()["eval_acc"] == 0).all()
+    found = [message for message in caplog.messages if "compute_metrics" in message]
+    assert found == ["compute_metrics['acc'] is an array of 8: return a number."]
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "message"),
+    [
+        ([], {"eval_strategy": "steps", "eval_steps": 2}, "eval_dataset is empty: add samples, or use eval_strategy="),
+        ({"a": plain_data(4), "b": []}, {"eval_strategy": "epoch"}, r"eval_dataset\['b'\] is empty"),
+    ],
+)
+def test_an_empty_evaluation_set_before_the_first_step(make_args, data, settings, message):
+    trainer = Trainer(make_plain(), make_args(**settings), train_dataset=plain_data(), eval_dataset=data)
+    with pytest.raises(InvalidArgument, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"eval_strategy": "steps", "eval_delay": 9}])
+def test_an_empty_evaluation_set_that_is_not_evaluated(make_args, settings):
+    trainer = Trainer(make_plain(), make_args(**settings), train_dataset=plain_data(), eval_dataset=[])
+    assert trainer.train().global_step == 2
+
+
+def test_lightning_does_not_describe_our_batches(make_args, recwarn):
+    with pytest.raises(InvalidArgument, match="Evaluation has no batches"):
+        Trainer(make_plain(), make_args(), eval_dataset=[]).evaluate()
+    assert not any("_EvaluationBatches" in str(each.message) for each in recwarn)

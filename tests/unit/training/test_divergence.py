@@ -192,7 +192,7 @@ def test_what_was_unfrozen_cannot_return_to_the_start(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"on_divergence": "rolback"}, r"not valid; did you mean 'rollback'\? Choose one of rollback, stop"),
+        ({"on_divergence": "rolback"}, r"is not valid; did you mean 'rollback'\? Choose one of rollback, stop"),
         ({"divergence_threshold": 8}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"max_rollbacks": 2}, "divergence_threshold and max_rollbacks need on_divergence"),
         ({"on_divergence": "rollback", "max_rollbacks": -1}, "max_rollbacks=-1: "),
