@@ -1,11 +1,10 @@
-"""Computes a run's length, and iterates over its micro-batches in windows of one step."""
+"""The length of a run, and the windows of micro-batches of its optimizer steps."""
 
 from __future__ import annotations
 
-import abc
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,107 +45,6 @@ class Span:
     epoch: int
     start: int
     micro_batches: int
-
-
-class MicroBatchIterator(abc.ABC):
-    """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
-
-    All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
-    items in a window must be known before its first loss. The methods up to `is_interrupted` are the run's.
-
-    Args:
-        schedule: the lengths of the run.
-        position: index of the first micro-batch of the first iteration.
-
-    Attributes:
-        window_start: index of the first micro-batch of the current window.
-    """
-
-    def __init__(self, schedule: TrainingSchedule, position: int = 0) -> None:
-        self.schedule = schedule
-        self.position = position
-        self.window_start = 0
-        self.window = AccumulationWindow()
-
-    @abc.abstractmethod
-    def planned_accumulation_steps(self) -> int:
-        """Micro-batches per optimizer step that the schedule assumes for this epoch."""
-
-    @abc.abstractmethod
-    def accumulation_steps(self) -> int:
-        """Current micro-batches per optimizer step.
-
-        Callbacks may change it: the next window uses the new value, and the epoch keeps its planned number of windows,
-        as in `transformers.Trainer`.
-        """
-
-    @abc.abstractmethod
-    def open_epoch(self) -> Iterator[Any]:
-        """The batches of an epoch, called when its iteration begins."""
-
-    @abc.abstractmethod
-    def get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
-        """At most `num_batches` micro-batches of a window, and their number of items."""
-
-    @abc.abstractmethod
-    def on_first_window(self) -> None:
-        """Called once after the first window of an iteration is fetched."""
-
-    @abc.abstractmethod
-    def should_skip(self, start: int) -> bool:
-        """Whether the window that was just fetched, from micro-batch `start` of the epoch, is dropped."""
-
-    @abc.abstractmethod
-    def is_interrupted(self) -> bool:
-        """Whether a callback has ended the epoch or the training."""
-
-    def __len__(self) -> int:
-        """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
-        return self.schedule.steps_in_epoch
-
-    def __iter__(self) -> Iterator[Any]:
-        # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
-        index, self.position = self.position, 0
-        iterator = self.open_epoch()
-        total = self.schedule.steps_in_epoch
-        size = self.accumulation_steps()
-        remainder = total % size or size
-        first_update, last_update = index // size, math.ceil(total / self.planned_accumulation_steps()) - 1
-        for update in range(first_update, last_update + 1):
-            num_batches = remainder if update == last_update else self.accumulation_steps()
-            samples, num_items = self.get_window(iterator, num_batches)
-            if update == first_update:
-                self.on_first_window()
-            if not samples:
-                return
-            if self.should_skip(index):
-                index += len(samples)
-                self.window = AccumulationWindow(len(samples), num_items, is_first=False, is_last=True, index=index - 1)
-                continue
-            self.window_start = index
-            for sample in samples:
-                size = self.accumulation_steps()
-                self.window = AccumulationWindow(
-                    size=len(samples),
-                    num_items=num_items,
-                    is_first=index % size == 0,
-                    is_last=(index + 1) % size == 0 or index + 1 == total,
-                    index=index,
-                )
-                index += 1
-                yield sample
-                if self.is_interrupted():
-                    return
-
-    # Lightning resumes within an epoch only if the loader has these two methods.
-
-    def state_dict(self) -> dict[str, int]:
-        """Position in the epoch, in micro-batches."""
-        return {"position": self.window.index + 1}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin the next iteration at the micro-batch of `state`."""
-        self.position = state["position"]
 
 
 class TrainingSchedule(NamedTuple):

@@ -1,7 +1,7 @@
 """Detects that a run diverges, and keeps the list of the samples that it then skips.
 
 All ranks check each step before the weights change, and agree on the result. The runner goes back to the last
-checkpoint, and `MicroBatchIterator` drops the batches of that step when it reads them again.
+checkpoint, and `RunBatches` drops the batches of that step when it reads them again.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from hftrainer.compat import overrides
-from hftrainer.data.accumulation import MicroBatchIterator
+from hftrainer.components.component import Component
+from hftrainer.data.accumulation import AccumulationWindow
 from hftrainer.data.epoch_reader import EpochReader, ResumePoint
 
 if TYPE_CHECKING:
@@ -14,38 +16,89 @@ if TYPE_CHECKING:
     from hftrainer.training.events import TrainingEvents
 
 
-class RunBatches(MicroBatchIterator):
-    """Reads the micro-batches of a run, and restores the random states where a resumed run continues.
+class RunBatches(Component):
+    """An iterable over an epoch's micro-batches. `window` describes the last one yielded.
+
+    All micro-batches of a window are fetched before the first is used, as in `transformers.Trainer`: the number of
+    items in a window must be known before its first loss.
 
     Args:
         components: the parts of the Trainer.
         events: the events of the run.
         train_dataloader: the loader of the training data.
+
+    Attributes:
+        position: index of the first micro-batch of the next iteration.
+        window_start: index of the first micro-batch of the current window.
     """
 
     def __init__(self, components: Components, events: TrainingEvents, train_dataloader: Any) -> None:
-        super().__init__(events.schedule, events.position)
-        self.components, self.events = components, events
-        self.trainer, self.run = components.trainer, components.run
+        super().__init__(components)
+        self.events, self.schedule, self.position = events, events.schedule, events.position
+        self.window_start = 0
+        self.window = AccumulationWindow()
         self.reader = EpochReader(train_dataloader)
         self._data_state = None if events.progress is None else events.progress.data
         self._has_restored_rng = False
 
-    # ---- Accumulation ------------------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        """Micro-batches in an epoch. For data without a length, as many as `max_steps` needs."""
+        return self.schedule.steps_in_epoch
 
-    def planned_accumulation_steps(self) -> int:
-        """The value of Lightning's `GradientAccumulationScheduler` for the epoch, or else of the argument."""
-        steps: int = self.components.engine.accumulation_steps_of(self.events.epoch)
-        return steps
+    def __iter__(self) -> Iterator[Any]:
+        # Do nothing before the first micro-batch is requested: Lightning calls iter() before the epoch begins.
+        index, self.position = self.position, 0
+        iterator = self._open_epoch()
+        total = self.schedule.steps_in_epoch
+        size = self._accumulation_steps()
+        remainder = total % size or size
+        # The epoch keeps its planned number of windows if a callback changes the accumulation.
+        planned_size = self.components.engine.accumulation_steps_of(self.events.epoch)
+        first_update, last_update = index // size, math.ceil(total / planned_size) - 1
+        for update in range(first_update, last_update + 1):
+            num_batches = remainder if update == last_update else self._accumulation_steps()
+            samples, num_items = self._get_window(iterator, num_batches)
+            if update == first_update:
+                self._restore_rng_after_reading()
+            if not samples:
+                return
+            if self.events.divergence.should_skip(index):
+                index += len(samples)
+                self.window = AccumulationWindow(len(samples), num_items, is_first=False, is_last=True, index=index - 1)
+                continue
+            self.window_start = index
+            for sample in samples:
+                size = self._accumulation_steps()
+                self.window = AccumulationWindow(
+                    size=len(samples),
+                    num_items=num_items,
+                    is_first=index % size == 0,
+                    is_last=(index + 1) % size == 0 or index + 1 == total,
+                    index=index,
+                )
+                index += 1
+                yield sample
+                if self._is_interrupted():
+                    return
 
-    def accumulation_steps(self) -> int:
+    # Lightning resumes within an epoch only if the loader has these two methods.
+
+    def state_dict(self) -> dict[str, int]:
+        """Position in the epoch, in micro-batches."""
+        return {"position": self.window.index + 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Begin the next iteration at the micro-batch of `state`."""
+        self.position = state["position"]
+
+    def _accumulation_steps(self) -> int:
         """A callback's value, or else the argument's current value."""
         argument = self.trainer.args.gradient_accumulation_steps
         self.components.model_setup.check_accumulation(argument)
         steps: int = self.components.engine.accumulation_steps_of(self.events.epoch, argument)
         return steps
 
-    def get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
+    def _get_window(self, iterator: Iterator[Any], num_batches: int) -> tuple[list[Any], Any]:
         """What `Trainer.get_batch_samples` returns."""
         self.events.is_between_steps = False
         read, device = self.trainer.get_batch_samples, self.run.loss_since_log.device
@@ -53,11 +106,7 @@ class RunBatches(MicroBatchIterator):
         self.run.accumulation_steps = len(samples)
         return samples, num_items
 
-    def should_skip(self, start: int) -> bool:
-        """Whether `on_divergence` skips the window."""
-        return self.events.divergence.should_skip(start)
-
-    def is_interrupted(self) -> bool:
+    def _is_interrupted(self) -> bool:
         """Whether a control flag that all ranks know ends the epoch or the training."""
         control = self.trainer.control
         return self.events.control_sync.can_stop and (control.should_epoch_stop or control.should_training_stop)
@@ -69,15 +118,15 @@ class RunBatches(MicroBatchIterator):
         """Whether the current epoch is the one in which the run resumes."""
         return self.events.resume_folder is not None and self.events.epoch == self.events.first_epoch
 
-    def open_epoch(self) -> Iterator[Any]:
+    def _open_epoch(self) -> Iterator[Any]:
         """The batches of the epoch; in the one in which the run resumes, the remaining ones."""
         if not self.resumes_epoch:
             return self.reader.open_epoch(self.events.epoch)
         point = ResumePoint(self.events.position, self._restore_rng_once, self._data_state)
         return self.reader.open_epoch(self.events.epoch, point)
 
-    def on_first_window(self) -> None:
-        """Restore the random states of a checkpoint without reading state."""
+    def _restore_rng_after_reading(self) -> None:
+        """After the first window, restore the random states of a checkpoint without reading state."""
         if self.resumes_epoch and self.events.position and self._data_state is None:
             self._restore_rng_states()
 

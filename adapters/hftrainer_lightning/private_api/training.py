@@ -41,7 +41,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from hftrainer_lightning.private_api.trainer import has_listeners
 
 if TYPE_CHECKING:
-    from hftrainer.data.accumulation import MicroBatchIterator
+    from hftrainer.training.run_batches import RunBatches
     from hftrainer_lightning.module import TrainerModule
 
 
@@ -69,7 +69,7 @@ class _WindowedEpochLoop(_TrainingEpochLoop):
     Lightning counts a step when it has ended.
     """
 
-    micro_batches: MicroBatchIterator
+    micro_batches: RunBatches
 
     def _should_accumulate(self) -> bool:
         return not self.micro_batches.window.is_last
@@ -189,7 +189,7 @@ class _StepLoggerConnector(_LoggerConnector):
         super().on_batch_start(batch, dataloader_idx)
 
 
-def install_window_accumulation(trainer: pl.Trainer, micro_batches: MicroBatchIterator) -> None:
+def install_window_accumulation(trainer: pl.Trainer, micro_batches: RunBatches) -> None:
     """Make the accumulation windows, not Lightning's batch count, control steps and the divisor of the loss."""
     trainer.fit_loop.__class__ = _TrainerFitLoop
     epoch_loop = trainer.fit_loop.epoch_loop
