@@ -2,7 +2,8 @@
 
 Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps done). The events are:
 
-- `begin`: `train()` started; `max_steps`, `world_size`, `device`, `pid`, `host`, and `resumed_from`, a folder or null.
+- `begin`: `train()` started; `max_steps`, `logging_steps` or null, `world_size`, `device`, `pid`, `host`, and
+  `resumed_from`, a folder or null.
 - `log`: `logs`, a line of `log_history`.
 - `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward,
   optimizer), 'data' (waiting for it), 'evaluation' and 'saving'; together all of the time. Written at log lines, at the

@@ -21,6 +21,8 @@ Event = dict[str, Any]
 
 #: Number of recent intervals, and of checkpoints and warnings on the page.
 RECENT, MAX_ROWS = 20, 3
+#: What the page shows of the last start.
+FACTS = ("device", "world_size", "host", "pid", "resumed_from", "logging_steps")
 #: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
 
@@ -218,7 +220,7 @@ class WatchedRun:
             "seconds_left": (run.max_steps - last["step"]) / steps * seconds if steps and is_running else None,
             "started": run.spans[0]["time"] if run.spans else None,
             "updated": last["time"],
-            **{name: begin.get(name) for name in ("device", "world_size", "host", "pid", "resumed_from")},
+            **{name: begin.get(name) for name in FACTS},
             "phase": {"name": run.phase["phase"], "since": run.phase["time"]} if run.phase and is_running else None,
             "goodput": journal.goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
             "metrics": {name: run.metric(name) for name in names},

@@ -12,7 +12,7 @@ from hftrainer.arguments.choices import SaveStrategy, read_observe
 from hftrainer.components.component import Component
 from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
-from hftrainer.monitoring.journal import Journal
+from hftrainer.monitoring.journal import COMPLETE, Journal, read_events
 from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
@@ -103,13 +103,16 @@ def _make_observer(components: Components, loop: TrainingLoop) -> Observer | Non
         return None
     loop.micro_batches.reader.time_collator()
     peak = peak_flops(trainer.args.device, plan.precision) if "mfu" in observations else None
-    has_journal = "journal" in observations and trainer.is_world_process_zero()
+    folder = run_folder(trainer, loop.trial)
+    # The resume of a run that has already ended would spoil its record.
+    is_recorded = loop.is_finished and read_events(folder)[-1:] and read_events(folder)[-1].get("reason") in COMPLETE
+    has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
         Measurements(lambda: components.run.seconds, loop.micro_batches.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
-        Journal(run_folder(trainer, loop.trial) if has_journal else None),
+        Journal(folder if has_journal else None),
         {"world_size": trainer.args.world_size, "device": str(trainer.args.device), "resumed_from": loop.resume_folder},
     )
     trainer.add_callback(observer)

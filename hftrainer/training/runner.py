@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.components.component import Component
+from hftrainer.components.storage_sync import run_folder
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -400,11 +402,19 @@ class TrainingRunner(Component):
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
-        lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, stopper)]
-        if (observer := loop.watch.observer) is not None:
+        # A table has the seconds of an observed run.
+        observer = loop.watch.observer
+        split = seconds if observer is None else {}
+        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, stopper)]
+        if observer is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
+        has_record = lines[-1] or (observer is not None and observer.journal.folder is not None)
+        # Besides the end, something was logged.
+        if sys.stderr.isatty() and has_record and len(state.log_history) > 1:
+            folder = shlex.quote(run_folder(self.trainer, None))
+            lines.append(f"python -m hftrainer plot {folder} draws its curves.")
         for line in filter(None, lines):
             tell(line)
 
