@@ -214,9 +214,9 @@ class PrinterCallback(TrainerCallback):
 
 
 def _is_empty(logs: Mapping[str, Any] | None, args: BaseArguments) -> bool:
-    """Whether a line is the end of an observed run that had no step left, so that it would show zeros."""
-    is_end = (logs or {}).get("train_loss") == 0 == (logs or {}).get("train_steps_per_second")
-    return is_end and bool(read_observe(getattr(args, "observe", False)))
+    """Whether a line is the end of an observed run that had no step left."""
+    values = [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")]
+    return values == [0, 0] and bool(read_observe(getattr(args, "observe", False)))
 
 
 def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:

@@ -138,7 +138,7 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     from rich.panel import Panel
     from rich.text import Text
 
-    colour = COLOURS["complete"] if _is_complete(page) else COLOURS.get(page["state"], "red")
+    colour = COLOURS.get(page["state"], "red")
     inner = width - 4
     parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
     lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
@@ -152,16 +152,12 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
 
 
-def _is_complete(page: dict[str, Any]) -> bool:
-    """Whether a run without a journal has a checkpoint of its last step."""
-    return page["state"] == "unobserved" and 0 < page["max_steps"] <= page["step"]
-
-
 def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
     silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
     words = {
-        "unobserved": "complete · no journal" if _is_complete(page) else "no journal",
+        "complete": "complete" if page.get("device") else "complete · no journal",
+        "unobserved": "no journal",
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
         "killed": f"{silence}; process {{pid}} has ended",

@@ -90,12 +90,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
 def check_folder(folder: str) -> None:
     """Raise `InvalidArgument` if the path is not a folder."""
     if not os.path.isdir(folder):
-        reason = "is not a folder" if os.path.exists(folder) else "the folder does not exist"
-        reason = explain_unreadable_url(folder) or reason
-        raise InvalidArgument(
-            f"{folder}: {reason}; pass the output_dir of a run, which contains its checkpoint-xxx folders, and with "
-            "observe=True a journal."
-        )
+        reason = explain_unreadable_url(folder)
+        problem = f": {reason}" if reason else " is not a folder" if os.path.exists(folder) else " does not exist"
+        raise InvalidArgument(f"{folder}{problem}: pass a run's output_dir")
 
 
 def read_events(folder: str) -> list[dict[str, Any]]:
@@ -179,12 +176,10 @@ def read_state(folder: str) -> TrainerState:
     paths = (Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder)))
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
-        run = min(Path(folder).glob("*/checkpoint-*/"), default=None)
-        raise InvalidArgument(
-            f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it contains "
-            f"{names.TRAINER_STATE_NAME}, which a run writes with each checkpoint and in trainer.save_state(), nor is "
-            f"there a journal of observe=True; pass the output_dir of a run{f', such as {run.parent}' if run else ''}."
-        )
+        if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
+            raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
+        problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {NAME}"
+        raise InvalidArgument(f"no run has written in {folder} yet, since {problem}: pass the output_dir of a run")
     try:
         return TrainerState.load_from_json(str(file))
     except ValueError as error:

@@ -177,9 +177,8 @@ class Observer(TrainerCallback):
         """Start the journal and the first interval."""
         self._step = self._written_step = state.global_step
         logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
-        facts = {"max_steps": state.max_steps, "logging_steps": logging_steps, "pid": os.getpid()}
-        facts |= {"host": socket.gethostname(), **self._facts}
-        self.journal.write("begin", self._step, **facts)
+        facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
+        self.journal.write("begin", self._step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())
         self._written_counters = self._start_counters

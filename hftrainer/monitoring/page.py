@@ -21,8 +21,6 @@ Event = dict[str, Any]
 
 #: Number of recent intervals, and of checkpoints and warnings on the page.
 RECENT, MAX_ROWS = 20, 3
-#: What the page shows of the last start.
-FACTS = ("device", "world_size", "host", "pid", "resumed_from", "logging_steps")
 #: Minimum of the seconds after which a run is silent, in addition to three times its longest pause.
 SILENCE = 300.0
 
@@ -116,7 +114,8 @@ class RunSummary:
             now: seconds since 1970.
         """
         if self.begin is None or self.last_event is None:
-            return "unobserved"
+            is_complete = self.last_event is not None and 0 < self.max_steps <= self.last_event["step"]
+            return "complete" if is_complete else "unobserved"
         if self.end is not None:
             return self.end["reason"] if self.end["reason"] in journal.COMPLETE else "failed"
         if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
@@ -220,7 +219,8 @@ class WatchedRun:
             "seconds_left": (run.max_steps - last["step"]) / steps * seconds if steps and is_running else None,
             "started": run.spans[0]["time"] if run.spans else None,
             "updated": last["time"],
-            **{name: begin.get(name) for name in FACTS},
+            **{name: begin.get(name) for name in ("device", "world_size", "host", "pid", "resumed_from")},
+            "logging_steps": begin.get("logging_steps"),
             "phase": {"name": run.phase["phase"], "since": run.phase["time"]} if run.phase and is_running else None,
             "goodput": journal.goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
             "metrics": {name: run.metric(name) for name in names},

@@ -23,7 +23,6 @@ from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.components.component import Component
-from hftrainer.components.storage_sync import run_folder
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument
@@ -390,19 +389,14 @@ class TrainingRunner(Component):
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        data_seconds, evaluation_seconds = (
-            sum(loop.micro_batches.reader.waits().values()),
-            run.seconds.get("evaluation", 0.0),
-        )
         seconds = {
-            "waiting for data": data_seconds,
-            "in evaluations": evaluation_seconds,
+            "waiting for data": sum(loop.micro_batches.reader.waits().values()),
+            "in evaluations": run.seconds.get("evaluation", 0.0),
             "saving": run.seconds.get("saving", 0.0),
         }
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
-        # A table has the seconds of an observed run.
         observer = loop.watch.observer
         split = seconds if observer is None else {}
         lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, stopper)]
@@ -411,9 +405,8 @@ class TrainingRunner(Component):
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
         has_record = lines[-1] or (observer is not None and observer.journal.folder is not None)
-        # Besides the end, something was logged.
         if sys.stderr.isatty() and has_record and len(state.log_history) > 1:
-            folder = shlex.quote(run_folder(self.trainer, None))
+            folder = shlex.quote(str(self.trainer.args.output_dir))
             lines.append(f"python -m hftrainer plot {folder} draws its curves.")
         for line in filter(None, lines):
             tell(line)

@@ -279,7 +279,7 @@ def test_a_run_that_observes(tmp_path, capsys, monkeypatch):
 
 
 def test_folders_without_a_run(tmp_path, capsys):
-    for folder, text in ((tmp_path / "none", "the folder does not exist"), (tmp_path, "pass the output_dir of a run")):
+    for folder, text in ((tmp_path / "none", "does not exist"), (tmp_path, "pass the output_dir of a run")):
         with pytest.raises(SystemExit) as ended:
             main(["watch", "--once", str(folder)])
         assert ended.value.code == 2 and text in capsys.readouterr().err
