@@ -66,7 +66,7 @@ def _describe_end(page: dict[str, Any]) -> str | None:
     from hftrainer.cli.watch import format_duration
 
     state = page["state"]
-    if state in ("running", "silent") or (state == "unobserved" and page["step"] < page["max_steps"]):
+    if state in ("running", "silent", "unobserved"):
         return None
     how = {"killed": "was killed", "complete": "completed"}.get(state, f"ended ({page['reason']})")
     age = f", {format_duration(time.time() - page['updated'])} ago" if page["updated"] else ""

@@ -104,11 +104,6 @@ def read_events(folder: str) -> list[dict[str, Any]]:
         return []
 
 
-def begins_new_run(event: dict[str, Any]) -> bool:
-    """Whether the event begins a new run: a start from scratch rather than a resumed one."""
-    return event["event"] == "begin" and event.get("resumed_from") is None
-
-
 class RunNumbers:
     """The run of each event of a journal, by number: a start from scratch begins a run, a resumed one continues it.
 
@@ -121,7 +116,7 @@ class RunNumbers:
 
     def next(self, event: dict[str, Any]) -> int:
         """The number of the next event's run."""
-        if begins_new_run(event):
+        if event["event"] == "begin" and event.get("resumed_from") is None:
             self._count += 1
             self._number = self._count
         elif event["event"] == "begin":
