@@ -18,9 +18,9 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in _MODULES}
 
 def make_parser() -> Parser:
     """The parser with all subcommands; each sets `execute`, the function that runs it."""
-    parser = Parser(
-        prog="python -m hftrainer", description="The Hugging Face Trainer API, with PyTorch Lightning as its engine."
-    )
+    # Completion is for the short name.
+    prog = "hftrainer" if os.path.basename(sys.argv[0]) in ("hftrainer", "hftrainer.exe") else "python -m hftrainer"
+    parser = Parser(prog=prog, description="The Hugging Face Trainer API, with PyTorch Lightning as its engine.")
     parser.add_argument("-V", "--version", action="version", version=f"hftrainer {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, module in COMMANDS.items():
@@ -52,17 +52,18 @@ def main(words: Sequence[str] | None = None) -> None:
     if words[0] == "--json":
         parser.error("--json goes after the command")
     if words[0] not in names:
-        problem = f"unknown option {words[0]}" if words[0].startswith("-") else f"{words[0]!r} is not a command"
-        nearest = "--version" if words[0] == "-v" else words[0].lower()
-        hint = suggest(nearest, names, f": use {', '.join([*COMMANDS, 'completion'])}", cutoff=0.65)
+        is_option = words[0].startswith("-")
+        problem = f"unknown option {words[0]}" if is_option else f"{words[0]!r} is not a command"
+        allowed = [name for name in names if name.startswith("-") is is_option]
+        hint = suggest(words[0].lower(), [*names, "--json"], f": use {', '.join(allowed)}", cutoff=0.65)
         parser.error(f"{problem}{hint}")
     options, remaining = parser.parse_known_args(words)
     if options.command in ("run", "explain"):
         # This parser does not know the script's options: argparse returns those before the first value separately.
         options.words = remaining + options.words
     elif remaining:
-        names = [name for action in options.parser._actions for name in action.option_strings]
-        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{suggest(remaining[0], names)}")
+        hint = suggest(remaining[0], options.parser._option_string_actions)
+        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{hint}")
     try:
         options.execute(options.parser, options)
     # The process that reads the output, such as `head`, has ended.

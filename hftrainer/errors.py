@@ -9,7 +9,7 @@ import difflib
 import pickle
 from collections.abc import Iterable
 
-#: A name in other libraries → our name, which is too different for `difflib`.
+#: A name in other libraries or programs → our name, which is too different for `difflib`.
 SYNONYMS: dict[str, str] = {
     "accumulate_grad_batches": "gradient_accumulation_steps",
     "adam": "adamw_torch",
@@ -23,6 +23,9 @@ SYNONYMS: dict[str, str] = {
     "max_epochs": "num_train_epochs",
     "metrics": "compute_metrics",
     "resume": "resume_from_checkpoint",
+    "-n": "--nproc",
+    "-o": "--out",
+    "-v": "--version",
 }
 
 

@@ -46,7 +46,8 @@ class CurrentArguments:
         False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"
     )
     do_eval: bool = arg(
-        False, "For your script; True whenever `eval_strategy` is not 'no'.", "4.1", "inert: a switch for your script"
+        *(False, "For your script; True whenever `eval_strategy` is not 'no'.", "4.1"),
+        "inert: a switch for your script, which eval_strategy sets too",
     )
     do_predict: bool = arg(
         False, "For your script; the Trainer does not read it.", "4.1", "inert: a switch for your script"

@@ -102,7 +102,7 @@ class ProgressCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Write the log line above the bar."""
-        if self.training_bar is not None:
+        if self.training_bar is not None and not _is_empty(logs, args):
             values = _format_logs(logs, args, above_bar=True)
             values = {name: self._shorten(value) for name, value in values.items()}
             if "loss" in (logs or {}) and read_observe(getattr(args, "observe", False)):
@@ -207,10 +207,16 @@ class PrinterCallback(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Print the line, above Lightning's progress bar if it shows one."""
-        if state.is_local_process_zero:
+        if state.is_local_process_zero and not _is_empty(logs, args):
             from tqdm import tqdm
 
             tqdm.write(_format_line(_format_logs(logs, args), logs or {}, args, state))
+
+
+def _is_empty(logs: Mapping[str, Any] | None, args: BaseArguments) -> bool:
+    """Whether a line is the end of an observed run that had no step left."""
+    values = [(logs or {}).get(name) for name in ("train_loss", "train_steps_per_second")]
+    return values == [0, 0] and bool(read_observe(getattr(args, "observe", False)))
 
 
 def _format_line(values: dict[str, Any], logs: Mapping[str, Any], args: BaseArguments, state: TrainerState) -> str:
@@ -234,11 +240,11 @@ def _rate(unit: str) -> Callable[[float], str]:
 #: Value of an observed run → its format in a human-readable line.
 _VALUE_FORMATS: dict[str, Callable[[float], str]] = {
     "grad_norm": "grad {:<5.3g}".format,
-    "learning_rate": "lr {:.1e}".format,
+    "learning_rate": "lr {:.2e}".format,
 }
 #: Measurement, which may have a prefix like `eval_` → its format. A narrow terminal leaves out the last ones.
 _MEASUREMENT_FORMATS: dict[str, Callable[[float], str]] = {
-    "runtime": "{:.3g} s".format,
+    "runtime": "in {:.3g} s".format,
     "tokens_per_second": _rate("tokens/s"),
     "samples_per_second": _rate("samples/s"),
     "data_wait": "wait {:>3.0%}".format,

@@ -229,7 +229,6 @@ def load_optimizer_and_scheduler(
         if is_sharded or has_full_state or has_parts:
             _check_group_count(scheduler_file, len(initial_groups))
         load_scheduler_or_scaler(scheduler, folder, "scheduler")
-    _warn_about_kept_settings(initial_groups, optimizer)
 
 
 def _load_optimizer(
@@ -325,7 +324,7 @@ def _has_optimizer_parts(folder: str) -> bool:
 _INTERNAL_KEYS = frozenset({"params", "lr", "fused", "foreach", "capturable", "differentiable"})
 
 
-def _warn_about_kept_settings(initial_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+def warn_about_kept_settings(initial_groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Log a warning about the script's optimizer settings that the checkpoint overrides."""
     overrides: dict[str, str] = {}
     for initial, group in zip(initial_groups, optimizer.param_groups, strict=False):

@@ -21,7 +21,8 @@ def add_subcommand(commands: Any) -> None:
         "'stop' saves first; 'profile' writes a trace of ten steps. Exits with 1 if the run does not answer.",
     )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="the run's output folder")
-    parser.add_argument("request", choices=("save", "evaluate", "stop", "profile"), help="what the run should do")
+    requests = ("save", "evaluate", "stop", "profile")
+    parser.add_argument("request", metavar="REQUEST", choices=requests, help=f"what to do: {', '.join(requests)}")
     text = "how long to wait; default: 60, or not at all if the last run has ended according to its files"
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help=text)
 
@@ -65,8 +66,8 @@ def _describe_end(page: dict[str, Any]) -> str | None:
     from hftrainer.cli.watch import format_duration
 
     state = page["state"]
-    if state in ("running", "silent") or (state == "unobserved" and page["step"] < page["max_steps"]):
+    if state in ("running", "silent", "unobserved"):
         return None
-    how = {"killed": "was killed", "unobserved": "completed"}.get(state, f"ended ({page['reason']})")
+    how = {"killed": "was killed", "complete": "completed"}.get(state, f"ended ({page['reason']})")
     age = f", {format_duration(time.time() - page['updated'])} ago" if page["updated"] else ""
     return f"the run {how} at step {page['step']:,}{age}"

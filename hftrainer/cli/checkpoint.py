@@ -1,4 +1,4 @@
-"""`python -m hftrainer checkpoint FOLDER`: the contents of a checkpoint, and which processes can resume it."""
+"""`python -m hftrainer checkpoint FOLDER`: the step and size of a checkpoint, and which processes can resume it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_subcommand(commands: Any) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "checkpoint",
-        help="show a checkpoint's contents and what can resume it, or accept one that was changed intentionally",
+        help="show a checkpoint's step, size and what can resume it, or accept one that was changed intentionally",
         description="Show the step, the position in the data, the sizes and whether the checkpoint is complete; exits "
         "with 1 if it is not, and with 2 if FOLDER is not a checkpoint. With --accept, read the files of a checkpoint "
         "that was changed after it was written (for example, its weights were converted), and write a new manifest, "

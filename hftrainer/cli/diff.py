@@ -38,8 +38,7 @@ class Divergence:
     values: Any
 
     def __str__(self) -> str:
-        values = self.values if isinstance(self.values, str) else _pair(self.values)
-        return f"step {self.step}, {self.name}: {values}"
+        return f"step {self.step}, {self.name}: {self.values if isinstance(self.values, str) else _pair(self.values)}"
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,16 @@ class Difference:
     """The differences between two runs.
 
     Attributes:
+        names: the names of the runs.
         steps: optimizer steps of each run.
         partings: subject → its first divergence.
         compared: subject → number of values that both runs recorded at the same step.
-        only_in_one: name of a value that only one run logged → that run, 'A' or 'B'.
+        only_in_one: name of a value that only one run logged → that run's name.
         arguments: name → both values, for arguments that differ; None if arguments are not recorded.
         versions: the same for versions.
     """
 
+    names: tuple[str, str]
     steps: tuple[int, int]
     partings: dict[str, Divergence]
     compared: dict[str, int]
@@ -69,7 +70,7 @@ class Difference:
         return self.steps[0] == self.steps[1] and not any(differences)
 
     def __str__(self) -> str:
-        parts = [self._summary(), ""]
+        parts = [self._summary(), "" if self.is_equal else f"\n{'':14} {' | '.join(self.names)}"]
         for subject in SUBJECTS:
             parting, compared = self.partings.get(subject), self.compared[subject]
             kind = "tensors" if subject == "weights" else "values"
@@ -87,20 +88,23 @@ class Difference:
         return "\n".join(parts)
 
     def _summary(self) -> str:
+        (one, other), count = self.names, self.steps
+        cause = f"; the arguments differ in {', '.join(self.arguments)}" if self.arguments else ""
         if self.partings:
             step = min(parting.step for parting in self.partings.values())
             subjects = [subject for subject, parting in self.partings.items() if parting.step == step]
-            return f"The runs diverge at step {step}, in {' and '.join(subjects)} (A | B)."
-        if self.steps[0] != self.steps[1]:
-            return f"The runs are equal in their common steps: A has {self.steps[0]}, B has {self.steps[1]}."
+            return f"{one} and {other} differ from step {step} in {', '.join(subjects)}{cause}."
+        if count[0] != count[1]:
+            return f"The runs are equal in their common steps: {one} has {count[0]}, {other} has {count[1]}{cause}."
         if not self.is_equal:
-            return "All common values are equal, but other parts differ (A | B)."
+            return f"All common values are equal{cause or ', but other parts differ'}."
         recorded = ", ".join(subject for subject in SUBJECTS if self.compared[subject])
         return f"The runs are equal{'' if all(self.compared.values()) else f' in what was recorded: {recorded}'}."
 
 
 def _pair(values: tuple[Any, Any]) -> str:
-    return f"{values[0]!r} | {values[1]!r}"
+    short = [f"{value:.6g}" if isinstance(value, float) else repr(value) for value in values]
+    return " | ".join(short if short[0] != short[1] else map(repr, values))
 
 
 def add_subcommand(commands: Any) -> None:
@@ -118,6 +122,8 @@ def add_subcommand(commands: Any) -> None:
 
 def execute(parser: Parser, options: argparse.Namespace) -> None:
     """Run the subcommand."""
+    if not any(os.path.exists(run) or "://" in run for run in options.runs):
+        parser.fail(f"{' and '.join(options.runs)} do not exist: pass the output_dir of two runs")
     try:
         difference = compare(*options.runs)
     # Our errors derive from ValueError.
@@ -136,7 +142,7 @@ def compare(a: str, b: str) -> Difference:
         DamagedCheckpoint: for a file that cannot be read.
     """
     from hftrainer.checkpointing.saved_arguments import read_arguments_of_run
-    from hftrainer.monitoring.journal import read_state
+    from hftrainer.monitoring.journal import read_state, run_names
     from hftrainer.reporting.metrics import logged
 
     states = read_state(a), read_state(b)
@@ -154,11 +160,13 @@ def compare(a: str, b: str) -> Difference:
             partings[subject] = part
     if not any(compared.values()):
         raise InvalidArgument(f"Nothing to compare: {a} and {b} share no logged or saved step: set logging_steps.")
+    names = run_names([a, b])
     return Difference(
+        (names[0], names[1]),
         (states[0].global_step, states[1].global_step),
         {subject: _shorten(partings[subject]) for subject in SUBJECTS if subject in partings},
         compared,
-        {name: "A" if name in logs[0] else "B" for name in sorted(logs[0].keys() ^ logs[1].keys())},
+        {name: names[name not in logs[0]] for name in sorted(logs[0].keys() ^ logs[1].keys())},
         _find_differences(read_arguments_of_run(a), read_arguments_of_run(b)),
         _find_differences(_versions(a), _versions(b)),
     )
@@ -204,7 +212,7 @@ def _shorten(parting: Divergence) -> Divergence:
     if not (hasattr(a, "untyped_storage") or hasattr(b, "untyped_storage")):
         return parting
     if a is None or b is None:
-        return replace(parting, values=f"only in {'B' if a is None else 'A'}")
+        return replace(parting, values=f"only in the {'second' if a is None else 'first'} run")
     if a.dtype != b.dtype or a.shape != b.shape:
         return replace(parting, values=f"{a.dtype} {[*a.shape]} | {b.dtype} {[*b.shape]}")
     differ = (a != b) & ~((a != a) & (b != b))

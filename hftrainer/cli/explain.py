@@ -122,7 +122,7 @@ def _arguments_of_script(
     if not all_args:
         parser.fail(
             f"{failure or f'{script} ended'}, and created no TrainingArguments. Pass the arguments directly, as in "
-            f"{parser.prog} --fp16; python -m hftrainer run {script} shows where the script ends.",
+            f"{parser.prog} --fp16; {parser.prog.rpartition(' ')[0]} run {script} shows where the script ends.",
             status=1,
         )
     return all_args[-1], failure

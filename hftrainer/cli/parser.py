@@ -72,6 +72,7 @@ class Parser(argparse.ArgumentParser):
             # Of up to three values all are named.
             hint = suggest(choice[1], allowed if len(allowed) > 3 else (), f": use one of {', '.join(allowed)}")
             message = f"{message[: choice.start()]}{choice[1]!r} is not allowed{hint}"
+        message = re.sub(r"^argument (\S+): invalid (?:int|float) value: (.*)", r"\1: \2 is not a number", message)
         message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
         usage = self.format_usage().rstrip() if "required" in message or "missing" in message else ""
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")

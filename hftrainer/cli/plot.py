@@ -67,19 +67,20 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
             paths = plot(options.folders, html=options.html, out=options.out, x=options.x or "step", read=read)
     except (InvalidArgument, MissingPackage, OSError) as error:
         parser.fail(error)
+    runs = _summarize_runs(options.folders, by_step) if len(options.folders) > 1 else []
     if options.json:
-        print(json.dumps({"files": paths}, indent=2))
+        strict = json.loads(json.dumps(runs), parse_constant=lambda _: None)
+        print(json.dumps({"files": paths} | ({"runs": strict} if runs else {}), indent=2))
         return
     for path in paths:
         print(f"{path} ({format_bytes(os.path.getsize(path))})" if path.endswith(".html") else path)
-    if len(options.folders) > 1:
-        print(f"\n{_compare(options.folders, by_step)}")
+    if runs:
+        print(f"\n{_compare(runs)}")
     _show(paths, by_step if len(options.folders) == 1 else [])
 
 
-def _compare(folders: list[str], lines: list[Line]) -> str:
-    """A table with one row per run."""
-    from hftrainer.cli.watch import format_duration, format_number
+def _summarize_runs(folders: list[str], lines: list[Line]) -> list[dict[str, Any]]:
+    """The values of each run by which they are compared."""
     from hftrainer.monitoring.journal import run_names
     from hftrainer.monitoring.page import WatchedRun
 
@@ -89,19 +90,29 @@ def _compare(folders: list[str], lines: list[Line]) -> str:
     evaluated = [name for page in pages for name in page["metrics"] if name.startswith("eval_")]
     metrics = list(dict.fromkeys([*(name for _, name in marked), *evaluated]))[:2] or ["loss"]
     best, rates = [f"best {name}" for name in metrics], ("samples_per_second", "tokens_per_second")
-    rows = [("", "steps", "last loss", *best, "mean samples/s", "mean tokens/s", "time", "goodput", "differs in")]
+    titles = ("run", "steps", "last loss", *best, "mean samples/s", "mean tokens/s", "time", "goodput", "differs in")
+    runs = []
     for run, page in zip(run_names(folders), pages, strict=True):
-        metrics_of_run, goodput = page["metrics"], page["goodput"]
-        seconds = page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime")
-        numbers = (
-            page["step"],
-            metrics_of_run.get("loss", {}).get("last"),
-            *(marked.get((run, name), metrics_of_run.get(name, {}).get("best")) for name in metrics),
+        values = (
+            *(run, page["step"], page["metrics"].get("loss", {}).get("last")),
+            *(marked.get((run, name), page["metrics"].get(name, {}).get("best")) for name in metrics),
             *(curve.mean_rate if (curve := curves.get((run, rate))) else None for rate in rates),
+            page["updated"] - page["started"] if page["started"] else page["values"].get("train_runtime"),
+            *(page["goodput"], next(line.settings for line in curves.values() if line.run == run)),
         )
-        time, share = "" if seconds is None else format_duration(seconds), "" if goodput is None else f"{goodput:.0%}"
-        settings = next(line.settings for line in curves.values() if line.run == run)
-        rows.append((run, *map(format_number, numbers), time, share, settings))
+        runs.append(dict(zip(titles, values, strict=True)))
+    return runs
+
+
+def _compare(runs: list[dict[str, Any]]) -> str:
+    """A table with one row per run."""
+    from hftrainer.cli.watch import format_duration, format_number
+
+    formats: dict[str, Any] = {"run": str, "time": format_duration, "goodput": "{:.0%}".format, "differs in": str}
+    rows = [("", *list(runs[0])[1:])]
+    for run in runs:
+        cells = {name: "" if each is None else formats.get(name, format_number)(each) for name, each in run.items()}
+        rows.append(tuple(cells.values()))
     table = align(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     return f"{table}\n\ngoodput: kept steps / all time" if any(row[-2] for row in rows[1:]) else table
 

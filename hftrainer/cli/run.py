@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 import runpy
@@ -61,7 +62,9 @@ def check_script(parser: Parser, script: str, *, as_module: bool) -> None:
     """Exit with an error if the script is not a file. Modules are not checked here."""
     if not as_module and not os.path.isfile(script):
         problem = "is not a file" if os.path.exists(script) else "does not exist"
-        parser.fail(f"the script {script!r} {problem}: pass the path of a file, or -m and a module")
+        scripts = glob.glob(os.path.join(glob.escape(os.path.dirname(script)), "*.py"))
+        hint = suggest(script, scripts, ": pass the path of a file, or -m and a module")
+        parser.fail(f"the script {script!r} {problem}{hint}")
 
 
 def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> None:
@@ -97,13 +100,18 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     if isinstance(error, KeyboardInterrupt) and (notes or find_rank_info({}, int).rank):
         sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
         return
-    ours = (os.path.dirname(os.path.dirname(__file__)), "<frozen runpy>", runpy.__file__)
+    command = os.path.join(os.path.dirname(sys.executable), "hftrainer")
+    ours = (command, os.path.dirname(os.path.dirname(__file__)), "<frozen ", runpy.__file__)
     first = trace
     while first is not None and first.tb_frame.f_code.co_filename.startswith(ours):
         first = first.tb_next
-    # The script cannot be parsed or found.
-    has_no_frame = isinstance(error, (SyntaxError, ImportError))
-    traceback.print_exception(kind, error, first if first or has_no_frame else trace)
+    # runpy has not found the module. An import inside it has a frame.
+    if first is None and isinstance(error, ImportError):
+        reason = error if "is a package" in str(error) else f"no module named {sys.argv[0]!r}"
+        sys.stderr.write(f"hftrainer run: error: {reason}\n")
+        return
+    # A script that cannot be parsed has no frame.
+    traceback.print_exception(kind, error, first if first or isinstance(error, SyntaxError) else trace)
 
 
 class _Launcher(Parser):
@@ -127,18 +135,19 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     launcher.add_argument("--tpu", action="store_true")
     launcher.add_argument("--num-cores", "--num_cores", type=int, metavar="N")
     defaults = vars(launcher.parse_args(["SCRIPT"]))
+    # An unknown option is named even if the script, or the last option's value, is missing.
+    if unknown := launcher.parse_known_args([*words, "SCRIPT", "SCRIPT"])[1]:
+        hint = suggest(unknown[0], launcher._option_string_actions)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     # argparse keeps the value of an existing attribute, so an option that is still None was not set.
-    parsed, unknown = launcher.parse_known_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
-    if unknown:
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}{suggest(unknown[0], launcher._option_string_actions)}"
-        )
+    parsed = launcher.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
     set_options = {name: value for name, value in vars(parsed).items() if value is not None}
     options = argparse.Namespace(**{**defaults, **set_options})
     if error := _find_option_error(options, set_options):
         parser.error(error)
     on_tpu, cores = (vars(options).pop(name) for name in ("tpu", "num_cores"))
     script, arguments, as_module = options.training_script, options.training_script_args, options.module
+    check_script(parser, script, as_module=as_module)
     if on_tpu and not prepare_torch_tpu(options, cores):
         launch_on_tpu(parser, script, arguments, as_module, cores)
         raise SystemExit(0)
@@ -172,9 +181,7 @@ def _find_option_error(options: argparse.Namespace, set_options: Collection[str]
     min_nodes, max_nodes = (int(nodes[1]), int(nodes[2] or nodes[1])) if nodes else (1, 0)
     if min_nodes > max_nodes:
         return f"--nnodes {options.nnodes} is neither a number >= 1 nor MIN:MAX"
-    if options.nproc_per_node == "0":
-        return "--nproc 0 starts no process: use a number >= 1, or auto, cpu, gpu or xpu"
-    if not re.fullmatch("[0-9]+|auto|cpu|gpu|xpu", options.nproc_per_node):
+    if not re.fullmatch("[1-9][0-9]*|auto|cpu|gpu|xpu", options.nproc_per_node):
         return f"--nproc {options.nproc_per_node} is neither a number >= 1 nor auto, cpu, gpu or xpu"
     if not 0 <= options.node_rank < max_nodes:
         return f"--node-rank {options.node_rank} must be at least 0, and below --nnodes {options.nnodes}"
@@ -188,8 +195,6 @@ def _find_option_error(options: argparse.Namespace, set_options: Collection[str]
         return f"--num-cores {options.num_cores} is not a number >= 1"
     if options.tpu and not {"tpu", "num_cores", *_SCRIPT}.issuperset(set_options):
         return "--tpu starts processes with torch_xla; the other options configure torchrun: remove one or the other"
-    if not options.module and not os.path.isfile(options.training_script):
-        return f"the script {options.training_script!r} does not exist"
     return None
 
 

@@ -141,11 +141,13 @@ def _make_panel(console: Console, name: str, page: dict[str, Any], width: int, h
     colour = COLOURS.get(page["state"], "red")
     inner = width - 4
     parts: list[RenderableType] = [Text(page["problem"])] if "problem" in page else [*_parts(page, inner, colour)]
-    if page.get("curves"):
-        lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
-        rows = ROWS if height is None else min(MAX_ROWS, height - lines - 4)
-        if rows > 1:
-            parts.append(_make_charts(page["curves"], inner, rows))
+    lines = len(console.render_lines(Group(*parts), console.options.update(width=inner)))
+    rows = ROWS if height is None else min(MAX_ROWS, height - lines - 4)
+    # A point is no curve.
+    if rows > 1 and any(len(curve["steps"]) > 1 for curve in page.get("curves", {}).values()):
+        parts.append(_make_charts(page["curves"], inner, rows))
+    elif height is not None:
+        height = min(height, lines + 2)
     title = Text.assemble((name, "bold"), "  ", (_state(page), colour))
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour, height=height)
 
@@ -154,6 +156,7 @@ def _state(page: dict[str, Any]) -> str:
     """The state of a run as text."""
     silence = f"no sign of life for {format_duration(time.time() - page['updated'])}" if page.get("updated") else ""
     words = {
+        "complete": "complete" if page.get("device") else "complete · no journal",
         "unobserved": "no journal",
         "running": "running on {host}",
         "silent": f"{silence}; process {{pid}} on {{host}}",
@@ -174,10 +177,12 @@ def _parts(page: dict[str, Any], width: int, colour: str) -> Iterator[Renderable
     yield _make_progress(page, colour)
     yield Text(" · ".join(_facts(page, now)), "dim")
     titles = {"last": "last", "best": "best", "best_step": "at step"}
-    metrics = page["metrics"].items()
-    yield _make_table(
-        ["", *titles.values()], [(name, *(format_number(metric[each]) for each in titles)) for name, metric in metrics]
-    )
+    rows = [(name, *(format_number(metric[each]) for each in titles)) for name, metric in page["metrics"].items()]
+    if rows:
+        yield _make_table(["", *titles.values()], rows)
+    elif page["state"] == "running":
+        interval = f" (logging_steps={page['logging_steps']:g})" if page["logging_steps"] else ""
+        yield Text(f"waiting for the first log line{interval}")
     if values := [f"{name} {format_number(value)}" for name, value in page["values"].items() if name not in shares]:
         yield Text(" · ".join(values))
     if any(page["seconds"]["all"].values()):

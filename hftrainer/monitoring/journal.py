@@ -2,7 +2,8 @@
 
 Every line has `time` (seconds since 1970), `event` and `step` (optimizer steps done). The events are:
 
-- `begin`: `train()` started; `max_steps`, `world_size`, `device`, `pid`, `host`, and `resumed_from`, a folder or null.
+- `begin`: `train()` started; `max_steps`, `logging_steps` or null, `world_size`, `device`, `pid`, `host`, and
+  `resumed_from`, a folder or null.
 - `log`: `logs`, a line of `log_history`.
 - `interval`: the time since the last interval; `steps`, and `seconds` by activity: 'steps' (forward, backward,
   optimizer), 'data' (waiting for it), 'evaluation' and 'saving'; together all of the time. Written at log lines, at the
@@ -89,12 +90,9 @@ def parse(line: bytes) -> dict[str, Any] | None:
 def check_folder(folder: str) -> None:
     """Raise `InvalidArgument` if the path is not a folder."""
     if not os.path.isdir(folder):
-        reason = "is not a folder" if os.path.exists(folder) else "the folder does not exist"
-        reason = explain_unreadable_url(folder) or reason
-        raise InvalidArgument(
-            f"{folder}: {reason}; pass the output_dir of a run, which contains its checkpoint-xxx folders, and with "
-            "observe=True a journal."
-        )
+        reason = explain_unreadable_url(folder)
+        problem = f": {reason}" if reason else " is not a folder" if os.path.exists(folder) else " does not exist"
+        raise InvalidArgument(f"{folder}{problem}: pass a run's output_dir")
 
 
 def read_events(folder: str) -> list[dict[str, Any]]:
@@ -104,11 +102,6 @@ def read_events(folder: str) -> list[dict[str, Any]]:
             return [event for line in file if (event := parse(line)) is not None]
     except FileNotFoundError:
         return []
-
-
-def begins_new_run(event: dict[str, Any]) -> bool:
-    """Whether the event begins a new run: a start from scratch rather than a resumed one."""
-    return event["event"] == "begin" and event.get("resumed_from") is None
 
 
 class RunNumbers:
@@ -123,7 +116,7 @@ class RunNumbers:
 
     def next(self, event: dict[str, Any]) -> int:
         """The number of the next event's run."""
-        if begins_new_run(event):
+        if event["event"] == "begin" and event.get("resumed_from") is None:
             self._count += 1
             self._number = self._count
         elif event["event"] == "begin":
@@ -178,12 +171,10 @@ def read_state(folder: str) -> TrainerState:
     paths = (Path(each) / names.TRAINER_STATE_NAME for each in (folder, *checkpoints_newest_first(folder)))
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
-        run = min(Path(folder).glob("*/checkpoint-*/"), default=None)
-        raise InvalidArgument(
-            f"{folder}: no run has written here yet: neither it nor a checkpoint-xxx in it contains "
-            f"{names.TRAINER_STATE_NAME}, which a run writes with each checkpoint and in trainer.save_state(), nor is "
-            f"there a journal of observe=True; pass the output_dir of a run{f', such as {run.parent}' if run else ''}."
-        )
+        if run := min(Path(folder).glob("*/checkpoint-*/"), default=None):
+            raise InvalidArgument(f"no run has written in {folder}; did you mean {run.parent}?")
+        problem = f"neither it nor a checkpoint-xxx in it contains {names.TRAINER_STATE_NAME} or {NAME}"
+        raise InvalidArgument(f"no run has written in {folder} yet, since {problem}: pass the output_dir of a run")
     try:
         return TrainerState.load_from_json(str(file))
     except ValueError as error:

@@ -176,8 +176,9 @@ class Observer(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """Start the journal and the first interval."""
         self._step = self._written_step = state.global_step
+        logging_steps = state.logging_steps if args.logging_strategy == "steps" else None
         facts = {"max_steps": state.max_steps, "pid": os.getpid(), "host": socket.gethostname(), **self._facts}
-        self.journal.write("begin", self._step, **facts)
+        self.journal.write("begin", self._step, **facts, logging_steps=logging_steps)
         logging.getLogger("hftrainer").addHandler(self._handler)
         self._begin_interval(self._read_counters())
         self._written_counters = self._start_counters

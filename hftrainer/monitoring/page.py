@@ -114,7 +114,8 @@ class JournalSummary:
             now: seconds since 1970.
         """
         if self.begin is None or self.last_event is None:
-            return "unobserved"
+            is_complete = self.last_event is not None and 0 < self.max_steps <= self.last_event["step"]
+            return "complete" if is_complete else "unobserved"
         if self.end is not None:
             return self.end["reason"] if self.end["reason"] in journal.COMPLETE else "failed"
         if has_ended(f"{self.begin['host']} {self.begin['pid']}"):
@@ -219,6 +220,7 @@ class WatchedRun:
             "started": run.spans[0]["time"] if run.spans else None,
             "updated": last["time"],
             **{name: begin.get(name) for name in ("device", "world_size", "host", "pid", "resumed_from")},
+            "logging_steps": begin.get("logging_steps"),
             "phase": {"name": run.phase["phase"], "since": run.phase["time"]} if run.phase and is_running else None,
             "goodput": journal.goodput([*run.spans, {**last, "event": "now"}]) if run.begin else None,
             "metrics": {name: run.metric(name) for name in names},

@@ -19,13 +19,14 @@ from hftrainer.parallel import devices
 
 def make_resume_message(folder: str, state: TrainerState, epochs: float) -> str:
     """A message about where a run resumes, or that it has no steps left."""
-    text = f"Resuming from {folder}: step {state.global_step:,} of {state.max_steps:,}, epoch {state.epoch or 0:.4g}."
+    place = f"step {state.global_step:,} of {state.max_steps:,}"
+    text = f"Resuming from {folder}: {place}, epoch {state.epoch or 0:.4g}."
     if state.global_step < state.max_steps:
         return text
     if (state.epoch or 0) < epochs - 0.01:
         reason = f"No steps are left, but {epochs - (state.epoch or 0):.3g} epochs are: a step has more samples now."
         return f"{text} {reason} elastic=True keeps the samples of a step; a larger max_steps continues training."
-    return f"{text} That run is complete, so nothing is trained: increase max_steps or num_train_epochs to continue."
+    return f"{folder} is complete ({place}): nothing to train. Increase max_steps or num_train_epochs to continue."
 
 
 def make_summary(
@@ -43,7 +44,7 @@ def make_summary(
         state: the state of the run.
         args: the arguments.
         metrics: its last log line.
-        seconds: activity other than training → its seconds.
+        seconds: activity other than training → its seconds; empty if a table shows them.
         steps: optimizer steps of this call of `train()`.
         share: the ratio of `steps` to the steps that the speeds in `metrics` count.
         stopper: the callback that stopped the run before its end; empty if none did.
@@ -53,7 +54,8 @@ def make_summary(
     speed = [f"{_number(float(metrics[key]) * share)} {name}/s" for name, key in speeds.items() if metrics.get(key)]
     parts = {"training": runtime - sum(seconds.values()), **seconds}
     times = [f"{_time(part_seconds)} {name}" for name, part_seconds in parts.items() if part_seconds >= 0.01 * runtime]
-    yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}: {', '.join(times)}."
+    split = f": {', '.join(times)}" if seconds else ""
+    yield f"Trained {steps:,} {'steps' if steps > 1 else 'step'} in {_time(runtime)}{split}."
     yield f"{', '.join([*speed, f'peak memory {_memory()}'])}."
     if state.global_step < state.max_steps:
         place = f"step {state.global_step:,} of {state.max_steps:,}"
@@ -89,7 +91,7 @@ def time_table(runtime: float, seconds: Mapping[str, float], share: float | None
     for name, part_seconds in parts.items():
         yield f"  {name:30}{_time(part_seconds):>12}{part_seconds / runtime:>7.1%}"
     if share is not None:
-        yield f"Goodput: kept steps are {share:.1%} of all time since the start from scratch, pauses included."
+        yield f"Goodput: {share:.1%} of the time since the first start went into steps that count."
 
 
 def make_resume_hint(folders: Sequence[str], *, is_complete: bool) -> str:

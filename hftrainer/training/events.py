@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hftrainer.callbacks.state import export_states
-from hftrainer.checkpointing.resume import explain_incompatible_state
+from hftrainer.checkpointing.resume import explain_incompatible_state, warn_about_kept_settings
 from hftrainer.compat import overrides
 from hftrainer.compat.safe_loading import as_bytes
 from hftrainer.data.accumulation import AccumulationWindow, TrainingSchedule
@@ -101,6 +101,7 @@ class TrainingEvents:
     def load_optimizer(self) -> None:
         """Load optimizer and scheduler state, after callbacks have added their parameter groups."""
         optimizer, scheduler = self.components.require_optimizer(), self.trainer.lr_scheduler
+        initial_groups = [dict(group) for group in optimizer.param_groups]
         add_missing_groups(scheduler, optimizer)
         with contextlib.nullcontext() if self.trial is None else keep_argument_settings(optimizer, scheduler):
             try:
@@ -108,6 +109,8 @@ class TrainingEvents:
             except (DamagedCheckpoint, InvalidSetup) as error:
                 explain_incompatible_state(str(self.resume_folder), self.trainer.args, error)
                 raise
+        if not self.is_finished:
+            warn_about_kept_settings(initial_groups, optimizer)
 
     @property
     def is_finished(self) -> bool:

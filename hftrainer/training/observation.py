@@ -12,7 +12,7 @@ from hftrainer.arguments.choices import SaveStrategy, read_observe
 from hftrainer.components.component import Component
 from hftrainer.components.storage_sync import run_folder
 from hftrainer.monitoring.flops import FlopCounter, peak_flops
-from hftrainer.monitoring.journal import Journal
+from hftrainer.monitoring.journal import COMPLETE, Journal, read_events
 from hftrainer.monitoring.observer import Measurements, Observer
 from hftrainer.monitoring.requests import Requests
 from hftrainer.trainer_pt_utils import find_batch_size
@@ -103,13 +103,17 @@ def _make_observer(components: Components, events: TrainingEvents) -> Observer |
         return None
     events.micro_batches.reader.time_collator()
     peak = peak_flops(args.device, plan.precision) if "mfu" in observations else None
-    has_journal = "journal" in observations and trainer.is_world_process_zero()
+    folder = run_folder(trainer, events.trial)
+    # The resume of a run that has already ended would spoil its record.
+    last_event = (read_events(folder) or [{}])[-1] if events.is_finished else {}
+    is_recorded = last_event.get("reason") in COMPLETE
+    has_journal = "journal" in observations and trainer.is_world_process_zero() and not is_recorded
     observer = Observer(
         observations,
         Measurements(lambda: components.run.seconds, events.micro_batches.reader.waits),
         lambda count: int(components.steps.sum_over_data(torch.tensor([count]))),
         None if peak is None else FlopCounter(peak),
-        Journal(run_folder(trainer, events.trial) if has_journal else None),
+        Journal(folder if has_journal else None),
         {"world_size": args.world_size, "device": str(args.device), "resumed_from": events.resume_folder},
     )
     trainer.add_callback(observer)

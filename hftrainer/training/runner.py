@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import logging
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -390,21 +391,25 @@ class TrainingRunner(Component):
         if not steps:
             return
         share = 1 if self.components.policy.averages_train_loss_over_call else steps / state.global_step
-        data_seconds = sum(events.micro_batches.reader.waits().values())
-        evaluation_seconds = run.seconds.get("evaluation", 0.0)
         seconds = {
-            "waiting for data": data_seconds,
-            "in evaluations": evaluation_seconds,
+            "waiting for data": sum(events.micro_batches.reader.waits().values()),
+            "in evaluations": run.seconds.get("evaluation", 0.0),
             "saving": run.seconds.get("saving", 0.0),
         }
         # Lightning's EarlyStopping notes why it stops.
         stopped = [each for each in self.components.engine.callbacks if vars(each).get("stopping_reason_message")]
         stopper = self.trainer.callback_handler.stopped_by or (type(stopped[0]).__name__ if stopped else "")
-        lines = [*summary.make_summary(state, self.trainer.args, metrics, seconds, steps, share, stopper)]
-        if (observer := events.monitors.observer) is not None:
+        observer = events.monitors.observer
+        split = seconds if observer is None else {}
+        lines = [*summary.make_summary(state, self.trainer.args, metrics, split, steps, share, stopper)]
+        if observer is not None:
             lines += summary.time_table(float(metrics["train_runtime"]), seconds, observer.goodput())
         is_complete = state.global_step >= state.max_steps or bool(stopper)
         lines.append(summary.make_resume_hint(run.checkpoints_written, is_complete=is_complete))
+        has_record = lines[-1] or (observer is not None and observer.journal.folder is not None)
+        if sys.stderr.isatty() and has_record and len(state.log_history) > 1:
+            folder = shlex.quote(str(self.trainer.args.output_dir))
+            lines.append(f"python -m hftrainer plot {folder} draws its curves.")
         for line in filter(None, lines):
             tell(line)
 

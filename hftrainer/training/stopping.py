@@ -116,8 +116,9 @@ class SignalListener:
         if self.signal_number is None:
             self.signal_number = signal_number
             self._signal_time = time.monotonic()
-            name = signal.Signals(signal_number).name
-            logger.warning("%s: saving after this optimizer step, then stopping. A second signal stops at once.", name)
+            again = "press it again" if signal_number == signal.SIGINT else "send it again"
+            name = "Ctrl-C" if signal_number == signal.SIGINT else signal.Signals(signal_number).name
+            logger.warning("%s: saving after this step, then stopping; %s to stop at once.", name, again)
             return
         if time.monotonic() - self._signal_time < self._duplicate_window:
             return

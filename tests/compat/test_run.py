@@ -158,7 +158,7 @@ print(sorted(ours), sorted(back))
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--nproc", "0"], "--nproc 0 starts no process"),
+        (["--nproc", "0"], "--nproc 0 is neither a number >= 1"),
         (["--nnodes", "3:2"], "--nnodes 3:2 is neither a number >= 1 nor MIN:MAX"),
         (["--node-rank", "-1"], "--node-rank -1 must be at least 0"),
         (["--nproc", "2", "--node_rank", "1"], "--node-rank 1 must be at least 0, and below --nnodes 1"),

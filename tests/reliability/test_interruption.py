@@ -16,6 +16,7 @@ from tests.support.faults import FailsOnce
 from tests.support.jobs import Forked, assert_same, names, weights
 from tests.support.tiny import Plain
 
+NAMES = {signal.SIGINT: "Ctrl-C"}
 STATUS = {signal.SIGTERM: 143, signal.SIGUSR1: 138, signal.SIGINT: -signal.SIGINT}
 
 
@@ -55,7 +56,7 @@ def test_signal(tmp_path, undisturbed, waiting, capsys, number, settings):
     started.process.join()
     printed = started.output.read_text()
     assert started.process.exitcode == STATUS[number], printed
-    assert f"{number.name}: saving after this optimizer step" in printed
+    assert f"{NAMES.get(number, number.name)}: saving after this step" in printed
     assert [line for line in printed.splitlines() if line.startswith("step")][-1] == "step 10"
     assert [line for line in printed.splitlines() if line.startswith("saved")] == ["saved 7", "saved 10"]
     assert names(folder) == ["checkpoint-10", "checkpoint-7"]
@@ -78,7 +79,7 @@ def test_a_signal_that_stops_at_once(tmp_path, waiting):
 def test_a_second_signal_stops_at_once_and_says_what_is_saved(tmp_path, waiting, number, every, left):
     started = waiting(save_steps=every)
     os.kill(started.process.pid, number)
-    started.wait_for(f".*{number.name}: saving after this optimizer step")
+    started.wait_for(f".*{NAMES.get(number, number.name)}: saving after this step")
     os.kill(started.process.pid, number)
     started.process.join()
     assert started.process.exitcode == -number

@@ -80,7 +80,7 @@ def script(folder):
                 "step_seconds": 0.0123,
                 "epoch": 0.5,
             },
-            "   20/1,000  ep 0.50   loss 0.1235  lr 5.0e-05  12,346 tokens/s  0.0123 s/step",
+            "   20/1,000  ep 0.50   loss 0.1235  lr 5.00e-05  12,346 tokens/s  0.0123 s/step",
         ),
         (
             {"loss": 1.0, "data_wait": 0.25, "eval_share": 0.0, "save_share": 0.1, "mfu": 0.417, "total_flos": 1e9},
@@ -88,7 +88,7 @@ def script(folder):
         ),
         (
             {"eval_loss": 2.5, "eval_text": "a b", "eval_runtime": 0.5, "eval_samples_per_second": 64.0},
-            "   20/1,000  eval_loss 2.5     eval_text a b  0.5 s      64 samples/s",
+            "   20/1,000  eval_loss 2.5     eval_text a b  in 0.5 s      64 samples/s",
         ),
         ({"my_mfu": 2.5, "teacher_grad_norm": 1.0}, "   20/1,000  my_mfu 2.5     teacher_grad_norm 1"),
         ({"loss": float("nan")}, "   20/1,000  loss nan"),
@@ -101,9 +101,9 @@ def test_lines_of_an_observed_run(logs, line):
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (10, "20/40  loss 1       grad 0.5    lr 5.0e-05"),
-        (66, "20/40  loss 1       grad 0.5    lr 5.0e-05  12,346 tokens/s"),
-        (67, "20/40  loss 1       grad 0.5    lr 5.0e-05  12,346 tokens/s  382 MB"),
+        (10, "20/40  loss 1       grad 0.5    lr 5.00e-05"),
+        (67, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s"),
+        (68, "20/40  loss 1       grad 0.5    lr 5.00e-05  12,346 tokens/s  382 MB"),
     ],
 )
 def test_a_narrow_terminal_shows_fewer_measurements(width, shown):

@@ -44,8 +44,13 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("plot --html=5 out", "--html takes no value"),
         ("ask out stop --timeout -3", "--timeout -3: use a number of seconds from 0 to 86400"),
         ("doctor --jsn", "--jsn; did you mean '--json'?"),
+        ("--foo", "unknown option --foo: use -h, --help, -V, --version"),
+        ("--josn doctor", "unknown option --josn; did you mean '--json'?"),
+        ("plot -o x out", "unrecognized arguments: -o; did you mean '--out'?"),
+        ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
+        ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
         ("ask out sav", "'sav' is not allowed; did you mean 'save'?"),
-        ("ask save", "request\nusage: python -m hftrainer ask [-h]"),
+        ("ask save", "REQUEST\nusage: python -m hftrainer ask [-h]"),
         ("diff a", "[--json] RUN RUN\nexample: python -m hftrainer diff out-1 out-2\nsee python"),
         ("plot", "pass the output folders of runs, or --study for a search\nexample: python -m hftrainer plot out\n"),
         ("watch --every 0 out", "--every 0: use a number of seconds above 0, and at most 86400\nexample: python"),
@@ -76,7 +81,7 @@ def test_colours_are_for_terminals(terminal, no_color, capsys, monkeypatch):
     is_painted = terminal and not no_color
     assert [text in shown for text in ("\033[1moptions:", "\033[1;31merror:", "\033[2m\nusage")] == [is_painted] * 3
     assert json.loads(shown.splitlines()[-1])["error"].startswith(
-        "the following arguments are required: request\nusage"
+        "the following arguments are required: REQUEST\nusage"
     )
 
 
@@ -149,7 +154,7 @@ def test_a_folder_of_runs_names_one(tmp_path, capsys):
     (tmp_path / "run" / "checkpoint-5").mkdir(parents=True)
     with pytest.raises(SystemExit):
         main(["plot", str(tmp_path)])
-    assert f"pass the output_dir of a run, such as {tmp_path / 'run'}." in capsys.readouterr().err
+    assert f"no run has written in {tmp_path}; did you mean {tmp_path / 'run'}?" in capsys.readouterr().err
 
 
 def test_run_of_several_processes_needs_a_script(capsys):
@@ -165,10 +170,51 @@ def test_unknown_options_of_run_name_the_nearest(capsys):
     assert "unrecognized arguments: --nprocs; did you mean '--nproc'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["-n", "0", "x.py"], "unrecognized arguments: -n; did you mean '--nproc'?"),
+        (["--nproc"], "expected one argument"),
+        (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
+        (["--nproc", "2", "train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
+    ],
+)
+def test_wrong_words_of_run(tmp_path, capsys, monkeypatch, words, message):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        ("nomod", "hftrainer run: error: no module named 'nomod'"),
+        ("json", "hftrainer run: error: No module named json.__main__; 'json' is a package"),
+        ("imports", "ModuleNotFoundError: No module named 'nomod'"),
+    ],
+)
+def test_a_module_that_is_missing(tmp_path, processes, module, error):
+    """An import inside a module that exists has a traceback."""
+    (tmp_path / "imports.py").write_text("import nomod")
+    words = [sys.executable, "-m", "hftrainer", "run", "-m", module]
+    done = subprocess.run(words, cwd=tmp_path, env=processes.environment(), capture_output=True, text=True)
+    assert done.returncode == 1 and error in done.stderr
+    assert ("Traceback" in done.stderr) is (module == "imports")
+
+
+@pytest.mark.parametrize(("typed", "prog"), [("/bin/hftrainer", "hftrainer"), ("x/__main__.py", "python -m hftrainer")])
+def test_the_name_that_was_typed(monkeypatch, typed, prog):
+    monkeypatch.setattr(sys, "argv", [typed])
+    assert make_parser().prog == prog
+
+
 @pytest.mark.parametrize("words", ["watch {}", "plot {}", "diff {} {}", "ask {} save", "checkpoint {}"])
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("none", "the folder does not exist"), ("file.txt", "is not a folder"), ("", "trainer_state.json")],
+    [("none", "not exist"), ("file.txt", "is not a folder"), ("", "trainer_state.json")],
 )
 def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
     (tmp_path / "file.txt").touch()
@@ -177,7 +223,7 @@ def test_paths_that_hold_no_run(tmp_path, capsys, words, name, reason):
         main([*words.format(path, path).split(), *(["--timeout", "0"] if words.startswith("ask") else [])])
     error = capsys.readouterr().err
     if name or not words.startswith("ask"):  # a run may have written nothing yet
-        assert ended.value.code == 2 and reason in error and "checkpoint-xxx" in error
+        assert ended.value.code == 2 and reason in error
     else:
         assert ended.value.code == 1 and "no run writes here now" in error
         assert "no run has saved anything here yet; waiting for 0 s" in error

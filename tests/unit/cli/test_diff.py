@@ -1,6 +1,7 @@
 """`python -m hftrainer diff`: where two runs part, and in what."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from hftrainer import TrainingArguments
 from hftrainer.__main__ import main
 from hftrainer.checkpointing.saved_arguments import read_arguments
-from hftrainer.cli.diff import compare
+from hftrainer.cli.diff import _pair, compare
 from hftrainer.errors import DamagedCheckpoint
 from tests.support.checkpoints import Mischief
 from tests.support.parity import accuracy, build
@@ -58,8 +59,11 @@ def test_another_learning_rate(run, capsys):
     # The learning rate of the first step is 0, so the losses of the first two are equal.
     assert steps == {"loss": 4, "gradient norm": 4, "learning rate": 2, "metrics": 4, "weights": 12}
     status, shown = command(capsys, run("a"), run("rate"))
-    assert status == 1 and "in learning rate" in shown.out.splitlines()[0]
-    assert "  learning_rate: 0.01 | 0.1" in shown.out
+    a, rate = Path(run("a")).name, Path(run("rate")).name
+    first, _, names = shown.out.splitlines()[:3]
+    assert status == 1 and names.strip() == f"{a} | {rate}"
+    assert first == f"{a} and {rate} differ from step 2 in learning rate; the arguments differ in learning_rate."
+    assert "  learning_rate: 0.01 | 0.1" in shown.out and "step 2, learning_rate: 0.0" in shown.out
 
 
 def test_another_order_of_the_data(run):
@@ -87,7 +91,8 @@ def test_weights_of_runs_without_log_lines(tmp_path, capsys, kind):
     text = "2 of 3 elements differ by up to 0.25, relatively 0.2"
     assert status == 1 and json.loads(shown.out)["partings"]["weights"] == {"step": 4, "name": "a", "values": text}
     status, shown = command(capsys, runs[0], runs[3])
-    assert status == 1 and "in weights (A | B)" in shown.out and "step 4, b: only in A" in shown.out
+    assert status == 1 and "a and d differ from step 4 in weights." in shown.out
+    assert "step 4, b: only in the first run" in shown.out
     Path(runs[1], "checkpoint-4", kind).unlink()
     status, shown = command(capsys, *runs[:2])
     assert status == 2 and "Nothing to compare" in shown.err
@@ -110,7 +115,7 @@ def test_json_of_two_checkpoints(run, tmp_path, capsys):
 def test_a_run_that_is_shorter(run):
     found = compare(run("a"), run("a") + "/checkpoint-6")
     assert found.steps == (12, 6) and not found.partings and not found.is_equal
-    assert "A has 12, B has 6" in str(found)
+    assert re.search(r"common steps: \S+ has 12, \S*checkpoint-6 has 6\.", str(found))
 
 
 def test_what_one_run_does_not_record(run, tmp_path):
@@ -120,7 +125,7 @@ def test_what_one_run_does_not_record(run, tmp_path):
     state = {"global_step": 12, "log_history": lines, "epoch": 1.0}
     (folder / "trainer_state.json").write_text(json.dumps(state))
     found = compare(run("a"), str(folder))
-    assert found.arguments is None and found.only_in_one["eval_f1"] == "B"
+    assert found.arguments is None and found.only_in_one["eval_f1"] == "bare"
     assert found.partings["loss"].step == 2
     assert "arguments      not recorded" in str(found)
     assert compare(str(folder), str(folder)).is_equal  # NaN too
@@ -133,9 +138,16 @@ def test_a_run_of_transformers_is_equal_to_ours(run, tmp_path):
     assert found.arguments == {} and found.partings == {} and found.is_equal
 
 
+def test_values_that_differ_in_their_last_digits_are_shown_whole():
+    assert _pair((1.23456789, 2.0)) == "1.23457 | 2" and _pair((1.0000000001, 1.0)) == "1.0000000001 | 1.0"
+
+
 def test_errors_say_what_to_do(run, tmp_path, capsys):
     status, shown = command(capsys, run("a"), str(tmp_path / "none"))
-    assert status == 2 and "pass the output_dir of a run" in shown.err
+    assert status == 2 and f"{tmp_path / 'none'} does not exist: pass a run's output_dir" in shown.err
+    missing = [str(tmp_path / name) for name in ("one", "two")]
+    status, shown = command(capsys, *missing)
+    assert status == 2 and f"{missing[0]} and {missing[1]} do not exist" in shown.err
     folder = shutil.copytree(run("a"), tmp_path / "damaged")
     (folder / "checkpoint-12" / "training_args.bin").write_bytes(b"x")
     status, shown = command(capsys, run("a"), str(folder))

@@ -39,6 +39,7 @@ def test_command_line(tmp_path, explain):
     text = done.stdout
     assert "  gradient_accumulation_steps=4: accumulate_grad_batches" in text
     assert "  do_train=True: a switch for your script" in text
+    assert "which eval_strategy sets" in " ".join(explain("--eval_strategy", "epoch").stdout.split())
     assert "accumulate_grad_batches=4" in text.split("Lightning's Trainer gets")[1]
     assert max(map(len, text.splitlines())) <= 80
     assert not list(tmp_path.iterdir())

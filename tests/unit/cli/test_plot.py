@@ -209,6 +209,10 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     assert explanation == "goodput: kept steps / all time"
     # 10 steps at 17.5 samples per second and 10 at 35.
     assert [row.split()[:6] for row in rows] == [[name, "20", "2", "1", "23.33", "9,000"] for name in "ab"]
+    main(["plot", *runs, "--out", str(tmp_path / "a.png"), "--json"])
+    shown = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["run"] for run in shown] == ["a", "b"] and set(titles) <= shown[0].keys()
+    assert shown[0]["mean samples/s"] == pytest.approx(70 / 3) and shown[0]["differs in"] == ""
 
 
 def write_log(folder, log):

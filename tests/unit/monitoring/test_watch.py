@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -239,8 +240,15 @@ def test_losses_that_are_not_finite(tmp_path, capsys, monkeypatch):
 
 
 def test_a_run_that_has_logged_nothing(tmp_path, capsys, monkeypatch):
-    begin(tmp_path)
-    assert "step 0 of 100" in show(capsys, monkeypatch, tmp_path)
+    journal = begin(tmp_path, logging_steps=10)
+    page = show(capsys, monkeypatch, tmp_path)
+    assert "step 0 of 100" in page and "waiting for the first log line (logging_steps=10)" in page
+    assert "best" not in page
+    train(journal, 10)
+    page = show(capsys, monkeypatch, tmp_path)
+    assert "best" in page and "waiting" not in page and not re.search(r"10 +step 10 +│", page)
+    train(journal, 20)
+    assert re.search(r"10 +step 20 +│", show(capsys, monkeypatch, tmp_path))  # the axis of a chart
 
 
 def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
@@ -251,7 +259,7 @@ def test_a_run_without_a_journal(tmp_path, capsys, monkeypatch):
     capsys.readouterr()
     (tmp_path / NAME).unlink(missing_ok=True)
     page = show(capsys, monkeypatch, tmp_path)
-    assert "no journal" in page and "step 4 of 4" in page and "checkpoint-4 0 s ago, checkpoint-2" in page
+    assert "complete · no journal" in page and "step 4 of 4" in page and "checkpoint-4 0 s ago, checkpoint-2" in page
     assert "loss" in page and "time" not in page
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.callbacks.state import TrainerState
 from hftrainer.monitoring import requests
+from hftrainer.monitoring.journal import NAME
 from hftrainer.reporting import summary
 from tests.support.checkpoints import At
 from tests.support.parity import accuracy
@@ -121,7 +122,35 @@ def test_resumed_and_complete(tmp_path, said):
     before = len(said())
     train(tmp_path, True, max_steps=6, **SAVED)
     (line,) = said()[before:]
-    assert line.startswith(f"Resuming from {tmp_path}/checkpoint-6: step 6 of 6") and "is complete, so nothing" in line
+    assert line.startswith(f"{tmp_path}/checkpoint-6 is complete (step 6 of 6): nothing to train. Increase max_steps")
+
+
+def test_a_complete_run_that_is_resumed_keeps_its_record(tmp_path, said, caplog, capsys):
+    settings = {**SAVED, "logging_steps": 1, "observe": True}
+    train(tmp_path, **settings)
+    journal, before = (tmp_path / NAME).read_bytes(), len(caplog.records)
+    capsys.readouterr()
+    trainer = train(tmp_path, True, learning_rate=1.0, **settings)
+    assert (tmp_path / NAME).read_bytes() == journal
+    assert trainer.state.log_history[-1]["train_loss"] == 0  # as in transformers
+    assert len(caplog.records) == before + 1 and not capsys.readouterr().out
+
+
+def test_the_time_of_an_observed_run_is_split_once(tmp_path, said):
+    train(tmp_path, observe=True, **SAVED)
+    assert re.match(r"Trained 4 steps in [\d.e-]+ s\.", said()[1])
+    assert any("of the time since the first start went into steps that count." in line for line in said())
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "settings", "is_told"),
+    [(True, SAVED, True), (False, SAVED, False), (True, {"save_strategy": "no", "logging_steps": 1}, False)],
+)
+def test_a_terminal_is_told_of_plot(tmp_path, said, monkeypatch, is_terminal, settings, is_told):
+    """If there is a file that plot can read."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
+    train(tmp_path / "an out", **settings)
+    assert (said()[-1] == f"python -m hftrainer plot '{tmp_path}/an out' draws its curves.") is is_told
 
 
 @pytest.mark.parametrize("log_level", ["passive", "info", "warning", "error"])
