@@ -26,9 +26,9 @@ from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import names, resume
 from hftrainer.compat.overrides import make_scheduler, overridable_property, record_methods
 from hftrainer.compat.tracebacks import HideEngineFrames
-from hftrainer.components.checks import check_objects, one_processing_class
 from hftrainer.components.components import Components
 from hftrainer.components.model_setup import check_pair
+from hftrainer.components.object_checks import check_objects, one_processing_class
 from hftrainer.data import collators, mixture
 from hftrainer.data.accumulation import TrainingSchedule
 from hftrainer.data.collators import number_of_tokens

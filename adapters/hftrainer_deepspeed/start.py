@@ -86,6 +86,6 @@ def _explain_error(key: str, config: dict[str, Any], error: Exception) -> Iterat
         path = ".".join(parts if parts[:1] == [key] else [key, *parts])
         prefix = f"deepspeed: {path}={reprlib.repr(detail['input'])}"
         if detail["type"] == "extra_forbidden":
-            yield f"{prefix}: DeepSpeed has no such key: correct or remove it."
+            yield f"{prefix}: DeepSpeed has no such key: {advice}."
         else:
             yield f"{prefix} is refused by DeepSpeed ({describe_text(detail['input']) or detail['msg']}): {advice}."

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.checks import has_format, unreadable_reason
+from hftrainer.checkpointing.file_checks import has_format, unreadable_reason
 from hftrainer.checkpointing.files import Entry, crc32_of_file, flush_to_disk, list_files, read_manifest, write_manifest
 from hftrainer.checkpointing.weights import has_deepspeed_parts, has_weights, missing_shard
 from hftrainer.errors import CheckpointNotFound, DamagedCheckpoint

@@ -17,7 +17,7 @@ from hftrainer.arguments.choices import as_text
 from hftrainer.callbacks.handler import CallbackHandler
 from hftrainer.callbacks.state import TrainerControl, TrainerState, export_states, is_exportable
 from hftrainer.checkpointing import names, regrouping
-from hftrainer.checkpointing.checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
+from hftrainer.checkpointing.file_checks import FRESH_OPTIMIZER, check_optimizer_state, check_state
 from hftrainer.checkpointing.folder import (
     CheckpointFolder,
     Inspection,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hftrainer.checkpointing import names
-from hftrainer.checkpointing.checks import check_state
+from hftrainer.checkpointing.file_checks import check_state
 from hftrainer.compat.safe_loading import check_fields, load_torch_file, name_file_in_errors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import InvalidArgument

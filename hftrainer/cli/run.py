@@ -226,7 +226,7 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
     target = (script, arguments, as_module, cores)
-    load("xla", "devices").load().launch(_run_on_core, target, debug_single_process=cores == 1)
+    load("xla", "devices").import_torch_xla().launch(_run_on_core, target, debug_single_process=cores == 1)
 
 
 def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:

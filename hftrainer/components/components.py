@@ -18,7 +18,7 @@ from hftrainer.callbacks.state import is_exportable
 from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat.overrides import is_overridden
 from hftrainer.components import hub_uploader, loader_factory, model_setup, setup, storage_sync
-from hftrainer.evaluation.runner import EvaluationRunner
+from hftrainer.evaluation.evaluation_runner import EvaluationRunner
 from hftrainer.plugins import load
 from hftrainer.releases.policy import ReleasePolicy
 from hftrainer.reporting.memory import TrainerMemoryTracker

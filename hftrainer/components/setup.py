@@ -29,8 +29,8 @@ from hftrainer.checkpointing.writer import CheckpointWriter
 from hftrainer.compat import peers, swap
 from hftrainer.compat.messages import log_once
 from hftrainer.compat.overrides import check_lightning_methods, is_overridden, record_methods, refuse_rewritten
-from hftrainer.components.checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.components.component import Component
+from hftrainer.components.object_checks import check_consistency, check_data, check_memmap, check_optimizer
 from hftrainer.data.collators import DataCollatorWithPadding, default_data_collator
 from hftrainer.errors import InvalidArgument, NotAFolder, UnsupportedArgument, WrongObject
 from hftrainer.evaluation.collected import make_metrics_gather

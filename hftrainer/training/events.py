@@ -27,7 +27,7 @@ from hftrainer.optimization import add_missing_groups, keep_argument_settings, n
 from hftrainer.parallel.devices import is_out_of_memory
 from hftrainer.parallel.process_group import is_communication_error, lost_ranks_message
 from hftrainer.training.divergence import DivergenceWatch
-from hftrainer.training.observation import RunMonitors
+from hftrainer.training.monitors import RunMonitors
 from hftrainer.training.run_batches import RunBatches
 from hftrainer.training.stopping import ControlSync
 from hftrainer.training.sums import LossSum, StepDetails

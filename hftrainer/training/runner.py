@@ -22,8 +22,8 @@ from hftrainer.checkpointing.run_progress import read_global_batch_size
 from hftrainer.compat.messages import tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
-from hftrainer.components.checks import check_evaluation_data
 from hftrainer.components.component import Component
+from hftrainer.components.object_checks import check_evaluation_data
 from hftrainer.data.elastic import accumulation_steps
 from hftrainer.debug_utils import DebugUnderflowOverflow
 from hftrainer.errors import UnsupportedArgument

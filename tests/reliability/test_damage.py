@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hftrainer.__main__ import main
-from hftrainer.checkpointing.checks import unreadable_reason
+from hftrainer.checkpointing.file_checks import unreadable_reason
 from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
 from hftrainer.errors import CheckpointNotFound

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 from hftrainer import TrainerState, TrainingArguments
-from hftrainer.checkpointing.checks import check_optimizer_state
+from hftrainer.checkpointing.file_checks import check_optimizer_state
 from hftrainer.checkpointing.resume import warn_about_changed_arguments
 from tests.support.parts import stepped
 

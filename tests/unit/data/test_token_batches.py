@@ -16,7 +16,7 @@ from hftrainer.data.samplers import EvenBatchSampler, ShardSpec, innermost
 from hftrainer.data.token_batches import BucketCollator, FlatCollator, PackedBatchSampler, TokenBatchSampler
 from hftrainer.errors import InvalidArgument, UnsupportedArgument
 from hftrainer.modelcard import TrainingSummary
-from hftrainer.training.observation import count_batch
+from hftrainer.training.monitors import count_batch
 
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(5, 0.8, 5000), 4, 2048).astype(int)
 SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hftrainer.evaluation.runner import use_precision
+from hftrainer.evaluation.evaluation_runner import use_precision
 from tests.support.parity import assert_same_weights, build
 from tests.support.tiny import make_bert, make_plain, text_data, without_dropout
 

@@ -16,7 +16,7 @@ from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_
 from hftrainer.arguments.choices import OBSERVE_PARTS, read_observe
 from hftrainer.errors import InvalidArgument
 from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
-from hftrainer.training import observation
+from hftrainer.training import monitors
 from tests.support.parity import assert_same_weights
 from tests.support.tiny import language_data, make_bert, make_llama, make_plain, make_t5, plain_data, t5_data, text_data
 
@@ -96,8 +96,8 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
     checkpointed = {"activation_checkpointing": recomputes}
     plain = train(tmp_path / "plain", make_model, data, **checkpointed)
     made = []
-    monkeypatch.setattr(observation, "peak_flops", lambda *_: 1e9)
-    monkeypatch.setattr(observation, "Observer", lambda *given: made.append(observation_class(*given)) or made[-1])
+    monkeypatch.setattr(monitors, "peak_flops", lambda *_: 1e9)
+    monkeypatch.setattr(monitors, "Observer", lambda *given: made.append(observation_class(*given)) or made[-1])
     trainer = train(tmp_path / "observed", make_model, data, observe=True, **checkpointed)
     assert_same_weights(trainer.model.state_dict(), plain.model.state_dict())
     for line, other in zip(of_lines(trainer), of_lines(plain), strict=True):
@@ -110,7 +110,7 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
     assert made[0].flops.counted_operations == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-observation_class = observation.Observer
+observation_class = monitors.Observer
 
 
 def test_tokens_by_hand(tmp_path):
