@@ -25,6 +25,11 @@ from hftrainer.arguments.field import EARLIER_SUBJECT, OWN_SUBJECT  # noqa: E402
 from hftrainer.arguments.old_fields import ARGUMENTS  # noqa: E402
 
 _ARGUMENTS = "\n## Arguments\n"  # not "### Arguments"
+_MOST_USED = (
+    *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate"),
+    *("lr_scheduler_type", "warmup_steps", "bf16", "eval_strategy", "save_steps", "save_total_limit", "logging_steps"),
+    *("report_to", "load_best_model_at_end", "seed"),
+)
 _ABOUT_ARGUMENTS = "What `TrainingArguments` takes, by subject; [how arguments are checked](concepts/arguments.md)."
 
 
@@ -114,6 +119,7 @@ def _arguments(text: str) -> str:
     page = ["# Every argument", _ABOUT_ARGUMENTS, intro.replace(" Those of `hftrainer` alone come first.", "").strip()]
     subjects_links = " · ".join(f"[{title}](#{_anchor(title)})" for title in parts)
     page.append(f'<div class="subjects" markdown>{subjects_links}</div>')
+    page.append("**Most used:** " + " · ".join(f"[`{name}`](#{name})" for name in _MOST_USED))
     links = " · ".join(f'<a href="#{name}">{name}</a>' for name in sorted(rows))
     page.append(f"<details><summary>All names, by alphabet</summary><p>{links}</p></details>")
     for title, lines in parts.items():

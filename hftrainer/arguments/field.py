@@ -14,7 +14,7 @@ from hftrainer.errors import InvalidArgument
 #: The `since` of arguments that no release of transformers has.
 OURS = "hftrainer"
 #: The subjects of these, and of arguments that the newest release no longer has.
-OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = "Only in hftrainer", "Of earlier releases"
+OWN_SUBJECT, EARLIER_SUBJECT = LAST_SUBJECTS = "Only in hftrainer", "Removed in newer releases"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hftrainer.arguments.choices import (
 )
 from hftrainer.arguments.field import OURS, arg, begin_subject, old_name, to_name
 
-_EVALUATION = "When to evaluate, and what evaluation returns"
+_EVALUATION = "Evaluation"
 
 
 @dataclass
@@ -29,7 +29,7 @@ class CurrentArguments:
     The first ones may be passed by position, in the order on which v4.15 to v4.57 agree.
     """
 
-    begin_subject("The folder and the size of a batch")
+    begin_subject("Output folder and batch size")
 
     output_dir: str | None = arg(
         None,
@@ -73,7 +73,7 @@ class CurrentArguments:
     )
     _: KW_ONLY
 
-    begin_subject("Length of training, and the learning-rate schedule")
+    begin_subject("Length of training and learning-rate schedule")
 
     num_train_epochs: float = arg(3.0, "Epochs of training; the last may be a fraction.", "4.1")
     max_steps: int = arg(-1, "Optimizer steps; a value above 0 overrides `num_train_epochs`.", "4.1")
@@ -88,7 +88,7 @@ class CurrentArguments:
     )
     auto_find_batch_size: bool = arg(False, "Retry with a smaller micro-batch after running out of memory.", "4.30")
 
-    begin_subject("The optimizer, the loss and the gradients")
+    begin_subject("Optimizer, loss and gradients")
 
     learning_rate: float = arg(5e-5, "Peak learning rate.", "4.1", minimum=0)
     optim: OptimizerNames | str = arg(
@@ -121,7 +121,7 @@ class CurrentArguments:
     )
     neftune_noise_alpha: float | None = arg(None, "Scale of NEFTune's noise on the embeddings.", "4.40", read_once=True)
 
-    begin_subject("Number formats, compilation, and memory for time")
+    begin_subject("Precision, compilation, activation checkpointing")
 
     bf16: bool = arg(
         False, "Forward pass under bfloat16 autocast; weights stay float32.", "4.15", "mapped: precision: bf16-mixed"
@@ -162,7 +162,7 @@ class CurrentArguments:
         None, "Optimizer steps after which the device's cache is emptied again; None never empties it.", "4.48"
     )
 
-    begin_subject("From dataset to batch")
+    begin_subject("Data and batches")
 
     seed: int = arg(42, "Seed of Python, NumPy and torch, set when the Trainer is built.", "4.1", minimum=0)
     data_seed: int | None = arg(
@@ -194,7 +194,7 @@ class CurrentArguments:
     )
     length_column_name: str = arg("length", "Column with sample lengths, for 'group_by_length'.", "4.15")
 
-    begin_subject("What to report, when, and where")
+    begin_subject("Logging and trackers")
 
     logging_strategy: IntervalStrategy | str = arg(
         "steps", "When to log: 'no', 'steps' or 'epoch'.", "4.15", choices=IntervalStrategy
@@ -288,7 +288,7 @@ class CurrentArguments:
         None, "Whether a greater metric is better; None means yes, unless its name ends in 'loss'.", "4.1"
     )
 
-    begin_subject("What is written to output_dir, and how a run resumes from it")
+    begin_subject("Saving and resuming")
 
     save_strategy: SaveStrategy | str = arg(
         "steps", "When to save: 'no', 'steps', 'epoch' or 'best'.", "4.15", choices=SaveStrategy
@@ -330,7 +330,10 @@ class CurrentArguments:
     enable_jit_checkpoint: bool = arg(False, "On SIGTERM, save once and return from train().", "5.0", read_once=True)
     load_best_model_at_end: bool = arg(False, "Load the best checkpoint's weights when training ends.", "4.1")
     resume_from_checkpoint: str | None = arg(
-        None, "For your script to pass to `train()`; not read by the Trainer.", "4.15", "inert: for your script"
+        None,
+        "A folder, or 'auto' for the newest, which your script passes to `train()`.",
+        "4.15",
+        "inert: for your script",
     )
     ignore_data_skip: bool = arg(
         False, "On resume, restart the epoch's data, instead of skipping the batches already used.", "4.1"

@@ -186,7 +186,7 @@ def test_help_names_every_field(capsys):
     for name in (each.name for each in dataclasses.fields(TrainingArguments)):
         assert f"--{name}" in text
     # By subject: our own and the old ones last.
-    _, optimizer, own, old = re.split("\n(?:The optimizer.*|Only in hftrainer|Of earlier releases):\n", text)
+    _, optimizer, own, old = re.split("\n(?:Optimizer, loss.*|Only in hftrainer|Removed in newer releases):\n", text)
     assert "--weight_decay" in optimizer and "--eval_minutes" in own and "--per_gpu_eval_batch_size" in old
 
 
