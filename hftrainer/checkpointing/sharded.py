@@ -426,7 +426,7 @@ class _PartsReader(FileSystemReader):
         super().__init__(folder)
         path = os.path.join(folder, names.LIST_OF_PARTS)
         if not os.path.isfile(path):
-            raise DamagedCheckpoint(f"{path} is missing: delete its folder and resume from an older checkpoint.")
+            raise DamagedCheckpoint(f"{path} is missing: resume from an older checkpoint.")
         self._parts: Metadata = read_pickle(path, _ALLOWED)
         with name_file_in_errors(path):
             _check_list(self._parts, folder)
