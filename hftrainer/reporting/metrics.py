@@ -15,7 +15,7 @@ from hftrainer.callbacks.state import TrainerState, as_json
 from hftrainer.compat.overrides import is_measurement
 from hftrainer.errors import MetricNotFound, WrongObject
 
-#: Panel → the log entries that it shows. 'metrics' shows all others, in one panel per order of magnitude.
+#: Panel → the log entries that it shows. 'metrics' shows all others; a plot has a panel for each.
 PANELS = {"loss": ("loss",), "metrics": (), "learning rate": ("learning_rate",), "gradient norm": ("grad_norm",)}
 #: The panels of the values that `observe=True` adds to log lines.
 SHARES = "share of time"
