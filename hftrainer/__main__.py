@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if not words or words[0] == "help":
         words = [*words[1:2], "--help"]
     Parser.writes_json = "--json" in words and words[0] != "run"
-    names = [*COMMANDS, "completion", *parser._option_string_actions]
+    names = [*COMMANDS, "completion", "help", *parser._option_string_actions]
     if words[0] == "--json":
         parser.error("--json goes after the command")
     if words[0] not in names:
@@ -62,8 +62,7 @@ def main(words: Sequence[str] | None = None) -> None:
         # This parser does not know the script's options: argparse returns those before the first value separately.
         options.words = remaining + options.words
     elif remaining:
-        hint = suggest(remaining[0], options.parser._option_string_actions)
-        options.parser.error(f"unrecognized arguments: {' '.join(remaining)}{hint}")
+        options.parser.refuse(remaining)
     try:
         options.execute(options.parser, options)
     # The process that reads the output, such as `head`, has ended.

@@ -22,8 +22,10 @@ class ExplicitEnum(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
         allowed = [str(member.value) for member in cls]
-        hint = suggest(value, allowed, ".")
-        raise InvalidArgument(f"{value!r} is not valid{hint} Choose one of {', '.join(allowed)}.")
+        hint, names = suggest(value, allowed), f"Choose one of {', '.join(allowed)}."
+        if hint and len(allowed) > 12:
+            names = f"list({cls.__module__}.{cls.__name__}) has all {len(allowed)}."
+        raise InvalidArgument(f"{value!r} is not valid{hint or '.'} {names}")
 
 
 def as_text(choice: Any) -> str:

@@ -81,7 +81,7 @@ def check_supported(resolved: ResolvedArguments, *, has_custom_optimizer: bool =
     ]
     errors += check_launch_variables(resolved.device)
     try:
-        errors += _check_keywords(resolved.lightning_config)
+        errors += check_keywords(resolved.lightning_config)
         errors += check_fsdp(resolved, has_custom_optimizer)
         if resolved.deepspeed is not None:
             errors += load("deepspeed", "settings").check_deepspeed(args, resolved.deepspeed, resolved.lightning_config)
@@ -241,14 +241,14 @@ _OVERRIDDEN_ARGUMENTS = {"precision": ("bf16", "fp16"), "deterministic": ("full_
 def explain_keyword(name: str, value: Any, known_names: Iterable[str], otherwise: str = "") -> str:
     """The end of an error about an unknown argument: how to pass one of `lightning.Trainer`, or as `suggest`."""
     if name in (*FORWARDED, *ALLOWED, *RELEASE_KEYWORDS):
-        if problems := _check_keywords({name: value}):
+        if problems := check_keywords({name: value}):
             return f": it is a key of lightning_config; there, {problems[0]}"
         return f": pass TrainingArguments(..., lightning_config={{{name!r}: {value!r}}})"
     is_reserved = name in RESERVED and name not in SYNONYMS and name not in BaseArguments.__dataclass_fields__
     return f": use {RESERVED[name]}" if is_reserved else suggest(name, known_names, otherwise)
 
 
-def _check_keywords(config: Mapping[str, Any]) -> list[str]:
+def check_keywords(config: Mapping[str, Any]) -> list[str]:
     """Error messages for keyword arguments that are unknown or not supported."""
     errors = list(check_launcher_config(config))
     for name, value in config.items():

@@ -51,6 +51,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
         args = _parse_arguments(parser, words)
     try:
         explanation = args.explain()
+        _check_like_trainer(args)
     # OSError for a file that an argument names. Our errors derive from ValueError.
     except (ValueError, OSError) as error:
         parser.fail(error)
@@ -75,6 +76,13 @@ def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
         allow_abbrev=False,
         exit_on_error=False,
     )
+    action = arguments_parser._option_string_actions.get(words[0]) if len(words) == 1 else None
+    # An option alone asks for its help, unless it is a switch.
+    if isinstance(action, argparse._StoreAction) and action.nargs != "?" and not Parser.writes_json:
+        formatter = arguments_parser._get_formatter()
+        formatter.add_argument(action)
+        print(formatter.format_help(), end="")
+        parser.exit()
     try:
         args: TrainingArguments
         args, unknown = arguments_parser.parse_args_into_dataclasses(words, True, look_for_args_file=False)
@@ -84,8 +92,29 @@ def _parse_arguments(parser: Parser, words: list[str]) -> TrainingArguments:
         names = ["json", *(field.name for field in dataclasses.fields(args))]
         hint = suggest(unknown[0].strip("-").partition("=")[0], names).replace("mean '", "mean '--")
         hint = hint or "; a script must come first: explain train.py --fp16"
-        parser.error(f"unknown argument {unknown[0]}{hint}")
+        parser.error(f"unknown option {unknown[0]}{hint}")
     return args
+
+
+def _check_like_trainer(args: TrainingArguments) -> None:
+    """Raise for values that only a Trainer checks, such as the names of trackers."""
+    from torch import nn, optim
+
+    from hftrainer.components.object_checks import check_memmap
+    from hftrainer.integrations import select_trackers
+    from hftrainer.model.changes import compile_model
+    from hftrainer.optimization import get_scheduler
+    from hftrainer.trainer_optimizer import optimizer_cls_and_kwargs
+
+    model = nn.Linear(1, 1)
+    select_trackers(args.report_to)
+    check_memmap(args)
+    compile_model(model, args)
+    if args.optim_args:
+        optimizer_cls_and_kwargs(args, model)
+    if args.lr_scheduler_kwargs:
+        kwargs: Any = args.lr_scheduler_kwargs
+        get_scheduler(args.lr_scheduler_type, optim.SGD(model.parameters()), 0, 1, kwargs)
 
 
 class _Stop(BaseException):
@@ -109,7 +138,7 @@ def _arguments_of_script(
     try:
         # Only the explanation goes to stdout.
         with contextlib.redirect_stdout(sys.stderr):
-            run_script(script, list(arguments), as_module=as_module)
+            run_script(script, list(arguments), parser.prog, as_module=as_module)
     except _Stop as stop:
         return stop.args_of_trainer or TrainingArguments("tmp_trainer"), None
     except (Exception, SystemExit) as error:

@@ -55,7 +55,7 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     if not script:
         parser.error("a script is missing")
     check_script(parser, script, as_module=as_module)
-    run_script(script, arguments, as_module=as_module)
+    run_script(script, arguments, parser.prog, as_module=as_module)
 
 
 def check_script(parser: Parser, script: str, *, as_module: bool) -> None:
@@ -67,7 +67,7 @@ def check_script(parser: Parser, script: str, *, as_module: bool) -> None:
         parser.fail(f"the script {script!r} {problem}{hint}")
 
 
-def run_script(target: str, arguments: list[str], *, as_module: bool = False) -> None:
+def run_script(target: str, arguments: list[str], prog: str, *, as_module: bool = False) -> None:
     """Run a script as `python` would, but with our Trainer in `transformers`.
 
     Exit codes, exceptions and Ctrl-C propagate. Tracebacks start in the script.
@@ -75,6 +75,7 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
     Args:
         target: path of the script, or with `as_module` the name of a module.
         arguments: the script's arguments, in `sys.argv` after its name.
+        prog: the command, for the error if the module does not exist.
         as_module: run it as `python -m` would.
     """
     from hftrainer.cli.install import install
@@ -84,7 +85,13 @@ def run_script(target: str, arguments: list[str], *, as_module: bool = False) ->
     sys.argv = [target, *arguments]
     if as_module:
         sys.path[0] = os.getcwd()
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
+        try:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        except ImportError as error:
+            # An import inside the module has a frame.
+            if _script_frames(error.__traceback__) is not None:
+                raise
+            Parser(prog=prog).fail(error if "is a package" in str(error) else f"no module named {target!r}")
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(target))
         runpy.run_path(target, run_name="__main__")
@@ -100,18 +107,18 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
     if isinstance(error, KeyboardInterrupt) and (notes or find_rank_info({}, int).rank):
         sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
         return
+    # A script that cannot be parsed has no frame.
+    first = _script_frames(trace)
+    traceback.print_exception(kind, error, first if first or isinstance(error, SyntaxError) else trace)
+
+
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames before the script; None if no other is left."""
     command = os.path.join(os.path.dirname(sys.executable), "hftrainer")
     ours = (command, os.path.dirname(os.path.dirname(__file__)), "<frozen ", runpy.__file__)
-    first = trace
-    while first is not None and first.tb_frame.f_code.co_filename.startswith(ours):
-        first = first.tb_next
-    # runpy has not found the module. An import inside it has a frame.
-    if first is None and isinstance(error, ImportError):
-        reason = error if "is a package" in str(error) else f"no module named {sys.argv[0]!r}"
-        sys.stderr.write(f"hftrainer run: error: {reason}\n")
-        return
-    # A script that cannot be parsed has no frame.
-    traceback.print_exception(kind, error, first if first or isinstance(error, SyntaxError) else trace)
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    return trace
 
 
 class _Launcher(Parser):
@@ -137,8 +144,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     defaults = vars(launcher.parse_args(["SCRIPT"]))
     # An unknown option is named even if the script, or the last option's value, is missing.
     if unknown := launcher.parse_known_args([*words, "SCRIPT", "SCRIPT"])[1]:
-        hint = suggest(unknown[0], launcher._option_string_actions)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        launcher.refuse(unknown)
     # argparse keeps the value of an existing attribute, so an option that is still None was not set.
     parsed = launcher.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
     set_options = {name: value for name, value in vars(parsed).items() if value is not None}
@@ -225,11 +231,11 @@ def launch_on_tpu(parser: Parser, script: str, arguments: list[str], as_module: 
     if not devices.has_torch_xla():
         parser.error(f"--tpu needs torch_xla: {devices.INSTALL_TORCH_XLA}; or {devices.INSTALL_TORCH_TPU}")
     os.environ.setdefault("PJRT_DEVICE", "TPU")
-    target = (script, arguments, as_module, cores)
+    target = (script, arguments, parser.prog, as_module, cores)
     load("xla", "devices").import_torch_xla().launch(_run_on_core, target, debug_single_process=cores == 1)
 
 
-def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cores: int | None) -> None:
+def _run_on_core(_: int, script: str, arguments: list[str], prog: str, as_module: bool, cores: int | None) -> None:
     """Run the script on one TPU core."""
     from torch_xla import runtime
 
@@ -237,4 +243,4 @@ def _run_on_core(_: int, script: str, arguments: list[str], as_module: bool, cor
         raise SystemExit(
             f"--num-cores {cores}: torch_xla uses one core or all, and this machine has {runtime.local_device_count()}."
         )
-    run_script(script, arguments, as_module=as_module)
+    run_script(script, arguments, prog, as_module=as_module)

@@ -172,6 +172,12 @@ def format_bytes(size: float) -> str:
     return f"{number:,.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
+def command_name() -> str:
+    """Our command line as a user may type it: `hftrainer` if that is on the path, for this Python."""
+    script = shutil.which("hftrainer") or ""
+    return "hftrainer" if os.path.dirname(script) == os.path.dirname(sys.executable) else "python -m hftrainer"
+
+
 def tell(text: str) -> None:
     """Log a message about a run at level info. Only settings that hide warnings hide it."""
     is_visible = logging.getLogger("hftrainer").isEnabledFor(logging.WARNING)

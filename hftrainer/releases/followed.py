@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hftrainer.compat.messages import log_once
+from hftrainer.compat.messages import command_name, log_once
 from hftrainer.releases.earlier import POLICIES
 from hftrainer.releases.policy import NEWEST, RELEASES, Release, ReleasePolicy
 
@@ -70,7 +70,7 @@ def describe_older_release(config: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"transformers {installed} is installed, but this Trainer follows {_default.release}. To follow "
-        f"{installed}, use python -m hftrainer run or hftrainer.install(); "
+        f"{installed}, use {command_name()} run or hftrainer.install(); "
         f"lightning_config={{'behaviour': '{_default.release}'}} turns this message off."
     )
 

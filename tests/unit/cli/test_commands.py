@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hftrainer.__main__ import main, make_parser
+from hftrainer.compat.messages import command_name
 
 
 def test_all_but_the_run_of_a_script_write_json():
@@ -46,7 +47,9 @@ def test_wrong_command_lines_name_the_help(words, capsys):
         ("doctor --jsn", "--jsn; did you mean '--json'?"),
         ("--foo", "unknown option --foo: use -h, --help, -V, --version"),
         ("--josn doctor", "unknown option --josn; did you mean '--json'?"),
-        ("plot -o x out", "unrecognized arguments: -o; did you mean '--out'?"),
+        ("hlep", "'hlep' is not a command; did you mean 'help'?"),
+        ("doctor out", "unexpected argument out"),
+        ("plot -o x out", "unknown option -o; did you mean '--out'?"),
         ("ask out save --timeout abc", "--timeout: 'abc' is not a number"),
         ("diff absent missing", "absent and missing do not exist: pass the output_dir of two runs"),
         ("ask out sav", "'sav' is not allowed; did you mean 'save'?"),
@@ -167,14 +170,14 @@ def test_run_of_several_processes_needs_a_script(capsys):
 def test_unknown_options_of_run_name_the_nearest(capsys):
     with pytest.raises(SystemExit):
         main(["run", "--nprocs", "2", "x.py"])
-    assert "unrecognized arguments: --nprocs; did you mean '--nproc'?" in capsys.readouterr().err
+    assert "unknown option --nprocs; did you mean '--nproc'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--bogus"], "unrecognized arguments: --bogus"),
-        (["-n", "0", "x.py"], "unrecognized arguments: -n; did you mean '--nproc'?"),
+        (["--bogus"], "unknown option --bogus"),
+        (["-n", "0", "x.py"], "unknown option -n; did you mean '--nproc'?"),
         (["--nproc"], "expected one argument"),
         (["train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
         (["--nproc", "2", "train.p"], "the script 'train.p' does not exist; did you mean 'train.py'?"),
@@ -191,8 +194,8 @@ def test_wrong_words_of_run(tmp_path, capsys, monkeypatch, words, message):
 @pytest.mark.parametrize(
     ("module", "error"),
     [
-        ("nomod", "hftrainer run: error: no module named 'nomod'"),
-        ("json", "hftrainer run: error: No module named json.__main__; 'json' is a package"),
+        ("nomod", "python -m hftrainer run: error: no module named 'nomod'"),
+        ("json", "python -m hftrainer run: error: No module named json.__main__; 'json' is a package"),
         ("imports", "ModuleNotFoundError: No module named 'nomod'"),
     ],
 )
@@ -201,7 +204,7 @@ def test_a_module_that_is_missing(tmp_path, processes, module, error):
     (tmp_path / "imports.py").write_text("import nomod")
     words = [sys.executable, "-m", "hftrainer", "run", "-m", module]
     done = subprocess.run(words, cwd=tmp_path, env=processes.environment(), capture_output=True, text=True)
-    assert done.returncode == 1 and error in done.stderr
+    assert done.returncode == (1 if module == "imports" else 2) and error in done.stderr
     assert ("Traceback" in done.stderr) is (module == "imports")
 
 
@@ -209,6 +212,14 @@ def test_a_module_that_is_missing(tmp_path, processes, module, error):
 def test_the_name_that_was_typed(monkeypatch, typed, prog):
     monkeypatch.setattr(sys, "argv", [typed])
     assert make_parser().prog == prog
+
+
+def test_the_name_in_messages(monkeypatch, tmp_path):
+    (tmp_path / "hftrainer").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command_name() == "python -m hftrainer"
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert command_name() == "hftrainer"
 
 
 @pytest.mark.parametrize("words", ["watch {}", "plot {}", "diff {} {}", "ask {} save", "checkpoint {}"])

@@ -86,6 +86,12 @@ def test_json(words, explain):
         (["trian.py"], "the script 'trian.py' does not exist"),
         (["--max_steps", "3", "train.py"], "a script must come first: explain train.py --fp16"),
         (["-m"], "-m needs the name of a module"),
+        # What only a Trainer checks.
+        (["--report_to", "wandbb"], "report_to='wandbb' is not a tracker; did you mean 'wandb'?"),
+        (["--eval_memmap_dir", "/nope"], "eval_memmap_dir='/nope' is not a folder"),
+        (["--torch_compile_backend", "inductr"], "torch_compile_backend='inductr' is not a backend of torch"),
+        (["--optim", "sgd", "--optim_args", "momentun=1"], "optim_args of optim='sgd': unknown momentun"),
+        (["--lr_scheduler_kwargs", '{"num_cycle": 2}'], "lr_scheduler_kwargs of 'linear': unknown ['num_cycle']"),
     ],
 )
 def test_wrong_arguments(words, message, explain):
@@ -93,6 +99,28 @@ def test_wrong_arguments(words, message, explain):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ddp_backend", "glooo"], "no backend is called 'glooo'; did you mean 'gloo'?"),
+        (["--lightning_config", '{"max_epochz": 3}'], "['max_epochz']: lightning.Trainer has no such argument"),
+    ],
+)
+def test_values_that_are_refused(words, message, explain):
+    done = explain(*words)
+    assert done.returncode == 1 and message in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [("learning_rate", "(default: 5e-05)"), ("optim", "galore_adamw"), ("label_names", "LABEL_NAMES")],
+)
+def test_help_of_one_argument(name, shown, explain):
+    done = explain(name)
+    assert done.returncode == 0 and done.stdout.startswith(f"--{name} ") and shown in done.stdout
+    assert explain(name, "--json").returncode == 2
 
 
 #: The other two have their default in the table.
@@ -195,6 +223,8 @@ def test_script_as_a_module(script, explain_script):
     done = explain_script("-m", "train", "--bf16")
     assert done.returncode == 0, done.stderr
     assert "  max_steps=7" in done.stdout and "bf16-mixed" in done.stdout
+    missing = explain_script("-m", "nomod")
+    assert (missing.returncode, missing.stderr) == (2, "python -m hftrainer explain: error: no module named 'nomod'\n")
 
 
 def test_script_without_arguments(tmp_path, explain_script):
