@@ -35,6 +35,7 @@ from hftrainer.checkpointing.names import MODEL_PREFIX
 from hftrainer.compat.overrides import can_call
 from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer.compat.tracebacks import add_note
+from hftrainer.errors import suggest
 from hftrainer_lightning.private_api import callbacks as hidden
 from hftrainer_lightning.private_api.training import use_previous_epoch
 
@@ -112,7 +113,8 @@ def check_callbacks(callbacks: Sequence[Callback], run: CallbackConditions) -> l
     for callback in callbacks:
         if run.evaluates and (monitor := str(getattr(callback, "monitor", ""))).startswith("val_"):
             meant = monitor.replace("val_", "eval_", 1)
-            logger.warning("A callback monitors %r, but evaluations log 'eval_...'; did you mean %r?", monitor, meant)
+            hint = suggest(meant, ["eval_loss"], f"; did you mean {meant!r}?", cutoff=0.92)
+            logger.warning("A callback monitors %r, but evaluations log 'eval_...'%s", monitor, hint)
     # Report only the first problem of each callback.
     problems = [message for callback in callbacks for message in itertools.islice(_find_problems(callback, run), 1)]
     if find_callback(callbacks, ModelPruning) and find_callback(callbacks, WeightAveraging):

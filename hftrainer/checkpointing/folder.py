@@ -374,12 +374,19 @@ def get_last_checkpoint(folder: str) -> str | None:
     Damaged folders are skipped, with a warning that names the file. transformers returns the folder with the most
     steps even if it is damaged.
     """
-    for path in checkpoints_newest_first(folder):
+    return find_intact(folder)[0]
+
+
+def find_intact(folder: str) -> tuple[str | None, list[str]]:
+    """The result of `get_last_checkpoint`, and the name and damage of each folder that it skipped."""
+    damages: list[str] = []
+    for path in checkpoints_newest_first(folder) if os.path.isdir(folder) else ():
         reason = CheckpointFolder(path).inspect().skip_reason
         if reason is None:
-            return path
+            return path, damages
         logger.warning("%s is damaged and is skipped: %s.", path, reason)
-    return None
+        damages.append(f"{os.path.basename(path)} is damaged: {reason.replace(os.path.join(path, ''), '')}")
+    return None, damages
 
 
 def sort_checkpoints(output_dir: str) -> list[str]:

@@ -22,12 +22,13 @@ from hftrainer.checkpointing.folder import (
     CheckpointFolder,
     Inspection,
     checkpoints_newest_first,
+    find_intact,
     get_last_checkpoint,
     sort_checkpoints,
 )
 from hftrainer.checkpointing.names import FULL_STATES, holds_state
 from hftrainer.checkpointing.saved_arguments import read_arguments
-from hftrainer.compat.messages import log_once
+from hftrainer.compat.messages import command_name, log_once
 from hftrainer.compat.safe_loading import load_torch_file, name_file_in_errors, projectors
 from hftrainer.data.randomness import numpy_state_types
 from hftrainer.errors import CheckpointNotFound, InvalidArgument, InvalidSetup, UnsupportedArgument
@@ -77,12 +78,13 @@ def find_folder(resume_from_checkpoint: str | bool | None, args: Any) -> str | N
             _warn_about_earlier_run(output_dir)
         return None
     if resume_from_checkpoint is True or resume_from_checkpoint == "auto":
-        newest = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        newest, damages = find_intact(output_dir)
         if newest is None and resume_from_checkpoint is True:
+            reasons = "".join(f"; {damage}" for damage in damages[:3] + ["..."] * (len(damages) > 3))
             raise CheckpointNotFound(
-                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}). Train "
-                "without this argument first, pass the path of a checkpoint, or pass 'auto' to start from scratch if "
-                "no checkpoint exists."
+                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({output_dir}){reasons}. "
+                "Train without this argument first, pass the path of a checkpoint, or pass 'auto' to start from "
+                "scratch if no checkpoint exists."
             )
         return newest
     if not isinstance(resume_from_checkpoint, (str, os.PathLike)):
@@ -144,7 +146,7 @@ def _warn_about_earlier_run(output_dir: str) -> None:
 
 def _accept_command(folder: str) -> str:
     """The command that accepts a checkpoint in its current state."""
-    return f"python -m hftrainer checkpoint --accept {shlex.quote(folder)}"
+    return f"{command_name()} checkpoint --accept {shlex.quote(folder)}"
 
 
 def _warn_about_changes(inspection: Inspection) -> None:

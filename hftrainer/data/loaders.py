@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import inspect
 import itertools
 import logging
 import time
@@ -15,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from hftrainer.arguments.accelerator_config import DEFAULT, AcceleratorConfig
-from hftrainer.compat.overrides import has_length
+from hftrainer.compat.overrides import can_call, has_length
 from hftrainer.compat.safe_loading import name_file_in_errors
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.data import samplers
@@ -258,6 +259,10 @@ class PreparedDataLoader(DataLoader[Any]):
                 indices = list(map(str, unread[0]))
                 shown = ", ".join(indices[:16] + ["..."] * (len(indices) > 16))
                 add_note(error, f"This happened while the samples [{shown}] were read and collated.")
+            collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
+            if isinstance(error, TypeError) and not can_call(collator, []):
+                takes = inspect.signature(collator)
+                add_note(error, f"data_collator is called with one argument, the list of samples, but takes {takes}.")
             raise
         finally:
             self.position = self.position._replace(iteration=0)

@@ -15,11 +15,10 @@ import torch
 
 from hftrainer.arguments import legacy
 from hftrainer.callbacks.progress_bar import close_bars
-from hftrainer.callbacks.state import TrainerState
 from hftrainer.checkpointing import resume
 from hftrainer.checkpointing.folder import clear_stale, delete_all_but_best
 from hftrainer.checkpointing.run_progress import read_global_batch_size
-from hftrainer.compat.messages import tell, wrap_text
+from hftrainer.compat.messages import command_name, tell, wrap_text
 from hftrainer.compat.overrides import has_length, is_overridden, needs_manual_optimization
 from hftrainer.compat.tracebacks import add_note
 from hftrainer.components.component import Component
@@ -272,7 +271,7 @@ class TrainingRunner(Component):
             self._resume_finished_run(events, folder, trial)
         else:
             recorder = events.step_details.record_outputs(trainer.model)
-            with _add_step_note(trainer.state), recorder, devices.error_hints():
+            with _add_step_note(events), recorder, devices.error_hints():
                 self.components.engine.fit(
                     events,
                     model,
@@ -409,7 +408,7 @@ class TrainingRunner(Component):
         has_record = lines[-1] or (observer is not None and observer.journal.folder is not None)
         if sys.stderr.isatty() and has_record and len(state.log_history) > 1:
             folder = shlex.quote(str(self.trainer.args.output_dir))
-            lines.append(f"python -m hftrainer plot {folder} draws its curves.")
+            lines.append(f"{command_name()} plot {folder} draws its curves.")
         for line in filter(None, lines):
             tell(line)
 
@@ -450,12 +449,13 @@ class TrainingRunner(Component):
 
 
 @contextlib.contextmanager
-def _add_step_note(state: TrainerState) -> Iterator[None]:
-    """Add the number of completed steps to an error that has no notes."""
+def _add_step_note(events: TrainingEvents) -> Iterator[None]:
+    """Add the step to an error that has no notes."""
     try:
         yield
     except Exception as error:
         if not getattr(error, "__notes__", ()):
-            step = f"after training step {state.global_step}" if state.global_step else "before training step 1"
-            add_note(error, f"This happened {step} of {state.max_steps}.")
+            done = events.trainer.state.global_step
+            between = f"after training step {done}" if done else "before training step 1"
+            add_note(error, f"This happened {between if events.is_between_steps else f'in training step {done + 1}'}.")
         raise

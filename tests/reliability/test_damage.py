@@ -15,6 +15,7 @@ from hftrainer.__main__ import main
 from hftrainer.checkpointing.file_checks import unreadable_reason
 from hftrainer.checkpointing.folder import CheckpointFolder, Inspection
 from hftrainer.checkpointing.names import MANIFEST_NAME
+from hftrainer.compat.messages import command_name
 from hftrainer.errors import CheckpointNotFound
 from hftrainer.trainer_utils import get_last_checkpoint
 from tests.support.checkpoints import BEST, HARM, OnSave, finished, flip, grow, make_trainer, truncate, weights_of
@@ -205,7 +206,7 @@ def test_changed_on_purpose(runs, checkpoint, purpose, caplog):
     assert_same_weights(resumed(checkpoint), runs("bert")[1])
     (warning,) = [record.getMessage() for record in caplog.records if CHANGED in record.getMessage()]
     assert all(part in warning for part in named)
-    assert f"python -m hftrainer checkpoint --accept {checkpoint}" in warning
+    assert f"{command_name()} checkpoint --accept {checkpoint}" in warning
     flip(checkpoint / "optimizer.pt")
     assert get_last_checkpoint(str(checkpoint.parent)) != str(checkpoint)
 

@@ -224,7 +224,10 @@ def test_names_of_metrics_in_lightning(make_args, caplog, monkeypatch, tmp_path,
     assert "monitor" not in caplog.text
     with pytest.raises(Exception, match="val_loss"):
         train("val_loss", eval_strategy="steps", eval_steps=2)
-    assert "monitors 'val_loss', but evaluations log 'eval_...'; did you mean 'eval_loss'?" in caplog.text
+    with pytest.raises(Exception, match="val_los"):
+        train("val_los", eval_strategy="steps", eval_steps=2)
+    for monitor in ("val_loss", "val_los"):
+        assert f"monitors {monitor!r}, but evaluations log 'eval_...'; did you mean 'eval_loss'?" in caplog.text
 
 
 @pytest.mark.parametrize("kind", [TrainingArguments, Seq2SeqTrainingArguments, type("Own", (TrainingArguments,), {})])

@@ -1,5 +1,6 @@
 """An error in the code of a script: what its traceback shows, and what is said of where it happened."""
 
+import inspect
 import re
 import sys
 import traceback
@@ -40,6 +41,11 @@ class AtStart(hftrainer.TrainerCallback):
         raise LookupError("mine")
 
 
+class AtOptimizer(hftrainer.TrainerCallback):
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        raise LookupError("mine")
+
+
 def fail(*_):
     raise LookupError("mine")
 
@@ -68,8 +74,9 @@ CASES = {
         ["train", "forward"],
         "in training step 1, with the batch x: a Tensor.",
     ),
-    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after training step 1 of 2."),
-    "start": ({"callbacks": [AtStart()]}, ["train", "on_train_begin"], "before training step 1 of 2."),
+    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after training step 1."),
+    "start": ({"callbacks": [AtStart()]}, ["train", "on_train_begin"], "before training step 1."),
+    "optimizer": ({"callbacks": [AtOptimizer()]}, ["train", "on_optimizer_step"], "in training step 1."),
     "list": ({"data_collator": lambda samples: samples}, ["train", "compute_loss_and_outputs"], "in training step 1."),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
@@ -98,6 +105,16 @@ def test_traceback_and_note(tmp_path, given, shown, note):
     *notes, last = error.__notes__
     assert last == "(The engine's frames are hidden: HFTRAINER_TRACEBACK=full shows them.)"
     assert [f"This happened {note}" in each for each in notes] == [True]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collator", [lambda: {}, lambda samples, others: {}], ids=["none", "two"])
+def test_a_collator_with_other_parameters(make_args, collator, workers):
+    args = make_args(dataloader_num_workers=workers)
+    with pytest.raises(TypeError) as caught:
+        hftrainer.Trainer(make_plain(), args, data_collator=collator, train_dataset=plain_data()).train()
+    takes = f"but takes {inspect.signature(collator)}."
+    assert f"data_collator is called with one argument, the list of samples, {takes}" in caught.value.__notes__
 
 
 def test_all_frames_on_request(tmp_path, monkeypatch):

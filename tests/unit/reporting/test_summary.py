@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from hftrainer import Trainer, TrainerCallback, TrainingArguments
 from hftrainer.callbacks.state import TrainerState
+from hftrainer.compat.messages import command_name
 from hftrainer.monitoring import requests
 from hftrainer.monitoring.journal import NAME
 from hftrainer.reporting import summary
@@ -150,7 +151,7 @@ def test_a_terminal_is_told_of_plot(tmp_path, said, monkeypatch, is_terminal, se
     """If there is a file that plot can read."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal, raising=False)
     train(tmp_path / "an out", **settings)
-    assert (said()[-1] == f"python -m hftrainer plot '{tmp_path}/an out' draws its curves.") is is_told
+    assert (said()[-1] == f"{command_name()} plot '{tmp_path}/an out' draws its curves.") is is_told
 
 
 @pytest.mark.parametrize("log_level", ["passive", "info", "warning", "error"])

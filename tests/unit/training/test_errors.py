@@ -1,6 +1,7 @@
 """Data, models, metrics and checkpoints with which training cannot begin or go on: the error names what to do."""
 
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +130,16 @@ def test_what_to_resume_from(make_args, given, message):
     path = given if isinstance(given, int) else f"{args.output_dir}/{given}"
     with pytest.raises(CheckpointNotFound, match=message):
         Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=path)
+
+
+def test_damage_of_each_checkpoint(make_args):
+    args = make_args(save_strategy="steps", save_steps=1, max_steps=4)
+    Trainer(make_plain(), args, train_dataset=plain_data()).train()
+    for folder in Path(args.output_dir).iterdir():
+        (folder / "model.safetensors").write_bytes(b"")
+    damage = "checkpoint-4 is damaged: model.safetensors has changed size since it was written; checkpoint-3 is"
+    with pytest.raises(CheckpointNotFound, match=rf"\(\S+\); {damage}.*checkpoint-2 is [^;]*; \.\.\.\. Train without"):
+        Trainer(make_plain(), args, train_dataset=plain_data()).train(resume_from_checkpoint=True)
 
 
 def test_labels_that_are_texts(make_args, caplog):
