@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> None:
         # This parser does not know the script's options: argparse returns those before the first value separately.
         options.words = remaining + options.words
     elif remaining:
-        options.parser.refuse(remaining)
+        options.parser.refuse(remaining[0])
     try:
         options.execute(options.parser, options)
     # The process that reads the output, such as `head`, has ended.

@@ -81,11 +81,11 @@ def get_cosine_with_hard_restarts_schedule_with_warmup(
     optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1, last_epoch: int = -1
 ) -> LambdaLR:
     """A schedule with linear warm-up, then `num_cycles` half cosine waves, each from the peak."""
-    decay = partial(_cosine_with_restarts, num_cycles, num_training_steps - num_warmup_steps)
+    decay = partial(_cosine_with_restarts, float(num_cycles), num_training_steps - num_warmup_steps)
     return _add_warmup(decay, optimizer, num_warmup_steps, last_epoch)
 
 
-def _cosine_with_restarts(num_cycles: int, steps: int, step: int) -> float:
+def _cosine_with_restarts(num_cycles: float, steps: int, step: int) -> float:
     progress = step / max(1, steps)
     return 0.0 if progress >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
 
@@ -232,10 +232,9 @@ def get_wsd_schedule(
     for name, kind in (("warmup_type", warmup_type), ("decay_type", decay_type)):
         if kind not in _RISES:
             raise InvalidArgument(f"lr_scheduler_kwargs: {name}={kind!r}: choose one of {', '.join(_RISES)}.")
-    stable_steps = num_stable_steps
-    if stable_steps is None:
-        stable_steps = num_training_steps - num_warmup_steps - num_decay_steps  # type: ignore[operator]
-    steps = num_warmup_steps, stable_steps, num_decay_steps
+    if num_stable_steps is None:
+        num_stable_steps = num_training_steps - num_warmup_steps - num_decay_steps  # type: ignore[operator]
+    steps = num_warmup_steps, num_stable_steps, num_decay_steps
     return LambdaLR(optimizer, partial(_wsd, steps, warmup_type, decay_type, min_lr_ratio, num_cycles), last_epoch)
 
 

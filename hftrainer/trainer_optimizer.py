@@ -345,7 +345,7 @@ def parse_optim_args(text: str | None) -> dict[str, str]:
     Raises:
         InvalidArgument: for any other form.
     """
-    pairs = [pair for pair in (text or "").replace(" ", "").split(",") if pair]
+    pairs = [pair for pair in str(text or "").replace(" ", "").split(",") if pair]
     if invalid := [pair for pair in pairs if "=" not in pair]:
         raise InvalidArgument(f"optim_args={text!r}: {invalid[0]!r} is not name=value; use 'name=value,name=value'.")
     return dict(pair.split("=", 1) for pair in pairs)

@@ -12,7 +12,6 @@ from hftrainer.arguments import legacy
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.choices import as_text
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.compat.messages import command_name
 from hftrainer.errors import suggest
 from hftrainer.parallel import devices
 from hftrainer.parallel.devices import UNSUPPORTED_BY_LIGHTNING, native_backend
@@ -60,13 +59,7 @@ def check_device(resolved: ResolvedArguments) -> Iterator[str]:
             f"lightning_config['precision']={resolved.precision!r} needs an unsharded model on a CPU or GPU: load "
             "the model in that type instead, for example with dtype=torch.bfloat16."
         )
-    yield from check_process_group(resolved)
-
-
-def check_process_group(resolved: ResolvedArguments) -> Iterator[str]:
-    """Yields an error for each argument with which processes cannot communicate."""
-    args, device_type = resolved.args, resolved.device.type
-    has_process_group = resolved.rank_info.world_size > 1 and device_type not in ("mps", "xla")
+    has_process_group = processes > 1 and device_type not in ("mps", "xla")
     if has_process_group and args.ddp_timeout <= 0:
         yield f"ddp_timeout={args.ddp_timeout!r} would end every operation immediately: use more than 0 seconds."
     if args.ddp_backend and (reason := _check_backend(args.ddp_backend.lower(), device_type, has_process_group)):
@@ -200,7 +193,7 @@ def check_fsdp(resolved: ResolvedArguments, has_custom_optimizer: bool) -> Itera
     elif world_size == 1 and resolved.rank_info.launcher == "lightning":
         yield (
             f"{setting} shards the model over processes, but there is only one process: start the script with "
-            f"torchrun, accelerate launch or {command_name()} run --nproc N, or set lightning_config={{'devices': N}}."
+            "torchrun, accelerate launch or python -m hftrainer run --nproc N, or set lightning_config={'devices': N}."
         )
     elif "hybrid" in settings.strategy and world_size == 1:
         yield f"fsdp={settings.strategy!r} needs at least two processes, but there is one: use 'full_shard'."

@@ -22,10 +22,9 @@ class ExplicitEnum(str, enum.Enum):
     @classmethod
     def _missing_(cls, value: object) -> ExplicitEnum:
         allowed = [str(member.value) for member in cls]
-        hint, names = suggest(value, allowed), f"Choose one of {', '.join(allowed)}."
-        if hint and len(allowed) > 12:
-            names = f"list({cls.__module__}.{cls.__name__}) has all {len(allowed)}."
-        raise InvalidArgument(f"{value!r} is not valid{hint or '.'} {names}")
+        hint = suggest(value, allowed)
+        names = f"list({cls.__module__}.{cls.__name__})" if hint and len(allowed) > 12 else ", ".join(allowed)
+        raise InvalidArgument(f"{value!r} is not valid{hint or '.'} Choose one of {names}.")
 
 
 def as_text(choice: Any) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 from hftrainer.arguments import legacy
 from hftrainer.arguments.base import BaseArguments
 from hftrainer.arguments.resolved import ResolvedArguments
-from hftrainer.compat.messages import command_name
 from hftrainer.releases.followed import installed_release
 from hftrainer.releases.policy import NEWEST, ReleasePolicy
 
@@ -86,14 +85,15 @@ class Explanation:
 
 def explain(args: BaseArguments) -> Explanation:
     """How the arguments are handled. Starts no run, and imports neither lightning nor transformers."""
-    from hftrainer.arguments.checks import check_process_group
+    from hftrainer.arguments.checks import check_device
     from hftrainer.arguments.support import check_keywords, make_plan, non_neutral_arguments
     from hftrainer.arguments.validation import check_values
 
     values = args.to_dict()
     resolved = ResolvedArguments(args)
-    errors = check_values(resolved)
-    errors += [*check_keywords(resolved.lightning_config), *check_process_group(resolved)]
+    errors = [*check_values(resolved), *check_keywords(resolved.lightning_config)]
+    # Another device may support the other arguments.
+    errors += [error for error in check_device(resolved) if error.startswith("ddp_backend=")]
     error_of_argument = {_argument(error): error for error in errors}
     lines = []
     for name, (raw_value, argument) in non_neutral_arguments(args).items():
@@ -125,7 +125,7 @@ def _describe_policy(policy: ReleasePolicy) -> list[str]:
         lines = [f"Behaves like transformers {policy.release}, the newest known release."]
         if (installed := installed_release()) != policy.release:
             lines += _wrap_indented(
-                f"install() and `{command_name()} run` follow the installed {installed}; "
+                f"install() and `python -m hftrainer run` follow the installed {installed}; "
                 f"lightning_config={{'behaviour': '{installed}'}} selects it here too, and lists the differences."
             )
         return lines

@@ -118,8 +118,8 @@ def _fill_dependent_defaults(args: BaseArguments) -> None:
 
 def choose_start_method(args: BaseArguments) -> None:
     """Choose fork for loader workers on Apple GPUs, unless the script chose a start method."""
-    if args.dataloader_num_workers > 1 and args.dataloader_multiprocessing_context is None:
-        args.dataloader_multiprocessing_context = "fork" if torch.backends.mps.is_available() else None
+    if torch.backends.mps.is_available() and args.dataloader_num_workers > 1:
+        args.dataloader_multiprocessing_context = args.dataloader_multiprocessing_context or "fork"
 
 
 def add_missing_fields(args: BaseArguments, our_class: type[BaseArguments]) -> None:

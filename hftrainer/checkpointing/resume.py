@@ -23,7 +23,6 @@ from hftrainer.checkpointing.folder import (
     Inspection,
     checkpoints_newest_first,
     find_intact,
-    get_last_checkpoint,
     sort_checkpoints,
 )
 from hftrainer.checkpointing.names import FULL_STATES, holds_state
@@ -105,7 +104,7 @@ def _check_given_folder(folder: str) -> None:
             f"{_hint_for_missing(folder)}"
         )
     if not os.path.isfile(os.path.join(folder, names.TRAINER_STATE_NAME)):
-        inner_checkpoint = get_last_checkpoint(folder)
+        inner_checkpoint, _ = find_intact(folder)
         hint = f" Did you mean {inner_checkpoint!r}?" if inner_checkpoint else ""
         raise CheckpointNotFound(
             f"Can't find a valid checkpoint at {folder}, the value of resume_from_checkpoint: it lacks "

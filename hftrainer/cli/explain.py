@@ -20,7 +20,8 @@ _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--jso
 _DESCRIPTION = (
     "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
-    "that it created last are shown. --json prints JSON, for programs; errors too."
+    "that it created last are shown. An option without its value shows its help. --json prints JSON, for programs; "
+    "errors too."
 )
 
 
@@ -100,28 +101,21 @@ def _check_like_trainer(args: TrainingArguments) -> None:
     """Raise for values that only a Trainer checks, such as the names of trackers."""
     from torch import nn, optim
 
-    from hftrainer.components.object_checks import check_memmap
-    from hftrainer.integrations import select_trackers
-    from hftrainer.model.changes import compile_model
-    from hftrainer.optimization import get_scheduler
-    from hftrainer.trainer_optimizer import optimizer_cls_and_kwargs
+    from hftrainer import integrations, optimization, trainer_optimizer
+    from hftrainer.components import object_checks
+    from hftrainer.model import changes
 
-    model = nn.Linear(1, 1)
-    select_trackers(args.report_to)
-    check_memmap(args)
-    compile_model(model, args)
+    integrations.select_trackers(args.report_to)
+    object_checks.check_memmap(args)
+    changes.compile_model(model := nn.Linear(1, 1), args)
     if args.optim_args:
-        optimizer_cls_and_kwargs(args, model)
-    if args.lr_scheduler_kwargs:
-        kwargs: Any = args.lr_scheduler_kwargs
-        get_scheduler(args.lr_scheduler_type, optim.SGD(model.parameters()), 0, 1, kwargs)
+        trainer_optimizer.optimizer_cls_and_kwargs(args, model)
+    schedule: Any = args.lr_scheduler_type, optim.SGD(model.parameters(), 1.0), 0, 1, args.lr_scheduler_kwargs
+    optimization.get_scheduler(*schedule)
 
 
 class _Stop(BaseException):
-    """Ends a script at its first Trainer."""
-
-    def __init__(self, args: TrainingArguments | None) -> None:
-        self.args_of_trainer = args
+    """Ends a script at its first Trainer; its argument is that Trainer's TrainingArguments, or None."""
 
 
 def _arguments_of_script(
@@ -140,7 +134,7 @@ def _arguments_of_script(
         with contextlib.redirect_stdout(sys.stderr):
             run_script(script, list(arguments), parser.prog, as_module=as_module)
     except _Stop as stop:
-        return stop.args_of_trainer or TrainingArguments("tmp_trainer"), None
+        return stop.args[0] or TrainingArguments("tmp_trainer"), None
     except (Exception, SystemExit) as error:
         # The script has already printed the reason.
         if not all_args and isinstance(error, SystemExit):

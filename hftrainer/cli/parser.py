@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from hftrainer.compat.messages import wrap_text
@@ -73,18 +72,16 @@ class Parser(argparse.ArgumentParser):
             # Of up to three values all are named.
             hint = suggest(choice[1], allowed if len(allowed) > 3 else (), f": use one of {', '.join(allowed)}")
             message = f"{message[: choice.start()]}{choice[1]!r} is not allowed{hint}"
-        # One spelling of each option is enough.
-        message = re.sub(r"^(argument --\w+)/\S+:", r"\1:", message)
         message = re.sub(r"^argument (\S+): invalid (?:int|float) value: (.*)", r"\1: \2 is not a number", message)
         message = re.sub(r"^argument (\S+): ignored explicit argument .*", r"\1 takes no value", message)
         usage = self.format_usage().rstrip() if "required" in message or "missing" in message else ""
         hints = (usage, (self.epilog or "") % {"prog": self.prog}, f"see {self.prog} --help")
         self.fail(message, hints="".join(f"\n{hint}" for hint in hints if hint))
 
-    def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Exit with an error about the first of the words that the parser does not know."""
-        problem = "unknown option" if words[0].startswith("-") else "unexpected argument"
-        self.error(f"{problem} {words[0]}{suggest(words[0], self._option_string_actions)}")
+    def refuse(self, word: str) -> NoReturn:
+        """Exit with an error about a word that the parser does not know."""
+        problem = "unknown option" if word.startswith("-") else "unexpected argument"
+        self.error(f"{problem} {word}{suggest(word, self._option_string_actions)}")
 
     def fail(self, error: BaseException | str, status: int = 2, hints: str = "") -> NoReturn:
         """Exit with an error whose message says what to do."""

@@ -108,8 +108,7 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
         sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
         return
     # A script that cannot be parsed has no frame.
-    first = _script_frames(trace)
-    traceback.print_exception(kind, error, first if first or isinstance(error, SyntaxError) else trace)
+    traceback.print_exception(kind, error, _script_frames(trace) or (None if kind is SyntaxError else trace))
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -144,7 +143,7 @@ def launch(parser: Parser, words: list[str]) -> NoReturn:
     defaults = vars(launcher.parse_args(["SCRIPT"]))
     # An unknown option is named even if the script, or the last option's value, is missing.
     if unknown := launcher.parse_known_args([*words, "SCRIPT", "SCRIPT"])[1]:
-        launcher.refuse(unknown)
+        launcher.refuse(unknown[0])
     # argparse keeps the value of an existing attribute, so an option that is still None was not set.
     parsed = launcher.parse_args(words, argparse.Namespace(**dict.fromkeys(defaults)))
     set_options = {name: value for name, value in vars(parsed).items() if value is not None}

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
-from hftrainer.errors import UnsupportedArgument, WrongObject
+from hftrainer.errors import InvalidSetup, UnsupportedArgument, WrongObject
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,8 @@ def _find_record(trainer_class: Any) -> dict[str, Any]:
 
 def make_scheduler(trainer: Any, num_training_steps: int) -> None:
     """Call `create_scheduler`, with the optimizer if the method accepts it. transformers v4 passes it, v5 does not."""
+    if trainer.optimizer is None:
+        raise InvalidSetup(f"{type(trainer).__name__}.create_optimizer must set self.optimizer, and return it.")
     step = vars(trainer.optimizer).get("step")
     # torch's schedulers wrap `optimizer.step` as a method: make one from a script's plain function.
     if step is not None and not inspect.ismethod(step) and not hasattr(step, "_wrapped_by_lr_sched"):
@@ -340,13 +342,9 @@ def number_of_arguments(function: Callable[..., Any]) -> int:
 def can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     """Whether `function` can be called with these arguments; True if its parameters are unknown."""
     try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return True
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError:
-        return False
+        inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)
     return True
 
 

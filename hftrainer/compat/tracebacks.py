@@ -112,6 +112,14 @@ _REMEDIES = {
 }
 
 
+#: Part of an error's message → what has probably caused it, and the remedy.
+_EXPLANATIONS = {
+    "device-side assert": "A label or another index is probably out of range: with use_cpu=True, the error names it.",
+    "'target' (position 2) must be Tensor, not None": "The loss gets no labels: add them to the batch.",
+    "no padding token": "Set the tokenizer's pad_token, and model.config.pad_token_id = tokenizer.pad_token_id.",
+}
+
+
 def note_batch(error: Exception, place: str, inputs: Any, config: Any) -> None:
     """Add to an error the batch that caused it and, for an index that is too large, the column and the limit.
 
@@ -146,8 +154,6 @@ def _explain_by_batch(error: Exception, inputs: Any, config: Any) -> str | None:
     if limit is not None and length > limit and str(limit) in str(error):
         remedy = f"tokenize with truncation=True, max_length={limit}"
         return f"Samples of {length} tokens exceed max_position_embeddings={limit}: {remedy}."
-    if calls and "target" in calls[-1] and calls[-1]["target"].is_floating_point() and "dtype" in str(error):
+    if "dtype" in str(error) and calls and "target" in calls[-1] and calls[-1]["target"].is_floating_point():
         return "The labels are floats: use torch.long for class indices."
-    if "device-side assert" in str(error):
-        return "A label or another index is probably out of range: with use_cpu=True, the error names it."
-    return None
+    return next((explanation for part, explanation in _EXPLANATIONS.items() if part in str(error)), None)

@@ -47,10 +47,10 @@ def check_pair(optimizers: Any) -> tuple[Any, Any]:
             f"optimizers is {describe_type(optimizers)}{size}, but must be a pair: (optimizer, scheduler), or "
             "(optimizer, None) for the schedule of lr_scheduler_type."
         )
-    if classes := [value.__name__ for value in optimizers if isinstance(value, type)]:
+    if others := [value for value in optimizers if isinstance(value, (type, str))]:
         raise InvalidSetup(
-            f"optimizers accepts objects, but {classes[0]} is a class: pass optimizer_cls_and_kwargs=(class, kwargs), "
-            "and the Trainer creates the optimizer."
+            f"optimizers accepts objects, not {others[0]!r}: pass optimizer_cls_and_kwargs=(class, kwargs), or set "
+            "optim and lr_scheduler_type, and the Trainer creates them."
         )
     return optimizers[0], optimizers[1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import inspect
 import itertools
 import logging
 import time
@@ -261,8 +260,7 @@ class PreparedDataLoader(DataLoader[Any]):
                 add_note(error, f"This happened while the samples [{shown}] were read and collated.")
             collator = getattr(self.collate_fn, "data_collator", self.collate_fn)
             if isinstance(error, TypeError) and not can_call(collator, []):
-                takes = inspect.signature(collator)
-                add_note(error, f"data_collator is called with one argument, the list of samples, but takes {takes}.")
+                add_note(error, "data_collator is called with one argument, the list of samples.")
             raise
         finally:
             self.position = self.position._replace(iteration=0)

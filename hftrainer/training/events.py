@@ -257,6 +257,8 @@ class TrainingEvents:
         step, items = self.trainer.training_step, window.num_items
         with self.trainer.accelerator.no_sync(model=model) if is_local else contextlib.nullcontext():
             loss: torch.Tensor = overrides.call_with_accepted(step, model, inputs, num_items_in_batch=items)
+        if loss is None:
+            raise InvalidSetup(f"{type(self.trainer).__name__}.training_step must return the loss.")
         self._micro_batch = loss, inputs
         return loss
 

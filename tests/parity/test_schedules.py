@@ -22,7 +22,7 @@ STEPS = 16
 BY_METRIC = {name: {"eval_strategy": "steps", "eval_steps": 1} for name in ("reduce_lr_on_plateau", "greedy")}
 KWARGS = {
     "cosine": [{}, {"num_cycles": 1.5}],
-    "cosine_with_restarts": [{}, {"num_cycles": 3}],
+    "cosine_with_restarts": [{}, {"num_cycles": 3}, {"num_cycles": "2"}],
     "polynomial": [{}, {"lr_end": 1e-3, "power": 2.0}],
     "inverse_sqrt": [{}, {"timescale": 5}],
     "cosine_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.2, "num_cycles": 1.0}],

@@ -52,6 +52,7 @@ OPTIMIZERS, SGD = (torch.optim.SGD(MODEL.parameters(), lr=0.1), None), (torch.op
         (UnknownArgument, {"metrics": {}}, "no argument 'metrics'; did you mean 'compute_metrics'"),
         (InvalidArgument, {"optimizers": (None,)}, "optimizers is a tuple of 1, but must be a pair"),
         (InvalidArgument, {"optimizers": 3}, "optimizers is an int, but must be a pair"),
+        (InvalidArgument, {"optimizers": ("sgd", None)}, "not 'sgd': .* set optim and lr_scheduler_type"),
         (WrongObject, {"args": 3}, r"args is of type int: pass TrainingArguments\('folder'"),
         (InvalidArgument, {"data_collator": [1]}, "data_collator must be callable, got list.*as train_dataset="),
         (WrongObject, {"args": {"max_steps": 2}}, r"args is a dict: pass TrainingArguments\(\*\*args\)"),

@@ -216,10 +216,10 @@ def test_the_name_that_was_typed(monkeypatch, typed, prog):
 
 def test_the_name_in_messages(monkeypatch, tmp_path):
     (tmp_path / "hftrainer").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert command_name() == "python -m hftrainer"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert command_name() == "hftrainer"
+    for path, name in (("", "python -m hftrainer"), (str(tmp_path), "hftrainer")):
+        monkeypatch.setenv("PATH", path)
+        assert command_name() == name
 
 
 @pytest.mark.parametrize("words", ["watch {}", "plot {}", "diff {} {}", "ask {} save", "checkpoint {}"])

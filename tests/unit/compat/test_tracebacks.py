@@ -1,6 +1,5 @@
 """An error in the code of a script: what its traceback shows, and what is said of where it happened."""
 
-import inspect
 import re
 import sys
 import traceback
@@ -31,23 +30,12 @@ class Data(list):
         raise LookupError("mine")
 
 
-class AtStep(hftrainer.TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        raise LookupError("mine")
-
-
-class AtStart(hftrainer.TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        raise LookupError("mine")
-
-
-class AtOptimizer(hftrainer.TrainerCallback):
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        raise LookupError("mine")
-
-
-def fail(*_):
+def fail(*_, **__):
     raise LookupError("mine")
+
+
+def at(event):
+    return {"callbacks": [type("At", (hftrainer.TrainerCallback,), {event: fail})()]}
 
 
 READING = "while the samples [0, 1, 2, 3] were read and collated."
@@ -74,9 +62,9 @@ CASES = {
         ["train", "forward"],
         "in training step 1, with the batch x: a Tensor.",
     ),
-    "callback": ({"callbacks": [AtStep()]}, ["train", "on_step_end"], "after training step 1."),
-    "start": ({"callbacks": [AtStart()]}, ["train", "on_train_begin"], "before training step 1."),
-    "optimizer": ({"callbacks": [AtOptimizer()]}, ["train", "on_optimizer_step"], "in training step 1."),
+    "callback": (at("on_step_end"), ["train", "fail"], "after training step 1."),
+    "start": (at("on_train_begin"), ["train", "fail"], "before training step 1."),
+    "optimizer": (at("on_optimizer_step"), ["train", "fail"], "in training step 1."),
     "list": ({"data_collator": lambda samples: samples}, ["train", "compute_loss_and_outputs"], "in training step 1."),
     "evaluation": (
         {"eval_dataset": [{"x": torch.zeros(3), "labels": 0}]},
@@ -91,7 +79,7 @@ def fail_to_train(folder, given, **others):
     settings |= {"train_sampling_strategy": "sequential", "use_cpu": True, "disable_tqdm": True} | others
     args = hftrainer.TrainingArguments(str(folder), **settings)
     data = {"train_dataset": plain_data(), "eval_dataset": plain_data(10), "compute_metrics": lambda _: {"a": 1.0}}
-    with pytest.raises((LookupError, RuntimeError, InvalidArgument)) as caught:
+    with pytest.raises((LookupError, RuntimeError, TypeError, InvalidArgument)) as caught:
         hftrainer.Trainer(**{"model": make_plain(), "args": args, **data, **given}).train()
     return caught.value
 
@@ -108,13 +96,9 @@ def test_traceback_and_note(tmp_path, given, shown, note):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("collator", [lambda: {}, lambda samples, others: {}], ids=["none", "two"])
-def test_a_collator_with_other_parameters(make_args, collator, workers):
-    args = make_args(dataloader_num_workers=workers)
-    with pytest.raises(TypeError) as caught:
-        hftrainer.Trainer(make_plain(), args, data_collator=collator, train_dataset=plain_data()).train()
-    takes = f"but takes {inspect.signature(collator)}."
-    assert f"data_collator is called with one argument, the list of samples, {takes}" in caught.value.__notes__
+def test_a_collator_with_other_parameters(tmp_path, workers):
+    error = fail_to_train(tmp_path, {"data_collator": lambda: {}}, dataloader_num_workers=workers)
+    assert "data_collator is called with one argument, the list of samples." in error.__notes__
 
 
 def test_all_frames_on_request(tmp_path, monkeypatch):
@@ -193,10 +177,9 @@ def called(event, parameters):
     ],
 )
 def test_methods_of_callbacks_that_cannot_be_called(tmp_path, event, parameters, is_wrong):
-    with pytest.raises(TypeError) as caught:
-        fail_to_train(tmp_path, {"callbacks": [called(event, parameters)]})
+    error = fail_to_train(tmp_path, {"callbacks": [called(event, parameters)]})
     note = f"Callback.{event} is called with (args, state, control, **kwargs), but takes ({parameters})."
-    assert [note in caught.value.__notes__, "mine" in str(caught.value)] == [is_wrong, not is_wrong]
+    assert [note in error.__notes__, "mine" in str(error)] == [is_wrong, not is_wrong]
 
 
 def test_construction(tmp_path):
@@ -268,10 +251,24 @@ def test_indices_beyond_the_model(tmp_path, given, note):
         assert re.search(note, notes[1]), notes
 
 
-def test_indices_on_a_gpu():
-    error = RuntimeError("CUDA error: device-side assert triggered")
+MESSAGES = {
+    "device-side assert": "with use_cpu=True, the error names it",
+    "no padding token": "Set the tokenizer's pad_",
+}
+
+
+@pytest.mark.parametrize("part", MESSAGES)
+def test_causes_that_a_message_implies(part):
+    error = RuntimeError(f"{part} triggered")
     note_batch(error, "training step 1", {"labels": torch.tensor([7])}, None)
-    assert "with use_cpu=True, the error names it" in error.__notes__[1]
+    assert MESSAGES[part] in error.__notes__[1]
+
+
+def test_no_labels_reach_the_loss():
+    with pytest.raises(TypeError) as caught:
+        torch.nn.functional.cross_entropy(torch.ones(1, 3), None)
+    note_batch(caught.value, "training step 1", {}, None)
+    assert "The loss gets no labels: add them to the batch." in caught.value.__notes__
 
 
 def test_errors_that_are_no_index_have_one_note():
