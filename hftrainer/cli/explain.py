@@ -20,8 +20,7 @@ _USAGE = "%(prog)s [--json] [any training arguments …]\n       %(prog)s [--jso
 _DESCRIPTION = (
     "Show how training arguments are handled; for a script, those that it creates. The script runs until it creates a "
     "Trainer, so nothing is trained, and the libraries of Hugging Face are offline. If it ends earlier, the arguments "
-    "that it created last are shown. An option without its value shows its help. --json prints JSON, for programs; "
-    "errors too."
+    "that it created last are shown. The name of an argument alone shows its help. --json prints JSON for programs."
 )
 
 
