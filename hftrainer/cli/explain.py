@@ -52,8 +52,8 @@ def execute(parser: Parser, options: argparse.Namespace) -> None:
     try:
         explanation = args.explain()
         _check_like_trainer(args)
-    # OSError for a file that an argument names. Our errors derive from ValueError.
-    except (ValueError, OSError) as error:
+    # OSError for a file that an argument names, RuntimeError of torch.compile. Our errors derive from ValueError.
+    except (ValueError, OSError, RuntimeError) as error:
         parser.fail(error)
     print(explanation.to_json() if options.json else paint_headings(str(explanation)))
     if failure is not None:

@@ -108,7 +108,7 @@ def _print_script_traceback(kind: type[BaseException], error: BaseException, tra
         sys.stderr.writelines(f"{note}\n" for note in notes if sys.version_info >= (3, 11))
         return
     # A script that cannot be parsed has no frame.
-    traceback.print_exception(kind, error, _script_frames(trace) or (None if kind is SyntaxError else trace))
+    traceback.print_exception(kind, error, _script_frames(trace) or (None if issubclass(kind, SyntaxError) else trace))
 
 
 def _script_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -63,9 +63,9 @@ def test_exceptions_and_exit_codes_pass_through(tmp_path, run, processes):
     assert done.returncode == 7
     assert done.stdout.strip() == "['--epochs', '3', '-m'] __main__"
     assert run(tmp_path, "-m", "hftrainer", "run", "absent.py").returncode == 2
-    script(tmp_path, "x = (")
+    script(tmp_path, "if 1:\nx")
     done = subprocess.run(line, env=processes.environment(), capture_output=True, text=True)
-    assert done.returncode == 1 and "SyntaxError" in done.stderr and "runpy" not in done.stderr
+    assert done.returncode == 1 and "IndentationError" in done.stderr and "runpy" not in done.stderr
 
 
 def test_modules(tmp_path, run):

@@ -90,7 +90,7 @@ def test_json(words, explain):
         (["-m"], "-m needs the name of a module"),
         (["--report_to", "wandbb"], "report_to='wandbb' is not a tracker; did you mean 'wandb'?"),
         (["--eval_memmap_dir", "/nope"], "eval_memmap_dir='/nope' is not a folder"),
-        (["--torch_compile_backend", "inductr"], "torch_compile_backend='inductr' is not a backend of torch"),
+        (["--torch_compile_mode", "x"], "error: Unrecognized mode=x, should be one of: default"),
         (["--optim", "sgd", "--optim_args", "momentun=1"], "optim_args of optim='sgd': unknown momentun"),
         (["--lr_scheduler_kwargs", '{"num_cycle": 2}'], "lr_scheduler_kwargs of 'linear': unknown ['num_cycle']"),
     ],
