@@ -80,7 +80,7 @@ def test_search_in_two_processes(tmp_path):
     """They share the device, and each trial ends as it would alone."""
 
     def draw(trial):
-        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1)}
+        return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1)}
 
     results = {}
     for n_jobs in (1, 2):
@@ -117,12 +117,13 @@ def test_observe(tmp_path, compiled):
 
 
 @needs_gpu("there is nothing to wait for")
-@pytest.mark.parametrize("settings", [{"observe": True}, {"metrics_port": 0}, {"tokens_per_batch": 64}], ids=str)
+@pytest.mark.parametrize("settings", [{"observe": True}, {"tokens_per_batch": 36}, {"flatten_batches": True}], ids=str)
 def test_no_waiting_for_the_device(tmp_path, settings):
     watch = Watch()
-    settings = {**HERE, **settings, "max_steps": 10, "logging_steps": 10, "num_train_epochs": 9}
+    settings = {**HERE, **settings, "max_steps": 10, "logging_steps": 10, "num_train_epochs": 9, "bf16": True}
     settings["accelerator_config"] = {"non_blocking": True}
-    trainer, _ = build("hftrainer", "plain", tmp_path, **settings, trainer={"callbacks": [watch]})
+    made = {"callbacks": [watch], "data_collator": pad, "train_dataset": varied_language_data(24)}
+    trainer, _ = build("hftrainer", "llama without dropout", tmp_path, **settings, trainer=made)
     try:
         trainer.train()
     finally:

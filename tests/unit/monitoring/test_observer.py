@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hftrainer import Trainer, TrainerCallback, TrainingArguments, default_data_collator
 from hftrainer.arguments.choices import OBSERVE_PARTS, read_observe
 from hftrainer.errors import InvalidArgument
+from hftrainer.monitoring.flops import peak_flops
 from hftrainer.monitoring.journal import Journal, goodput, read_events, remove_undone_steps
 from hftrainer.training import monitors
 from tests.support.parity import assert_same_weights
@@ -111,6 +112,15 @@ def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatc
 
 
 observation_class = monitors.Observer
+
+
+def test_the_peak_is_lightnings(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert peak_flops(torch.device("cuda"), "bf16-mixed") == peak_flops(torch.device("cuda"), "16-mixed") > 9e14
+    assert peak_flops(torch.device("cpu"), "bf16-mixed") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA of tomorrow")
+    with pytest.warns(UserWarning, match="FLOPs not found for 'NVIDIA of tomorrow'"):
+        assert peak_flops(torch.device("cuda"), "bf16-mixed") is None
 
 
 def test_tokens_by_hand(tmp_path):
