@@ -204,7 +204,7 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     runs = [observe(tmp_path / "a"), observe(tmp_path / "b")]
     main(["plot", *runs, "--out", str(tmp_path / "a.png")])
     _, _, header, *rows, _, explanation = capsys.readouterr().out.splitlines()
-    titles = ["steps", "last loss", "best loss", "mean samples/s", "mean tokens/s", "time", "goodput"]
+    titles = ["steps", "last loss", "best loss", "mean samples per second", "mean tokens per second", "time", "goodput"]
     assert re.split("  +", header.strip()) == titles
     assert explanation == "goodput: kept steps / all time"
     # 10 steps at 17.5 samples per second and 10 at 35.
@@ -212,7 +212,7 @@ def test_a_table_of_observed_runs(tmp_path, capsys):
     main(["plot", *runs, "--out", str(tmp_path / "a.png"), "--json"])
     shown = json.loads(capsys.readouterr().out)["runs"]
     assert [run["run"] for run in shown] == ["a", "b"] and set(titles) <= shown[0].keys()
-    assert shown[0]["mean samples/s"] == pytest.approx(70 / 3) and shown[0]["differs in"] == ""
+    assert shown[0]["mean samples per second"] == pytest.approx(70 / 3) and shown[0]["differs in"] == ""
 
 
 def write_log(folder, log):
@@ -323,7 +323,7 @@ def test_callback_draws_when_training_ends(tmp_path):
     trainer = make_plotted(tmp_path, logging_steps=1)
     trainer.train()
     assert (tmp_path / "out" / "training.png").read_bytes().startswith(b"\x89PNG")
-    assert {line.label for line in lines_of(trainer.state)} == {"loss", "learning_rate", "grad_norm"}
+    assert {line.label for line in lines_of(trainer.state)} == {"loss", "learning rate", "gradient norm"}
 
 
 def test_callback_of_a_run_that_logged_nothing(tmp_path, caplog):
