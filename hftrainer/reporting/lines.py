@@ -171,19 +171,18 @@ def _with_styles(plain_lines: Iterable[Line]) -> list[Line]:
     if any(line.run for line in lines):
         lines = [line for line in lines if line.panel != SHARES or line.name == "step_share"]
         titles["step_share"] = "share of time spent training"
-    names = {line.name for line in lines if line.panel != SHARES or any(line.values)}
-    shown = sorted(names, key=lambda name: (name != "loss", natural_key(name)))
+    entries = {line.name for line in lines if line.panel != SHARES or any(line.values)}
+    shown = sorted(entries, key=lambda name: (name != "loss", natural_key(name)))
     runs = list(dict.fromkeys(line.run for line in lines))
     lines = [line for line in lines if line.name in shown]
     lines.sort(key=lambda line: (list(PANELS).index(line.panel), shown.index(line.name)))
     lines = [replace(line, panel=titles.get(line.name, line.panel)) for line in lines]
     for line in lines:
         names = list(dict.fromkeys(other.name for other in lines if other.panel == line.panel))
-        run, dash = runs.index(line.run), names.index(line.name)
+        run, dash, is_faint = runs.index(line.run), names.index(line.name), len(runs) < MANY_RUNS
         colour, mark = COLOURS[(run if line.run else dash) % len(COLOURS)], list(MARKS)[run % len(MARKS)]
         colour = "#d9d9d9" if line.panel == SHARES and line.name == "step_share" else colour
-        is_faint, dash = len(runs) < MANY_RUNS, dash % len(DASHES)
-        styled_lines.append(replace(line, colour=colour, dash=dash, mark=mark, is_faint=is_faint))
+        styled_lines.append(replace(line, colour=colour, dash=dash % len(DASHES), mark=mark, is_faint=is_faint))
     return styled_lines
 
 

@@ -172,7 +172,6 @@ def _draw_panel(axis: Any, lines: list[Line]) -> int:
     axis.xaxis.set_major_formatter("{x:,.7g}")
     if is_short := scale == "log" and limits[1] < 1000 * limits[0]:
         axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
-        axis.yaxis.set_minor_formatter("")
     if is_short or (scale == "linear" and not 0.1 < limits[1] < 1000):
         axis.yaxis.set_major_formatter("{x:,.7g}")
     axis.xaxis.get_major_locator().set_params(integer=lines[0].x == "step", min_n_ticks=1)
@@ -202,7 +201,7 @@ def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str 
         x, y, legend = f"x{number}", f"y{number}", f"legend{number}"
         figure.add_traces([trace | {"xaxis": x, "yaxis": y} for trace in _traces(panel_lines, legend)])
         scale, limits = _vertical_axis(panel_lines)
-        y_axis = {"title": {"text": _label(panel_lines)}, "type": scale, "range": limits, "anchor": x}
+        y_axis: dict[str, Any] = {"title": {"text": _label(panel_lines)}, "type": scale, "range": limits, "anchor": x}
         if scale == "log":
             # plotly takes powers of ten. For two ticks per decade it chooses 1, 2 and 5; a format writes them in full.
             low, high = map(math.log10, limits)

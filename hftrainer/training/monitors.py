@@ -99,10 +99,10 @@ class RunMonitors(Component):
 def _make_observer(components: Components, events: TrainingEvents) -> Observer | None:
     """The observer of a run, a callback of the Trainer until the run ends; None without `observe`."""
     trainer, args, plan = components.trainer, components.trainer.args, components.engine.plan
-    observations, folder = read_observe(args.observe), run_folder(trainer, events.trial)
+    folder = run_folder(trainer, events.trial)
     # All later runs in a folder write to its journal, so that it says which is the last.
-    if os.path.isfile(os.path.join(folder, NAME)):
-        observations |= {"journal"}
+    has_earlier = os.path.isfile(os.path.join(folder, NAME))
+    observations = read_observe(args.observe) | ({"journal"} if has_earlier else set())
     if not observations:
         return None
     events.micro_batches.reader.time_collator()
