@@ -210,11 +210,11 @@ def draw_html(lines: list[Line], path: str, title: str, *, plotlyjs: bool | str 
         axes = {f"xaxis{number}": x_axis | {"anchor": y}, f"yaxis{number}": y_axis}
         figure.update_layout(axes | {legend: {"orientation": "h", "yanchor": "bottom", "tracegroupgap": 0}})
     figure.update_yaxes(exponentformat="power", minexponent=4)
-    top = 55 + 20 * (len(runs) + title.count("\n"))
+    top = 70 + 20 * (len(runs) + title.count("\n"))
     wide, narrow = (_place_panels(len(panels), columns, top) for columns in (2, 1))
     figure.update_layout(
         {name.replace(".", "_"): value for name, value in wide.items()},
-        title={"text": title.replace("\n", "<br>"), "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 25}},
+        title={"text": title.replace("\n", "<br>"), "font_size": 14, "y": 1, "yanchor": "top", "pad": {"t": 40}},
         legend={"x": 0, "y": 1, "yanchor": "bottom", "tracegroupgap": 0},
         **{"margin": {"t": top, "b": 0, "l": 70, "r": 20}, "template": "plotly_white"},
         **{"hovermode": "x unified", "hoverlabel": {"namelength": -1}},
