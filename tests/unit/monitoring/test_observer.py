@@ -87,6 +87,13 @@ def test_what_log_lines_get(tmp_path, observe, names):
     assert not [each for each in trainer.callback_handler.callbacks if type(each).__name__ == "Observer"]
 
 
+def test_a_later_run_in_the_folder_of_an_observed_one(tmp_path):
+    """It writes to the journal, so that the last run there is known, but measures nothing."""
+    train(tmp_path, observe=True)
+    assert of_lines(train(tmp_path))[0].keys() == {"loss", "grad_norm", "learning_rate", "epoch", "step"}
+    assert [event["event"] for event in read_events(str(tmp_path))].count("begin") == 2
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_operations_by_torchs_counter_and_the_same_training(tmp_path, monkeypatch, name, recomputes):
